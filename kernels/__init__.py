@@ -1,9 +1,8 @@
 """The operations of a model step. Each has one implementation per device: Triton on GPUs, Numba or
 torch on CPUs.
 
-Does not import the engine. Must not define ``__version__``: transformers looks for a package named
-"kernels" and would take this one for it.
-"""
+Does not import the engine. Must not define ``__version__``, or transformers would mistake it for
+the package "kernels" of Hugging Face."""
 
 from kernels.meta import AttentionMeta
 from kernels.ops import (

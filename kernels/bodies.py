@@ -19,8 +19,8 @@ class CpuTensors:
         self.are_interpreted = False
 
     def go_to_triton(self, requested: bool) -> None:
-        """Use Triton's interpreter for CPU tensors, or stop using it. Raises ``ValueError`` if the
-        interpreter is not on."""
+        """Let Triton's interpreter compute CPU tensors, or stop that. Raises ``ValueError`` if this
+        process has no interpreter."""
         if requested and not _triton().is_interpreting():
             raise ValueError(
                 "Triton's interpreter is off in this process; set TRITON_INTERPRET=1 before the "

@@ -126,7 +126,7 @@ class GuidanceCompiler:
         return compilation
 
     def shutdown(self) -> None:
-        """Stop the threads and drop tokenizers; a running compilation ends unused."""
+        """Stop the threads and drop tokenizers. A running compilation's result is dropped."""
         for _ in self._threads:
             self._waiting.put(None)
         self._threads = []
@@ -179,7 +179,7 @@ class GuidanceCompiler:
             )
 
     def _checked(self, checker: Checker | Layout | None, eos: Eos) -> Callable[[Matcher], Matcher]:
-        """Return a function that adds the grammar's checker, if it needs one, to a matcher."""
+        """Return a function that adds the grammar's checker, if there is one, to a matcher."""
         if checker is None:
             return lambda matcher: matcher
         vocabulary = self._vocabulary(eos)
@@ -197,8 +197,7 @@ class GuidanceCompiler:
             return self._vocabularies[eos]
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
-        """Fail a compilation that has exceeded the time limit before it began, and return True; the
-        requests that waited for it have had that error."""
+        """Return whether the time limit passed before the compilation began; if so, fail it."""
         if not compilation.is_late:
             return False
         compilation.is_void = True
@@ -276,8 +275,8 @@ class GuidanceCompilation:
     """A ``Compilation`` that gives each request its own matcher."""
 
     def __init__(self, eos: Eos, ready: Mapping[Library, float], max_seconds: float) -> None:
-        """ready: when each library got its tokenizer; the time limit counts from then, or from now
-        if that is later."""
+        """The limit of ``max_seconds`` counts from now, or from when the library's tokenizer is
+        ready if that is later. ready: that time (``time.monotonic``) for each library."""
         self.future: Future[Make] = Future()
         self.is_void = False  # failed for another reason than the grammar: compile it again
         self.library: Library = ("guidance", eos)  # the one that compiles it now
@@ -316,7 +315,7 @@ class GuidanceCompilation:
 
 
 class GuidanceMatcher:
-    """A ``Matcher`` by llguidance, which follows texts only up to their end-of-text token."""
+    """A ``Matcher`` that uses llguidance."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos: Eos) -> None:
         self._matcher = matcher
@@ -365,7 +364,7 @@ class GuidanceMatcher:
 
 
 class JointMatcher:
-    """A ``Matcher`` that allows what all of several matchers allow."""
+    """A ``Matcher`` that allows a token only if each of several matchers allows it."""
 
     def __init__(self, first: Matcher, others: Sequence[Matcher]) -> None:
         self._first = first
@@ -415,7 +414,7 @@ class CheckedOnly:
 
 
 def _check(grammar: Grammar) -> str:
-    """Raise ``GrammarError`` for a grammar that a compiler with the same libraries would refuse."""
+    """Raise ``GrammarError`` if the installed libraries refuse the grammar, else return ""."""
     refusal = ""
     if grammar.backend != "xgrammar":
         refusal = _refusal(grammar)
@@ -474,7 +473,7 @@ def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) ->
 
 
 def of_both(refusal: str, other: str) -> GrammarError:
-    """Combine the errors of both libraries."""
+    """Combine the errors of llguidance and xgrammar into one error."""
     return GrammarError(f"{refusal}; xgrammar refuses it too: {other}" if refusal else other)
 
 
@@ -516,8 +515,8 @@ def _refusal(grammar: Grammar) -> str:
 
 
 def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
-    """Run the work in another thread and return its result. Raises its error, or ``TimeoutError``
-    after ``timeout`` seconds; the work then runs on, and its result is dropped."""
+    """Run a function in another thread and return its result. Raises its error, or ``TimeoutError``
+    after ``timeout`` seconds, without stopping the function."""
     future: Future[str] = Future()
 
     def run() -> None:

@@ -76,8 +76,8 @@ def is_idle(key: str, value: Any) -> bool:
 
 
 def check_shapes(schema: dict[str, Any], *, is_lenient: bool) -> None:
-    """Raise ``SchemaError`` for a keyword with a value of the wrong type, and, unless
-    ``is_lenient``, for a keyword that is never enforced."""
+    """Raise ``SchemaError`` if a keyword's value has the wrong type. Keywords that are never
+    enforced raise it too, unless ``is_lenient``."""
     for key, value in schema.items():
         if key in REFUSED and not is_lenient:
             raise SchemaError(f"{key} is {value!r:.80}, which {REFUSED[key]}")
@@ -141,5 +141,5 @@ def texts_in(value: Any) -> list[str]:
 
 
 def enumerated(schema: dict[str, Any]) -> list[Any]:
-    """Return the values that ``const``, or else ``enum``, allows. The schema has one of them."""
+    """Return the value of ``const``, or the values of ``enum`` if the schema has no ``const``."""
     return [schema["const"]] if "const" in schema else listed(schema["enum"])

@@ -73,7 +73,7 @@ def check_size(schema: Any) -> None:
 
 
 def types_of(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema allows; "number" includes "integer"."""
+    """Return the types that a schema allows; a set with "number" also has "integer"."""
     given = schema.get("type", list(EVERY_TYPE))
     found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):
@@ -92,11 +92,11 @@ def types_of_value(value: Any) -> set[str]:
 
 
 def of_rust(pattern: str) -> str:
-    """Translate an ECMAScript pattern to Rust's dialect: ``\\s`` and ``\\S`` are written out.
+    r"""Translate an ECMAScript pattern to Rust's dialect, with ``\s`` and ``\S`` written out as
+    classes.
 
-    A class next to a hyphen is kept: within brackets it could become the end of a range, which
-    llguidance refuses.
-    """
+    A ``\s`` or ``\S`` next to a hyphen is kept, since llguidance could refuse the result as a
+    range."""
     parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
     triples = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
     return "".join(

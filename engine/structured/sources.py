@@ -66,8 +66,7 @@ def _grammars(
 ) -> Iterator[NamedGrammar]:
     """Yield the grammar under this name, then the grammars that it refers to.
 
-    is_spacing: a grammar with a whitespace pattern enforces only that pattern.
-    """
+    is_spacing: if the grammar has a whitespace pattern, enforce only this pattern."""
 
     def of_value(schema: Any, name: str) -> NamedGrammar:
         if is_spacing and grammar.whitespace is not None:

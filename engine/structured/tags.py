@@ -1,10 +1,9 @@
-"""Structural tags: free text in which certain strings open a part that follows a schema.
+"""Structural tags: free text with tagged parts, whose contents must follow a JSON schema.
 
     text ... <function=search>{"query": "..."}</function> text ...
 
-A trigger ends the free text: once it is written, one of the tags that start with it must be
-completed. The input is vLLM's older format with ``structures`` and ``triggers``.
-"""
+Once the model has written a trigger, such as ``<function=``, it must complete one of the tags that
+start with the trigger. The input is vLLM's older format with ``structures`` and ``triggers``."""
 
 from __future__ import annotations
 
@@ -16,16 +15,15 @@ SpecialOf = Callable[[str], int | None]
 
 
 def none_special(text: str) -> int | None:
-    """Report that no text is a special token."""
+    """Return ``None`` for every text, as if there were no special tokens."""
     return None
 
 
 def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
     """Convert the tags to a Lark grammar that names the schema of the n-th structure ``@name_n``.
 
-    special_of: returns the special token with a given text, or ``None``; the model must then write
-    that token.
-    """
+    special_of: returns the id of the special token with a given text, or ``None``. A trigger that
+    is a special token must be written as this token."""
     structures = tags["structures"]
     rules = []
     for number, structure in enumerate(structures):

@@ -18,8 +18,8 @@ def before_end(tokens: Sequence[int], eos: Eos) -> list[int]:
 
 
 def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: int) -> list[int]:
-    """Tokenize a text that follows the recent tokens. Returns at most ``most`` tokens, without the
-    end of the text, which may become one token with what follows."""
+    """Return at most ``most`` tokens of a text that follows the recent tokens. The end of the text
+    is left out where it may form one token with later text."""
     tokens, _ = tokenizer.tokenize_partial(text, recent_tokens=list(recent)) if text else ([], b"")
     return list(tokens[:most])
 

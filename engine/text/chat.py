@@ -28,10 +28,9 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
-    """Read the chat templates of a model directory by name; ``"default"`` is used by default.
+    """Return the chat templates of a model directory by name, the usual one as ``"default"``.
 
-    Files override ``chat_template`` in tokenizer_config.json.
-    """
+    Files override ``chat_template`` in tokenizer_config.json."""
     files = {
         path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))
     }
@@ -110,7 +109,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Copy a value as JSON types, so that a template reaches no method of ours."""
+    """Copy a value as plain JSON types, so that a template cannot call its methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -153,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON; Jinja's own filter would escape HTML."""
+    """Convert to JSON without escaping HTML, as Jinja's own filter would."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -14,11 +14,11 @@ MAX_DANGLING = 4  # bytes of a character
 
 
 class Detokenizer:
-    """Decodes one sequence incrementally, in the context of its prompt.
+    """Decodes the tokens of one sequence as they arrive, in the context of its prompt.
 
-    A word after the prompt keeps its space, and a character that begins in the prompt appears
-    complete. An incomplete character is withheld until it is complete or ``flush`` is called.
-    """
+    The space between prompt and first word is kept, and a character that begins in the prompt is
+    returned whole. Incomplete characters are withheld until they are complete or ``flush`` is
+    called."""
 
     __slots__ = (
         "_backend", "_context", "_joining", "_last_joined", "_pending", "_skip", "_step", "_texts",
@@ -40,7 +40,7 @@ class Detokenizer:
         self._last_joined: int | None = None
 
     def feed(self, token_ids: list[int]) -> str:
-        """Return the text that these next ids complete, often none."""
+        """Return the text that these further ids add; often empty."""
         if not token_ids:
             return ""
         joining = self._joining
@@ -85,8 +85,8 @@ class Detokenizer:
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """Start a new stream of text: text that was returned already would change, since its bytes
-        turned out to be invalid. Returns the text of all withheld tokens."""
+        """Start a new stream of text, since with these ids the old stream would change text that
+        was returned already. Returns the text of the withheld ids and ``token_ids``."""
         self._pending += token_ids
         text = self.flush()
         context = self._pending
@@ -102,7 +102,7 @@ class Detokenizer:
 
 
 class Context(NamedTuple):
-    """The end of a prompt: ids whose text is complete, then ids that begin a further character."""
+    """The last ids of a prompt: those with complete text, then those of an incomplete character."""
 
     complete: list[int]
     dangling: list[int]
@@ -126,7 +126,7 @@ def split_context(
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found, and how many characters of the text are kept."""
+    """A stop string that was found, and the number of characters to keep of the text."""
 
     string: str
     keep: int
@@ -155,7 +155,7 @@ class StopStrings:
 
 
 def wish_of(params: SamplingParams) -> TextWish:
-    """Return the parameters of a request that concern its text."""
+    """Return the options of a request that concern its text, such as stop strings."""
     return TextWish(
         params.skip_special_tokens,
         params.stop,
@@ -165,7 +165,7 @@ def wish_of(params: SamplingParams) -> TextWish:
 
 
 class TextReader:
-    """Converts tokens to text until a stop string is found or ``is_last`` is given."""
+    """Converts the output tokens of a sequence to text, up to a stop string."""
 
     __slots__ = (
         "_backend", "_detokenizer", "_longest", "_min_tokens", "_num_read", "_prompt_token_ids",
@@ -186,7 +186,7 @@ class TextReader:
         self._tail = ""  # end of the text, in which a stop string may have begun
 
     def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
-        """Return what these tokens add. A tokenizer's failure becomes an error in the result."""
+        """Return the text that these tokens add, or an error. is_last: include withheld text."""
         new_text = self.next_text(token_ids)
         if isinstance(new_text, TextDelta):
             return new_text
@@ -201,8 +201,8 @@ class TextReader:
             return _no_text(error)
 
     def next_text(self, token_ids: list[int]) -> str | TextDelta:
-        """Read tokens that are not the last. Returns only their text if there is nothing else to
-        report."""
+        """Read tokens that are not the last. Returns a str, or a ``TextDelta`` with a stop string
+        or an error."""
         detokenizer = self._detokenizer
         try:
             if detokenizer is None:  # a prompt that cannot be decoded is an error in the result too
@@ -220,7 +220,7 @@ class TextReader:
     def _read_for_stops(
         self, detokenizer: Detokenizer, stops: StopStrings, token_ids: list[int]
     ) -> str | TextDelta:
-        """Read token by token: the one that completes a stop string is the last that counts."""
+        """Read tokens one by one, up to the one that completes a stop string."""
         pieces = ""
         for token_id in token_ids:
             new = detokenizer.feed([token_id])

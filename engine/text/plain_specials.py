@@ -1,10 +1,9 @@
-"""Keeps the letters of special tokens as plain text where users wrote them.
+"""Keeps the names of special tokens in users' messages from becoming special tokens.
 
-A chat template writes special tokens around messages. The same letters in a message must not become
-such a token, or a user could write a system message. So a guard, a character that no message has,
-is inserted into these letters before the template is rendered; afterwards the guards are removed,
-and the texts that had one are tokenised as plain text.
-"""
+A chat template writes special tokens around messages. If the same letters in a message became such
+a token, a user could forge a system message. So a guard, a character that no message has, is
+inserted into these letters before the template is rendered. Afterwards the guards are removed, and
+the texts that had a guard are tokenised as plain text."""
 
 from __future__ import annotations
 
@@ -33,12 +32,11 @@ def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = No
 def render_plainly(
     tokenizer: Tokenizer, messages: Messages, options: dict[str, Any], *, continues: bool = False
 ) -> Any:
-    """Return ``prompt`` and ``prompt_token_ids`` of a conversation, in whose messages and tools no
-    letters become special tokens.
+    """Render a conversation so that no letters in its messages and tools become special tokens.
+    Returns a dict with ``prompt`` and ``prompt_token_ids``.
 
-    options: those of ``Tokenizer.apply_chat_template``, whose errors this raises. continues: end
-    the prompt with the content of the last message, for the model to continue.
-    """
+    options: of ``Tokenizer.apply_chat_template``, which may raise. continues: end the prompt with
+    the content of the last message, for the model to continue."""
     pattern = _pattern(tokenizer) or NOTHING
     given: dict[str, Any] = {"messages": list(messages), "tools": options.get("tools")}
     seen = set("".join(_texts(given)))

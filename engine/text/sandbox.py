@@ -43,8 +43,7 @@ class Budget:
         self._ticks = count(1)
 
     def tick(self) -> None:
-        """Check the time left, at some of the calls only. Raises ``TemplateError`` if none is
-        left."""
+        """Raise ``TemplateError`` if no time is left. Only some of the calls read the clock."""
         if next(self._ticks) % TICKS == 0 and time.monotonic() > self._end:
             raise TemplateError(f"it runs longer than {self._seconds:g} s, the limit")
 
@@ -162,7 +161,7 @@ def check_numbers(values: Iterable[Any]) -> None:
 
 
 def check_format(layout: Any, values: Iterable[Any] = ()) -> None:
-    """Raise ``TemplateError`` for a format with a large width, also one taken from ``values``."""
+    """Raise ``TemplateError`` if a width in a format, or given in ``values``, is large."""
     if not isinstance(layout, str):
         return
     if WIDE.search(layout):
@@ -193,7 +192,7 @@ def bounded_join(pieces: Iterable[str]) -> str:
 
 
 def bounded_replace(text: Any, old: Any, new: Any, num: int | None = None) -> str:
-    """Replace like ``str.replace``, after converting the arguments to text."""
+    """Like ``str.replace``. Raises ``TemplateError`` if the result is too large."""
     whole, before, after = str(text), str(old), str(new)
     num = -1 if num is None else num
     times = whole.count(before) if num < 0 else min(num, whole.count(before))
@@ -202,7 +201,7 @@ def bounded_replace(text: Any, old: Any, new: Any, num: int | None = None) -> st
 
 
 def bounded_filter(function: Any, *, is_sized: bool) -> Any:
-    """Wrap a filter to check its result and, if its arguments are sizes, these too."""
+    """Return a filter with a check of its result's size. is_sized: also check its arguments."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if is_sized:

@@ -1,4 +1,4 @@
-"""Finds the bytes of each token, which joined give the bytes of a text."""
+"""Finds the bytes of each token. Joined, the bytes of its tokens are the bytes of a text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ SPACE = "\u2581"  # stands for a space in tokens of SentencePiece
 
 
 class TokenBytes(dict[int, bytes | None]):
-    """The bytes of a token by id, computed at first use; for a special token, the bytes of its
+    """The bytes of each token id, computed at first use; for a special token, the bytes of its
     name.
 
-    ``None`` for a part of a character if the tokenizer does not reveal its bytes.
-    """
+    ``None`` if the token is part of a character and the tokenizer does not reveal its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -57,8 +56,8 @@ class TokenBytes(dict[int, bytes | None]):
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter in a byte-level vocabulary: printable bytes are the letter
-    itself, all others are letters from 256 on, in order."""
+    """Return the byte that each letter of a byte-level vocabulary stands for: printable letters for
+    their own code, letters from 256 on for the other bytes in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable}

@@ -1,9 +1,8 @@
 """Bounds the characters that one token can stand for: a text longer than the token limit times this
 bound is refused without being tokenised.
 
-The bound must be certain. Some tokenizers drop characters, or merge many unknown characters into
-one token; they have no bound.
-"""
+Some tokenizers drop characters, or merge many unknown characters into one token. For these there is
+no bound."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """Return the most characters of a text per token; ``None`` if there is no bound."""
+    """Return the most characters that one token can stand for; ``None`` if there is no bound."""
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     added = tokenizer.get_added_tokens_decoder().values()
     is_certain = (
@@ -38,8 +37,8 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _names(tokenizer: Tokenizer) -> list[str]:
-    """Return all tokens. They are read one by one: one call for a large vocabulary takes four times
-    as long and blocks other threads."""
+    """Return the texts of all tokens, read one by one: reading a large vocabulary in one call takes
+    four times as long and blocks other threads."""
     num = tokenizer.get_vocab_size(with_added_tokens=False)
     names = list(filter(None, map(tokenizer.model.id_to_token, range(num))))
     if len(names) < num:  # its ids have gaps
@@ -72,7 +71,7 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 
 def _knows_all(tokenizer: Tokenizer, parts: list[dict[str, Any]]) -> bool:
-    """Whether every character becomes its own token or tokens, also an unknown one."""
+    """Whether every character, known or unknown, becomes at least one token of its own."""
     model = tokenizer.model
     if not isinstance(model, BPE):
         return False

@@ -1,9 +1,8 @@
-"""The text of each token, for tokenizers whose decoded text is that of their tokens joined.
+"""The text of each token, for tokenizers that decode a sequence by joining the texts of its tokens.
 
-Each new token then adds a table entry, instead of the difference of two decoded texts. This works
-for most tokenizers of language models: those whose tokens are bytes shown as letters, and those
-with a mark for the space, some of which drop one space at the start of a text.
-"""
+Decoding a new token is then a look-up in a table. This works for most tokenizers of language
+models: those whose tokens are bytes shown as letters, and those that write a space as a special
+letter, even if they drop one space at the start of a text."""
 
 from __future__ import annotations
 
@@ -16,12 +15,11 @@ REPLACEMENT = "\ufffd"  # replaces bytes of an incomplete character
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text that a token adds to earlier text, by id; computed at first use.
+    """The text that each token id adds to earlier text, computed at first use.
 
-    ``None`` for a byte, whose text depends on its neighbours. Empty for a token that never adds
-    text: a skipped special token, or an id beyond the tokenizer's own, which pads a model's
-    embedding table.
-    """
+    ``None`` for a token of single bytes, whose text depends on its neighbours. Empty for a skipped
+    special token, and for an id beyond the tokenizer's own, which pads a model's embedding
+    table."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -46,7 +44,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def joins_texts(tokenizer: Tokenizer) -> bool:
-    """Whether a text is that of its tokens joined, except for bytes and the first token."""
+    """Whether decoding joins the texts of tokens; bytes and the first token may differ."""
     if tokenizer.decoder is None:
         return False
     parts = flat_parts(tokenizer.decoder)

@@ -42,7 +42,7 @@ class ChatInputs(NamedTuple):
 
 
 class AddedId(NamedTuple):
-    """The id of a token added to the vocabulary; a special one is not text."""
+    """The id of a token added to the vocabulary, and whether it is a special token."""
 
     token_id: int
     special: bool
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """A bound on the characters of a text per token; ``None`` if it has no bound."""
+        """The most characters that one token can stand for; ``None`` if there is no bound."""
         return self.backend.max_chars_per_token()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -112,7 +112,7 @@ class Tokenizer:
             raise RequestError(message, param="prompt") from error
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """Encode several texts, on all processors. Raises any error if one of them is invalid."""
+        """Encode several texts on all processors. An invalid text may raise any exception."""
         return self.backend.encode(texts, True)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -127,9 +127,8 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes that one token adds to a text, for a special token those of its name;
-        the bytes of all tokens joined are the text. ``None`` for a part of a character if the
-        tokenizer does not reveal its bytes."""
+        """Return the bytes that a token adds to a text; for a special token, the bytes of its name.
+        ``None`` if the token is part of a character and the tokenizer does not reveal its bytes."""
         return self.backend.token_bytes(token_id)
 
     def apply_chat_template(
@@ -143,9 +142,8 @@ class Tokenizer:
     ) -> str:
         """Render the prompt of a conversation.
 
-        chat_template: a template or the name of one; variables: passed to it unchanged. Raises
-        ``RequestError`` if there is no template, or it refuses the conversation.
-        """
+        chat_template: a template, or a template's name; variables: more variables for the template.
+        Raises ``RequestError`` if there is no template, or it refuses the conversation."""
         return render_chat(
             *self.chat_inputs(
                 messages,
@@ -264,7 +262,7 @@ def _named_tokens(options: dict[str, Any]) -> dict[str, str]:
 def _add_special_tokens(
     tokenizer: RustTokenizer, options: dict[str, Any], named: dict[str, str]
 ) -> None:
-    """Add the tokens that the configuration names and tokenizer.json does not mark as special."""
+    """Add the special tokens that tokenizer_config.json names and tokenizer.json lacks."""
     known = tokenizer.get_added_tokens_decoder()
     added = {token.content: token for token in known.values()}
     for index, fields in sorted(
@@ -307,7 +305,7 @@ def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
 
 
 class Backend(Protocol):
-    """Encodes and decodes text. Methods raise nothing for ids below ``vocab_size``."""
+    """Encodes and decodes text. Any id below ``vocab_size`` can be decoded."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -315,23 +313,22 @@ class Backend(Protocol):
         """Return the ids of each text. Does not block other threads if possible."""
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a text, in which special tokens count as plain letters."""
+        """Return the ids of a text; the names of special tokens in it are plain text."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def added_tokens(self) -> dict[str, AddedId]: ...
     def max_chars_per_token(self) -> int | None:
-        """Return the most characters of a text per token; ``None`` if there is no bound."""
+        """Return the most characters that one token can stand for, or ``None``."""
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
-        """Return a function that decodes what follows ``context``, whose text is not repeated.
+        """Return a function that decodes the ids after ``context``, a few at a time.
 
-        The function raises if text that it returned earlier turns out to be wrong.
-        """
+        The function raises if text that it returned earlier turns out to be wrong."""
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """Return the text of each token; ``None`` if the text of a sequence is not that of its
-        tokens joined."""
+        """Return the text of each token; ``None`` if a sequence is not decoded by joining the texts
+        of its tokens."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of one token; ``None`` if they are unknown."""
@@ -453,11 +450,10 @@ class PythonBackend:
 
 
 class WindowStream:
-    """Decodes a few ids twice per step: those whose text was returned last, and these with the new
-    ids.
+    """Decodes new ids by the difference of two texts: that of the last ids, and that of the last
+    and the new ids.
 
-    The difference is the new text. It is withheld while it ends in an incomplete character.
-    """
+    New text is withheld while it ends in an incomplete character."""
 
     def __init__(self, backend: Backend, context: list[int], skip_special_tokens: bool) -> None:
         self._decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)

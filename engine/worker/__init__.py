@@ -1,1 +1,1 @@
-"""One device: weights, KV memory, and the computing of plans."""
+"""The worker of one device: it holds weights and KV cache, and computes step plans."""

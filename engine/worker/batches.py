@@ -27,8 +27,8 @@ ASCENDING.flags.writeable = False
 
 
 class PlanRows(NamedTuple):
-    """All or some rows of a plan, one per request: slot, first position, number of tokens (drafts
-    included) and whether it samples; and the drafts. Read-only: shares the plan's arrays."""
+    """Rows of a plan, one per request: slot, first position, number of tokens (drafts included),
+    whether it samples; and the drafts of all rows. Read-only: shares the plan's arrays."""
 
     slots: Column
     starts: Column
@@ -65,8 +65,8 @@ class StepTokens:
 
 
 class Extent(NamedTuple):
-    """The sizes of a step's attention that the host knows; a graph is recorded with the largest
-    possible ones."""
+    """Sizes of a step's attention that the host knows. A graph is recorded with the largest
+    possible sizes."""
 
     num_decodes: int
     max_query_len: int
@@ -86,7 +86,7 @@ ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # the same ar
 
 
 class Picked(NamedTuple):
-    """The sampled rows of a step that no decode graph computes, on the device."""
+    """The rows to sample in a step without a decode graph, as device tensors."""
 
     slots: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32, position of the token to sample
@@ -95,8 +95,8 @@ class Picked(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Device tensors of a step of S sequences and N tokens: the columns that the host sends, and
-    the model's inputs computed from them."""
+    """Device tensors for a step of S sequences and N tokens: the columns that the host sends, and
+    the model's inputs computed from these columns."""
 
     num_seqs: int
     num_tokens: int
@@ -179,11 +179,10 @@ class Batches:
         specs: Sequence[SamplingSpec] = (),
         padding: Padding = NO_PADDING,
     ) -> Staged:
-        """Copy these rows to the device in one buffer, together with all changes that ``plan``
-        makes, if it is given.
+        """Copy these rows to the device in one buffer and, if ``plan`` is given, the changes that
+        it makes to slots.
 
-        ``specs``: sampling options of the plan's new sequences.
-        """
+        ``specs``: sampling options of the plan's new sequences."""
         tokens, (kind, size) = locate(rows), padding
         num_seqs, num_tokens = len(rows.counts), max(len(tokens.slots), size)
         host = self._staging.open(num_tokens)
@@ -233,8 +232,8 @@ class Batches:
         return ForwardBatch(inputs.input_ids, inputs.positions, attn)
 
     def build_picked(self, staged: Staged, read: ReadTokens | None) -> ForwardBatch:
-        """Prepare a staged step's forward pass that returns the hidden states of ``read`` (None:
-        all)."""
+        """Prepare a staged step's forward pass. It returns the hidden states of the tokens
+        ``read``, or of all tokens if ``None``."""
         rows, room = staged.rows, staged.room
         num_decodes, longest = room.num_seqs, 1
         if room.num_tokens > room.num_seqs:
@@ -254,8 +253,7 @@ class Batches:
         return min(num_tokens, len(self._staging.device.slots))
 
     def _room(self, num_seqs: int, num_tokens: int) -> Room:
-        """Views for a step of this size. Cached: steps in which the same requests decode share
-        them."""
+        """Return the views for a step of this size, cached for later steps of the same size."""
         room = self._rooms.get((num_seqs, num_tokens))
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
@@ -278,7 +276,7 @@ class Batches:
     def _fill(
         self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padding: Padding
     ) -> None:
-        """Fill the fixed columns of the buffer; the sampling columns only for a decode graph."""
+        """Fill the columns of fixed size; columns for sampling only if a decode graph follows."""
         num, (kind, size) = len(rows.counts), padding
         host.slots[:num] = rows.slots
         self._fill_ids(host.host_ids[: len(tokens.slots)], rows, tokens)
@@ -322,8 +320,8 @@ def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
     """Limit the last layer to R tokens of the step. ``attn``: the attention of that layer;
-    ``rows``: the tokens' indices [R] int64; ``sequences``: the sequence of each [R] int64;
-    ``seq_lens``: the number of keys that each attends to, itself included, [R] int32."""
+    ``rows``: index of each token [R] int64; ``sequences``: index of each token's sequence [R]
+    int64; ``seq_lens``: number of keys, its own included, that each token attends to [R] int32."""
     count = len(rows)
     return Wanted(
         rows,
@@ -357,7 +355,7 @@ def locate(rows: PlanRows) -> StepTokens:
 
 
 def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Indices of the draft tokens of a step: they are the last tokens of their rows."""
+    """Indices of draft tokens among the tokens of a step. Drafts are the last tokens of a row."""
     counts = drafts.counts
     starts = np.cumsum(counts) - counts
     within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
@@ -366,11 +364,10 @@ def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[n
 
 
 def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadColumns | None]:
-    """The sampled rows of a step, the index of the first of them for each sequence [S + 1], and the
-    tokens whose hidden states they need (``None``: all tokens).
+    """Return where a step samples: its draws, the index of each sequence's first draw [S + 1], and
+    the tokens whose hidden states are needed (``None``: all tokens).
 
-    A sequence samples after its last known token and after each of its drafts.
-    """
+    A sequence samples after its last known token and after each of its drafts."""
     num_seqs, ends, lengths = len(rows.counts), tokens.query_start[1:], rows.starts + rows.counts
     num_drawing = int(np.count_nonzero(rows.samples))
     if num_drawing == len(tokens.slots):  # one token each, and all sample
@@ -434,8 +431,8 @@ class Changes(NamedTuple):
 def stage_changes(
     plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging, slots: Slots
 ) -> Changes:
-    """Stage what a plan changes. A new sequence starts at the position of its first row. ``specs``:
-    sampling options of the new sequences."""
+    """Stage a plan's changes to the slots. A new sequence starts at the first position that the
+    plan computes for it. ``specs``: sampling options of the new sequences."""
     new, blocks = None, []
     if plan.new:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -497,12 +494,11 @@ class DeviceColumns(NamedTuple):
 
 
 class Staging:
-    """One pinned host buffer for each step in flight, and one buffer on the device.
+    """Copies the data of steps to the device, through a pinned host buffer for each step in flight.
 
-    Fixed columns come first, the token ids last among them; other data of a step follows right
-    after the ids in use. A host buffer is reused only when its last copy is done. If host and
-    device share memory, there is one buffer and nothing is copied.
-    """
+    Columns of fixed size come first, the last of them the token ids; other data of a step follows
+    the ids in use. A host buffer is reused only when its last copy is done. If host and device
+    share memory, there is one buffer and nothing is copied."""
 
     def __init__(
         self, platform: Platform, max_num_seqs: int, max_num_tokens: int, num_buffers: int

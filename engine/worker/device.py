@@ -37,7 +37,7 @@ def resolve_device(requested: Device) -> Device:
 
 
 def cpu_products(model: ModelConfig, info: ModelInfo, device: Device) -> Products:
-    """The kind of CPU matrix products for this model's dtype; "" for the default kernels."""
+    """The kind of CPU matrix products: "tiles", "wide pairs", or "" for the default kernels."""
     if model.quantization is not None or device != "cpu":
         return ""
     dtype = compute_dtype(model, info, device)

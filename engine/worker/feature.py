@@ -32,9 +32,9 @@ class Machine(NamedTuple):
 
 
 class Feature:
-    """Base class of what takes part in a step's computation: adapters, media, remote KV. Only
-    ``part`` must be set, every hook has a default. If a step fails, ``extend`` is called again for
-    halves of its rows."""
+    """Base class of extensions of a step's computation: adapters, media, remote KV. Only ``part``
+    must be set, every hook has a default. If a step fails, ``extend`` is called again for halves of
+    its rows."""
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
@@ -66,20 +66,19 @@ class Feature:
         memory."""
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Record the feature's own graphs, for decode steps (rows) and mixed steps (tokens) of
-        these sizes."""
+        """Record the feature's own graphs: for decode steps of ``sizes`` rows, and for mixed steps
+        of ``mixed_sizes`` tokens."""
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        """Called for each plan, also one without rows; the feature's part of it is
+        """Called for each plan, also one without rows. The feature's part of the plan is
         ``getattr(plan, self.part)``.
 
-        Returns the slots that the feature cannot compute, with a reason: only these requests fail.
-        If it raises, all rows of the step fail.
-        """
+        Returns the slots whose requests the feature cannot compute, with reasons: only these fail.
+        If it raises, all requests of the step fail."""
         return None
 
     def touches(self, rows: PlanRows) -> bool:
-        """True if ``extend`` changes anything for these rows; then no graph computes them."""
+        """True if ``extend`` changes the computation of these rows; then no graph is used."""
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
@@ -97,13 +96,13 @@ class Feature:
         """Called after sampling in a step that no graph computed.
 
         ``hidden``: the model's output, with the outputs of all features' ``aux_layers`` in order.
-        ``tokens``: [R] int32 on the device, one per sampled row; negative if it is rejected or
-        failed. GPU work queued here runs before the next step, which may overwrite ``hidden``.
-        """
+        ``tokens``: the token of each sampled row, [R] int32 on the device; negative if it was
+        rejected or sampling failed. GPU work queued here runs before a later step overwrites
+        ``hidden``."""
 
     def report(self, result: StepResult) -> None:
-        """Add the feature's results to those of a finished step; its counterpart in the scheduler
-        reads them there."""
+        """Add the feature's results to the result of a finished step, for the feature's other half
+        in the scheduler."""
 
     def shutdown(self) -> None:
         """Release what the feature holds open."""

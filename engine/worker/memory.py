@@ -127,7 +127,7 @@ def make_kv_cache(
     zeros: Zeros,
 ) -> list[torch.Tensor]:
     """Allocate a zeroed tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
-    Layers with the same place in a block share a tensor.
+    Layers that ``layout`` assigns to the same part of a block share a tensor.
 
     Zeroed because masked values are still multiplied, and 0 * NaN is NaN. On a CPU, physical pages
     are allocated when they are first written, so an unused pool costs nothing; see

@@ -23,10 +23,9 @@ logger = logging.getLogger("engine.worker")
 class TorchProfiler:
     """Records the torch operations of all threads of this process between ``start`` and ``stop``.
 
-    Traces are written to ``directory`` as ``trace-PID-N.json``; it is created if missing, and with
-    ``None`` nothing can be recorded. Raises ``ConfigError`` if it is not writable. ``failures``
-    counts traces that could not be written.
-    """
+    Traces are written to ``directory``, created if missing, as ``trace-PID-N.json``; ``None`` means
+    that no traces can be recorded. Raises ``ConfigError`` if it is not writable. ``failures``
+    counts traces that could not be written."""
 
     def __init__(self, directory: str | None, failures: Failures | None = None) -> None:
         self._failures = failures or Failures()
@@ -96,7 +95,7 @@ def _written(recorded: profile, directory: Path) -> Path:
 
 
 def _is_complete(path: Path) -> bool:
-    """True if the file ends with "}". A trace may be too large to parse."""
+    """True if a trace file ends with "}", which shows that it was written to its end."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -28,8 +28,8 @@ class PromptScores:
     def collect(
         self, rows: PlanRows, hidden: torch.Tensor, live: LiveSeqs
     ) -> dict[int, list[TokenLogprobs]]:
-        """Score the chunks of a step; ``hidden`` [N, H]. Returns the complete scores by row, for
-        requests whose last prompt chunk this was."""
+        """Score the prompt chunks of a step; ``hidden`` [N, H]. Returns all scores of each request
+        whose last prompt chunk this was, by row."""
         complete: dict[int, list[TokenLogprobs]] = {}
         first = 0
         for row, (slot, start, count, samples) in enumerate(zip(*rows[:4], strict=True)):

@@ -1,10 +1,9 @@
 """Roofline of CPU steps: how close they come to the machine's memory bandwidth and peak operations.
 
-The machine's ceilings are measured once, at the first start that compiles nothing, and stored next
-to the compiled kernels. The floor of a step is the larger of bytes / bandwidth and operations /
-peak. About once a second a step result reports the floor and the measured time of the steps since
-the last report (``SchedulerStats``).
-"""
+The machine's limits, its ceilings, are measured once, at the first start that compiles nothing, and
+stored next to the compiled kernels. The minimum time of a step, its floor, is the larger of bytes /
+bandwidth and operations / peak. About once a second a step result reports the floor and the
+measured time of the steps since the last report (``SchedulerStats``)."""
 
 from __future__ import annotations
 
@@ -123,9 +122,9 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """Return the stored ceilings. Without any, measure (0.5 s) and store them if ``is_quiet``
-    (this start compiles nothing), else return ``None``. Also ``None`` if there is no place to store
-    them: every start would measure."""
+    """Return the stored ceilings. If none are stored and ``is_quiet`` (this start compiles
+    nothing), measure them in 0.5 s and store them. Returns ``None`` if they are neither stored nor
+    measured, or cannot be stored."""
     file = kept_file(f"ceilings-{threads}.json")
     if file is None:
         return None

@@ -158,7 +158,7 @@ class Driver:
     # -- helpers
 
     def _measure(self, plan: StepPlan, result: StepResult) -> None:
-        """Add a step to the roofline report; a report covers about a second of steps."""
+        """Count a step for the roofline; about once a second, add the totals to ``result``."""
         measured = Measured(result.seconds, plan.counts, plan.starts, plan.samples)
         self._measured.append(measured)
         self._measured_seconds += result.seconds
@@ -172,8 +172,8 @@ class Driver:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
     def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
-        """Compute the rows of a step, and drop the prompt scores that it delivers: it is not run
-        again after this."""
+        """Compute the rows of a step, then forget the prompt scores in its results, as no rerun can
+        follow."""
         pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
@@ -182,12 +182,11 @@ class Driver:
     def _isolated(
         self, rows: PlanRows, first: int, compute: Compute
     ) -> list[PendingStep | FailedStep]:
-        """Compute rows; if that raises, compute each half of them by itself. ``first``: the index
-        of the first row in the plan.
+        """Compute rows; if that raises, compute each half of them by itself, down to single rows.
+        ``first``: the index of the first row in the plan.
 
         A rerun is harmless until slots advance: it writes the same K and V to the same places, and
-        plan order keeps the writer of a shared block before its readers.
-        """
+        plan order keeps the writer of a shared block before its readers."""
         num, message = len(rows.counts), ""
         try:
             return [compute(rows, first)._replace(first=first)]
@@ -210,12 +209,11 @@ class Driver:
     def _placed(
         self, plan: StepPlan, part: MaskPart, masks: Masks | None
     ) -> tuple[torch.Tensor, Column]:
-        """Upload the masks. Returns them [M, words], and for each plan row the index of its first
-        mask (-1: none).
+        """Upload the grammar masks. Returns the masks [M, words], and for each plan row the index
+        of its first mask (-1: none).
 
         If masks are missing or of another size, all are replaced by masks that allow no token, so
-        that their rows fail.
-        """
+        that their rows fail."""
         first_mask: Column = np.full(len(plan.rows), -1, dtype=np.int32)
         num_words = -(-self.runner.machine.model.vocab_size // WORD)
         rows = part.rows
@@ -235,9 +233,9 @@ class Driver:
     def _with_drawn(
         self, part: MaskPart, words: torch.Tensor, first_mask: Column
     ) -> tuple[torch.Tensor, Column]:
-        """Add masks for a rerun: a row sampled before its mask is limited to the token that it
-        drew, which was found to be allowed. Without this, rounding of a smaller batch might change
-        the token."""
+        """Add masks for a rerun: a row sampled before its mask was known is limited to its sampled
+        token, which rounding in a smaller batch might change. Returns all masks, and the first mask
+        of each plan row."""
         if part.ahead is None or part.drawn is None:
             return words, first_mask
         is_drawn = (part.drawn >= 0) & (first_mask[part.ahead] < 0)
@@ -253,7 +251,7 @@ class Driver:
 
 
 def _masks_of(draws: Draws, first_mask: Column) -> Column:
-    """The mask index of each sampled row (-1: none). ``first_mask``: index by row of the plan."""
+    """The mask index of each sampled token (-1: none). ``first_mask``: first index by plan row."""
     nth = np.arange(len(draws.rows)) - np.searchsorted(draws.rows, draws.rows)
     mine = first_mask[np.minimum(draws.rows, len(first_mask) - 1)]
     of_row: Column = np.where((mine >= 0) & (draws.slots >= 0), mine + nth, -1).astype(np.int32)
@@ -292,7 +290,7 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Free and fill slots as the plan says. Returns the sampling options of the new
+        """Apply the plan's changes of requests. Returns the sampling options of the new
         sequences."""
         machine = self.machine
         machine.live.apply(plan)
@@ -310,7 +308,7 @@ class Runner:
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
-        """Copy these rows to the device and, if ``plan`` is given, all that it changes."""
+        """Copy these rows to the device, and apply the changes of ``plan``, if given."""
         staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
@@ -330,9 +328,9 @@ class Runner:
         return ForwardedBatch(staged, step, step.forward())
 
     def preview(self, forwarded: ForwardedBatch, ahead: Column) -> Column | None:
-        """Sample before the masks are known, for the plan rows ``ahead``. Returns the token of each
-        row, -1 for one that has drafts or whose mask could change the token; ``None`` if all are
-        -1, or a decode graph computes the step."""
+        """Sample the plan rows ``ahead`` before their grammar masks are known. Returns a token per
+        row, -1 for a row that has drafts or whose mask could change the token; ``None`` if all are
+        -1 or a decode graph computes the step."""
         step, draws = forwarded.step, forwarded.staged.draws
         if not isinstance(step, EagerStep):
             return None
@@ -454,7 +452,7 @@ class Runner:
         return graphed
 
     def _remember_drafts(self, staged: Staged) -> None:
-        """Enter drafts into the token history, where the penalties at later positions find them."""
+        """Enter drafts into the slots' token histories, which penalties at later positions read."""
         drafts = staged.rows.drafts
         if drafts is None or not drafts.counts.any():
             return
@@ -468,8 +466,8 @@ class Runner:
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
-    """Pass the plan to a feature. Returns the slots that it cannot compute, with the reasons; these
-    are all slots of the step if the feature raises."""
+    """Pass the plan to a feature. Returns the slots that the feature cannot compute, with the
+    reasons: all slots of the step if the feature raises."""
     try:
         return dict(feature.begin(plan, live) or {})
     except torch.AcceleratorError:  # the device is lost, and with it every request
@@ -481,8 +479,8 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
 
 
 def _follow(feature: Feature, rows: PlanRows) -> None:
-    """Run a feature's hook after sampling. An error there is logged; the sampled tokens are
-    kept."""
+    """Run a feature's hook after sampling. An error is logged, and the sampled tokens stay
+    valid."""
     try:
         feature.follow(rows)
     except torch.AcceleratorError:  # the device is lost, and with it every request

@@ -1,5 +1,5 @@
-"""State of running sequences by slot: the host's table, with what the scheduler sent, and the
-device's table, with what was computed since."""
+"""Tables of the running sequences by slot: the host's table has what the scheduler sent, the
+device's table also what was computed since."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kernels.slots import Drawn, SamplingColumns, SlotState
 
 
 class LiveSeqs:
-    """The host's table of running sequences by slot. ``tokens[slot, p]`` is the token at position p
-    of the sequence in that slot, for p below ``num_sent[slot]``: the scheduler sent these. Later
-    tokens are only on the device."""
+    """The host's table of running sequences by slot. ``tokens[slot, p]``, for p below
+    ``num_sent[slot]``, is the token at position p of the slot's sequence. Tokens from there on are
+    only on the device."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)

@@ -63,9 +63,8 @@ def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
 
 
 class EagerStep:
-    """A step that is not replayed as a whole. With a ``MixedGraph``, all layers but the last are
-    replayed; otherwise all kernels are launched one by one. The last layer computes only the tokens
-    whose logits are needed."""
+    """A step that is launched kernel by kernel. With a ``MixedGraph``, all layers but the last are
+    replayed instead. The last layer computes only the tokens whose logits are needed."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class EagerStep:
 
     def preview(self, slots: Column) -> Column:
         """Sample before the grammar masks are known, for the rows whose entry in ``slots`` is not
-        -1. Returns tokens [R] int32. ``draw`` later keeps them, except in the rows of its
+        -1. Returns tokens [R] int32. ``draw`` later samples again only the rows in
         ``drawing.edited``."""
         self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
         return self._early.numpy()
@@ -241,7 +240,7 @@ G = TypeVar("G", GraphedStep, MixedGraph)
 
 
 class BySize(Generic[G]):
-    """Graphs by size. A step uses the smallest that is large enough; the rest is padding."""
+    """Graphs by number of rows. A step runs in the smallest graph that fits, padded to its size."""
 
     def __init__(self, graphs: Sequence[G] = ()) -> None:
         self._graphs: list[G] = sorted(graphs, key=lambda graph: graph.num_rows)
@@ -308,12 +307,11 @@ class PendingStep(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. ``parts``: the step's rows in order, as one part, or as several if some rows
-    failed.
+    """A launched step. ``parts``: the step's rows in order, in several parts if some rows failed.
 
-    ``spans``: pairs of marks, the beginning and the end of each stretch of the device's work on it.
-    A step that waits for masks has several, since the device may be idle before sampling.
-    """
+    ``spans``: pairs of marks at the beginning and the end of each period in which the device works
+    on the step. A step that waits for masks has several, as the device may be idle before
+    sampling."""
 
     plan: StepPlan
     spans: list[tuple[Mark, Mark]]
@@ -372,7 +370,7 @@ def _recorded(
 
 
 def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
-    """A function that runs all layers but the last on this many tokens, all of them padding."""
+    """Return a function that runs all layers but the last on ``size`` tokens, all padding."""
     machine.batches.stage(NO_ROWS, padding=Padding(PaddingKind.MIXED_GRAPH, size))
     room = machine.batches.mixed_room(size)
     extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
@@ -419,12 +417,11 @@ def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, C
 def _fail(
     part: PendingStep, drawn: Column, valid: list[bool], rows: Column, result: StepResult
 ) -> None:
-    """Enter errors into ``result`` for the sampled rows that got no token. ``valid``: for each row
-    of ``part.checked``, whether its logits were valid; ``rows``: plan row of each sampled row. A
-    plan row keeps its first error.
+    """Enter an error into ``result`` for each sampled row that got no token. ``valid``: for each
+    row of ``part.checked``, whether its logits were valid; ``rows``: plan row of each sampled row.
+    A plan row keeps its first error.
 
-    Errors after a rejected draft are ignored: those rows were not needed.
-    """
+    Errors after a rejected draft are ignored: those rows were not needed."""
     was_valid = dict(zip(part.checked, valid, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
         index, position = int(rows[row]), int(part.draws.positions[row])

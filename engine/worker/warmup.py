@@ -66,9 +66,8 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
     """Run a prompt and some decodes, so that kernels are compiled and loaded before the first
     request.
 
-    Returns the seconds that it took. The KV written is zeroed afterwards. Rows that fail are
-    ignored here: requests will report the error.
-    """
+    Returns the seconds that it took. Errors of its rows are ignored, since requests will report
+    them. The KV blocks that it wrote are zeroed."""
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)
@@ -139,8 +138,8 @@ def _plan(
     new: list[NewSeq] | None = None,
     freed: list[int] | None = None,
 ) -> StepPlan:
-    """A plan with one sequence, in slot 0: it computes ``count`` tokens from position ``start`` on,
-    with the blocks 1, 2, 3, ... as block table. ``count`` 0: no tokens."""
+    """Make a plan with one sequence, in slot 0 with block table 1, 2, 3, ...: it computes ``count``
+    tokens from position ``start`` on, or has no rows if ``count`` is 0."""
     one = np.ones(min(count, 1), dtype=np.int32)
     indices: Column = np.arange(-(-(start + count) // block_size), dtype=np.int32)
     if not count:
@@ -193,9 +192,8 @@ def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -
     """Steps that together launch every kernel variant, for any number of heads.
 
     Kernels differ by the next power of two of a chunk's rows (tokens x query heads per KV head), by
-    the number of tokens (experts, quantised products), and by whether keys are split into no, few
-    or many parts, which depends on the number of sequences and their lengths.
-    """
+    the number of tokens (experts, quantised products), and by the number of parts into which keys
+    are split, which depends on the number of sequences and their lengths."""
     most = min(max_num_tokens, max_model_len)
     powers = [1 << bit for bit in range(max_num_tokens.bit_length())]
     rows = [1 << bit for bit in range(MAX_PREFILL_ROWS.bit_length())]

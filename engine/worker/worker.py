@@ -2,8 +2,7 @@
 
     load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
 
-Between these calls, ``engine.config.decide`` decides lengths and numbers of blocks for any
-worker."""
+Between these calls, ``engine.config.decide`` chooses lengths and numbers of blocks."""
 
 from __future__ import annotations
 
@@ -68,9 +67,8 @@ logger = logging.getLogger("engine.worker")
 class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Executor``.
 
-    ``config``: from ``engine.config.decide.resolve``. ``features``: for each feature, the half that
-    computes on the device.
-    """
+    ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's half of each
+    feature."""
 
     def __init__(
         self,
@@ -144,8 +142,8 @@ class ModelWorker:
         )
 
     def measure(self) -> int:
-        """Bytes available to the KV pool: a share of the host's free memory, or what the largest
-        possible step leaves of a GPU's memory. Raises ``ConfigError`` if no request would fit."""
+        """Bytes available to the KV pool: on a CPU a share of free memory, on a GPU what the
+        weights and the largest step leave. Raises ``ConfigError`` if no request would fit."""
         config, sched, platform = self.config, self.config.scheduler, self.platform
         if platform.shares_memory:
             feature_bytes = sum(feature.own_bytes for feature in self._features)
@@ -261,7 +259,7 @@ class ModelWorker:
     # -- helpers
 
     def _lay_out(self, model: Model) -> tuple[list[PagedKV], KVLayout]:
-        """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
+        """Return what each layer stores in the KV pool, and how the layers share the pool."""
         config, sched = self.config, self.config.scheduler
         dtype_bytes = self._kv_dtype.itemsize
         layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
@@ -365,7 +363,7 @@ def make_worker(
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:
-    """The recorder of CPU steps; ``None`` on a GPU, which has graphs, and with
+    """Create the recorder of CPU steps; ``None`` on a GPU, which has CUDA graphs, and with
     ``enforce_eager``."""
     if not platform.shares_memory or config.gpu.enforce_eager:
         return None

@@ -27,7 +27,7 @@ def _is_float32(tensor: torch.Tensor | None) -> bool:
 
 
 def _is_cache(kv_layer: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """True if compiled loops support this cache: of the tokens' dtype, or bfloat16 for float32."""
+    """True if compiled loops support this KV cache: of the tokens' dtype, or bfloat16."""
     is_read = kv_layer.dtype is tokens.dtype or kv_layer.dtype is torch.bfloat16
     return is_read and kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
 

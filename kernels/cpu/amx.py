@@ -1,13 +1,11 @@
 """AMX tiles as Numba intrinsics: eight registers of 16 rows x 64 bytes, and their product.
 
-A tile's number is a literal. With the literal `soft`, the operations are emulated without AMX, so
-that code on tiles can be tested on any processor: slowly, but bit for bit as Intel's manual defines
+A tile's number is a literal. If the literal `soft` is true, the operations are emulated, so that
+code on tiles can be tested on any processor: slowly, but bit for bit as Intel's manual defines
 TDPBF16PS, except for denormal numbers, which the instruction treats as zero.
 
 `state` is the address of STATE bytes that belong to the thread. A thread calls `begin` before its
-first tile operation and `end` after its last; in between, the system saves the tiles at each
-context switch.
-"""
+first tile operation and `end` after its last; in between, context switches save the tiles."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ _TILE = ROWS * ROW_BYTES
 
 
 def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
-    """Signature and code generator of a Numba intrinsic that operates on tiles. given: argument
-    types, the last one `soft`; literals: those arguments that must be literals; soft_body: the
-    emulation, compiled in if `soft` is true; emit(builder, args): emits the AMX instruction
+    """Return the signature and the code generator of a tile operation. given: argument types, the
+    last one that of `soft`; literals: the arguments that must be literals; soft_body: the
+    emulation, compiled if `soft` is true; emit(builder, args): emits the AMX instruction
     otherwise."""
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
@@ -115,8 +113,7 @@ def load(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def load_once(typing_context, state, tile, address, stride, soft):
-    """Like `load`, for data that is not read again soon: the load evicts no other data from the
-    cache."""
+    """Like `load`, for data that is read only once: it evicts no other data from the cache."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloaddt164"
@@ -149,8 +146,8 @@ def dot(typing_context, state, total, left, right, soft):
 
 @njit(inline="always")
 def begin(state, soft):
-    """Configure all tiles of this thread with 16 rows x 64 bytes. soft: a literal, as for the
-    operations."""
+    """Configure all tiles of this thread with 16 rows x 64 bytes. soft: a literal, true to emulate
+    tiles."""
     if not soft:
         settings = u8(state, (ROW_BYTES,))
         for i in range(ROW_BYTES):

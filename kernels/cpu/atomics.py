@@ -106,8 +106,8 @@ def call_body(typing_context, body, row):
 
 @intrinsic
 def lay_out(typing_context, parameters):
-    """Store a row of 64-bit words on the caller's stack: a zero item counter, then the parameters.
-    Returns its address."""
+    """Store 64-bit words on the caller's stack: an item counter of zero, then the parameters.
+    Returns their address."""
 
     def build(context, builder, signature, args):
         with builder.goto_entry_block():

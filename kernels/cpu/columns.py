@@ -74,8 +74,8 @@ def _over_rows(builder, rows, carried, step):
 
 @intrinsic
 def pair_rows(typing_context, address, stride, count, target):
-    """target[k] = pairs of bfloat16, rounded to nearest even, from float32 rows 2 * k and 2 * k + 1
-    of 16 columns. count: number of pairs of rows."""
+    """target[k] = float32 rows 2 * k and 2 * k + 1 of 16 columns, as pairs of bfloat16 rounded to
+    nearest even. count: number of pairs of rows."""
 
     def build(context, builder, signature, args):
         address, stride, count, target = args
@@ -110,17 +110,17 @@ def _rounded(builder, floats):
 
 
 def _pairs(builder, even, odd):
-    """Combine two rows of float32 as words of two bfloat16 (even row, odd row), rounded to nearest
-    even."""
+    """Round two rows of float32 to bfloat16, nearest even, and combine each pair of values in a
+    32-bit word, the even row's value in the low half."""
     low = builder.lshr(_rounded(builder, even), _all(16))
     return builder.or_(low, builder.and_(_rounded(builder, odd), _all(0xFFFF0000)))
 
 
 @intrinsic
 def interleave16(typing_context, source, ld_source, target, ld_target):
-    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2] at each of two
-    addresses: the first four of each eight columns go to `target`, the other four `ld_target` bytes
-    later; rows are 64 bytes apart."""
+    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2], 64 bytes apart, at
+    each of two addresses: the first four of each eight columns at `target`, the other four
+    `ld_target` bytes later."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -160,12 +160,10 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
 
 @intrinsic(prefer_literal=True)
 def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
-    """scores [count, 16] *= factor; best [16] = maximum of best and each column.
+    """scores [count, 16] *= factor; then best [16] = maximum of best and each column.
 
     scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0 (all rows count), or
-    [2, 16] int32: the first row that counts for each column, and the end of these rows. NaN is
-    ignored.
-    """
+    [2, 16] int32: the first and the end of the rows that count, for each column. NaN is ignored."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -182,9 +180,8 @@ def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
 
 @intrinsic(prefer_literal=True)
 def soften_columns(typing_context, scores, stride, count, best, total, bounds):
-    """scores [count, 16] become 2 ** (score - best), or zero if the row does not count for its
-    column; each column's sum is added to total [16]. Other arguments are those of
-    `scale_columns`."""
+    """scores [count, 16] become 2 ** (score - best), or zero in rows that do not count; then each
+    column's sum is added to total [16]. Other arguments are those of `scale_columns`."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -201,10 +198,10 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 
 def _down_columns(joined, bounds, initial, join, work):
-    """Code generator for a loop down 16 columns of scores, with four states that take turns at the
-    rows. After the loop, `join` merges them into the value at the address in argument number
-    `joined`. bounds: number of the argument with the bounds, or None. work(builder, args, scores,
-    state, is_seen) returns the row to store and the next state."""
+    """Return a code generator for a loop down 16 columns of scores. Four states, each `initial` at
+    first, take turns at the rows; `join` then merges them into the value at the address in argument
+    number `joined`. bounds: number of the argument with the bounds, or None. work(builder, args,
+    scores, state, is_seen) returns the row to store and the next state."""
 
     def build(context, builder, signature, args):
         scores, stride, count = args[:3]
@@ -237,8 +234,8 @@ def _greater(builder, one, other):
 
 
 def _between(builder, rows, bounds):
-    """For each of the 16 columns, True if its row (in `rows`) is within `bounds`, so that it
-    counts."""
+    """For each of the 16 columns, True if its row number in `rows` is within the column's
+    bounds."""
     first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
@@ -256,9 +253,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Factors to merge two partial softmax sums of 16 rows, whose largest scores are `largest` and
-    `added`: `shrink` for the first sums, `share` for the second. `largest` becomes the maximum of
-    both. All are addresses of 16 float32."""
+    """Factors to merge two partial softmax sums of 16 rows: `shrink` for the first, `share` for the
+    second. `largest` and `added` are the largest scores of each; `largest` becomes their maximum.
+    All are addresses of 16 float32."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)

@@ -54,8 +54,8 @@ class CachePlaces:
     written."""
 
     def __init__(self, chosen: str | None = None, trusted: Collection[int] = ()) -> None:
-        """chosen: the configured directory; default: NUMBA_CACHE_DIR, otherwise the package's
-        directory and the user's cache. trusted: ids of users whose compiled code may run."""
+        """chosen: the cache directory; default: NUMBA_CACHE_DIR, otherwise the package's directory
+        and the user's cache. trusted: ids of users whose compiled code may run."""
         self._trusted = trusted or trusted_users()
         self.readable: list[str] = []
         self.writable: str | None = None
@@ -152,8 +152,8 @@ CURRENT = Current()
 
 
 class Locator:
-    """What Numba asks for the location of a function's cache files: the same relative path in each
-    cache directory."""
+    """Finds the cache files of a function for Numba: at the same relative path in each cache
+    directory."""
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file = file
@@ -161,7 +161,7 @@ class Locator:
 
     @classmethod
     def from_function(cls, function: Any, file: str) -> Locator | None:
-        """Numba's interface; ``None`` for a function that is not in a file."""
+        """Make a locator, as Numba requires; ``None`` for a function that is not in a file."""
         return cls(function, file) if os.path.exists(file) else None
 
     def get_cache_path(self) -> str:
@@ -172,8 +172,7 @@ class Locator:
 
     @property
     def below(self) -> str:
-        """The path relative to a cache directory; it does not depend on where the packages are
-        installed."""
+        """The path below a cache directory, the same wherever the packages are installed."""
         folder = Path(self._py_file).parent
         if folder.is_relative_to(PACKAGES):
             return "_".join(folder.relative_to(PACKAGES).parts)
@@ -187,19 +186,19 @@ class Locator:
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
-        """Numba's interface: distinguishes functions of one name in a file."""
+        """The line of the function, which distinguishes functions of one name in a file."""
         return str(self._line)
 
 
 class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The compiled variants of one function, which several processes may write.
+    """The cache files of one function, which several processes may write at the same time.
 
-    Numba chooses a file name that is not in the index yet. Two processes could choose the same, and
-    the index would then have a wrong entry forever; a lock prevents this. Files end with a
-    checksum, since a partial file would be executed as machine code."""
+    Numba chooses a file name that is not in the index yet. Two processes could choose the same
+    name, which would leave a wrong entry in the index forever; a lock prevents this. Files end with
+    a checksum, since a partial file would be executed as machine code."""
 
     def save(self, key: Any, data: Any) -> None:
-        """Store a compiled variant if possible; if not, log this once."""
+        """Store a compiled variant. If that is impossible, log this once."""
         is_ours = not self._cache_path or self._base is not None
         if is_ours and CURRENT.places.writable is None:
             CURRENT.places.complain()
@@ -233,7 +232,7 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     @property
     def _base(self) -> str | None:
-        """The cache directory that contains this object's path; ``None`` if none does."""
+        """The cache directory that contains this object's files, ``None`` if none does."""
         bases = CURRENT.places.readable
         return next((each for each in bases if self._cache_path.startswith(each + os.sep)), None)
 
@@ -298,12 +297,11 @@ def _is_complete(path: str) -> bool:
 
 @contextmanager
 def cache_of_these_sources() -> Iterator[bool]:
-    """Context in which functions passed to Numba use this disk cache. Yields the value for Numba's
-    ``cache`` option, always True.
+    """Context in which functions passed to Numba use this disk cache. Yields True, the value for
+    Numba's ``cache`` option.
 
-    Numba looks up locator and cache class when a function is decorated, not when it is compiled.
-    Both are global, so only one thread at a time is in the context.
-    """
+    Numba reads its locator and cache class when it decorates a function. Both classes are global,
+    so only one thread at a time is in the context."""
     kind = caching.CompileResultCacheImpl
     with _TURN:
         file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
@@ -318,13 +316,13 @@ def cache_of_these_sources() -> Iterator[bool]:
 
 
 def kept(function: Callable[..., Any]) -> Any:
-    """Decorate a function with ``njit``, stored in this disk cache."""
+    """Decorate a function with ``njit``; its compiled code is stored in this disk cache."""
     with cache_of_these_sources() as cache:
         return njit(cache=cache)(function)
 
 
 def is_kept(body: Callable[..., Any], signature: Any) -> bool:
-    """True if this function is stored, compiled for this signature."""
+    """True if the disk cache has this function's code for this signature."""
     with cache_of_these_sources():
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())
@@ -332,8 +330,8 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
 
 
 def kept_file(name: str) -> Path | None:
-    """Path in the cache of a file that is not compiled code but depends on the machine: an existing
-    file, or one that can be written; ``None`` if there is no directory for it."""
+    """Path in the cache of a file that depends on the machine but is not compiled code: an existing
+    file, or one that can be written; ``None`` without a writable directory."""
     places = CURRENT.places
     for place in places.readable:
         if (Path(place) / name).exists():

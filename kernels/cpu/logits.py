@@ -1,8 +1,7 @@
 """Edits of logits on the CPU; see `kernels.reference.logits`. Logits are contiguous float32.
 
-Only rows with options are processed, and for penalties only blocks of the vocabulary with tokens
-that occurred.
-"""
+Rows without options are skipped. For penalties, so are blocks of the vocabulary none of whose
+tokens occurred."""
 
 from __future__ import annotations
 
@@ -106,8 +105,8 @@ def penalise_rows(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.reference.logits.token_logprobs`. Computed in float32; log-probabilities are
-    computed only for the tokens that are asked for."""
+    """See `kernels.reference.logits.token_logprobs`. Computed in float32, and only for the tokens
+    whose log-probabilities are returned."""
     num_rows, vocab_size = logits.shape
     step = max(1, max_chunk // max(1, vocab_size))
     parts = [
@@ -137,8 +136,8 @@ def _edits(x, starts, ids, values, until, slots, positions):
 
 @kept
 def _words(x, words, slot, output):
-    """Forbid in one row of logits x [V] each token that would complete a forbidden word. output:
-    the request's output tokens so far."""
+    """Forbid in one row of logits x [V] each token that would complete a forbidden word of the
+    request in `slot`. output: the request's output tokens so far."""
     starts, token_starts, token_ids = words
     for word in range(starts[slot], starts[slot + 1]):
         first, last = token_starts[word], token_starts[word + 1] - 1
@@ -191,8 +190,8 @@ def _lowered(logit, count, factors):
 
 @kept
 def _penalise(x, prompt_bits, seen, factors):
-    """Apply penalties to one row of logits x [V]. seen: occurrences of each token in the output
-    [V]."""
+    """Apply penalties to one row of logits x [V]. seen [V]: how often each token occurred in the
+    output."""
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
         bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]

@@ -1,1 +1,1 @@
-"""Rewrites a JSON schema for llguidance: all that it allows stays allowed, and little more is."""
+"""Rewrites a JSON schema for llguidance. The new schema allows all that the old one allows."""

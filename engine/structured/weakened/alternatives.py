@@ -14,8 +14,8 @@ Schema = dict[str, Any]
 
 
 def part_types(readings: Sequence[SchemaReading]) -> None:
-    """Remove a type from two readings with different alternatives of a ``oneOf`` if both have the
-    same keywords for it: every value of this type satisfies both alternatives, or neither."""
+    """Remove from readings of different ``oneOf`` alternatives the types for which both have the
+    same keywords: a value of such a type satisfies either both alternatives or none."""
     same: list[tuple[SchemaReading, set[str]]] = []
     for at, one in enumerate(readings):
         for other in readings[:at]:
@@ -40,8 +40,7 @@ def _same_types(one: SchemaReading, other: SchemaReading) -> set[str]:
 
 
 def are_apart(readings: Sequence[SchemaReading]) -> bool:
-    """Whether readings with different alternatives of the same ``oneOf`` always exclude each
-    other."""
+    """Whether it is certain that no value satisfies two alternatives of the same ``oneOf``."""
     return all(
         _are_apart(one, other)
         for at, one in enumerate(readings)
@@ -67,8 +66,8 @@ def _are_apart(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
-    """Whether there is a property that one reading requires, and for which the two readings have no
-    value or no type in common."""
+    """Whether the two readings have no value or no type in common for some property that one of
+    them requires."""
     for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
         if own is not None and others is not None and not set(own) & set(others):
@@ -86,8 +85,7 @@ def _required(reading: SchemaReading) -> set[str]:
 
 
 def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
-    """Return the types that the reading's schemas allow for a property; all types if they state
-    none."""
+    """Return the types that the reading's schemas allow for a property, "integer" as "number"."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
         schema = named(part.schema.get("properties")).get(name)

@@ -12,17 +12,17 @@ Schema = dict[str, Any]
 
 
 class Writes(Protocol):
-    """Writes the schemas of items and properties."""
+    """Writes the schemas of array items and object properties for llguidance."""
 
     def place(self, schemas: list[Any]) -> Any:
         """Return one schema, for values that satisfy all of these schemas."""
 
     def num_values(self, written: Any) -> int | None:
-        """Count the values of a written schema; ``None`` if it does not list them."""
+        """Return how many values a written schema lists; ``None`` if it is not a list of values."""
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """Return a schema for the arrays that a reading allows; ``None`` if it allows none."""
+    """Return one schema for the arrays that a reading allows; ``None`` if it allows no array."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:
@@ -66,7 +66,7 @@ def _written(prefix: list[Any], items: Any, least: int, most: int | None) -> Sch
 
 
 def _contained(schemas: list[Schema]) -> list[Schema]:
-    """Return the ``minItems`` that ``contains`` and ``minContains`` imply."""
+    """Return a schema ``{"minItems": n}`` for each ``contains``: n is its ``minContains``, or 1."""
     found = []
     for schema in schemas:
         if "contains" in schema and schema["contains"] is not True:
@@ -103,7 +103,7 @@ def _prefix(schema: Schema) -> list[Any]:
 
 
 def _item(schema: Schema, at: int) -> Any | None:
-    """Return a schema's own schema for the item at an index, or ``None``."""
+    """Return what one schema demands of the item at an index: a schema, or ``None``."""
     prefix = _prefix(schema)
     if at < len(prefix):
         return prefix[at]

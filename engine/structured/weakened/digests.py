@@ -18,13 +18,13 @@ Entry = tuple[bytes, Any, bool]  # key, value, and whether the value maps names 
 
 
 class Digests:
-    """Digests of one document's schemas by ``id()``: the schemas must stay alive."""
+    """Digests of schemas, cached by ``id()``: the schemas must outlive this object."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], bytes] = {}
 
     def of(self, schema: Any) -> bytes:
-        """Return a digest that is equal for equivalent schemas with the same order of keys."""
+        """Return a digest. Annotations such as titles do not change it, the order of keys does."""
         waiting = [(schema, False)]
         while waiting:
             each, has_names = waiting[-1]

@@ -12,8 +12,8 @@ _LITERAL = re.compile(r"(?:[\w\s/:@,;=!~&%#<>'\"-]|\\[^\w\s]|\\-)+")
 
 
 def without_looks(pattern: str) -> list[str] | None:
-    """Return patterns without look-aheads; a text that matches all of them matches this pattern.
-    ``None`` if unsupported."""
+    """Return patterns without look-aheads: a text that matches all of them matches ``pattern``.
+    ``None`` if the pattern has no leading look-aheads or is not supported."""
     if not pattern.startswith("^") or _is_choice(pattern):
         return None
     found, rest = [], pattern[1:]
@@ -31,8 +31,8 @@ def without_looks(pattern: str) -> list[str] | None:
 
 
 def excluded_by(pattern: str) -> list[tuple[str, str]]:
-    """Return, for each leading ``(?!...)``, its pattern, and the part of the whole pattern after
-    all look-aheads."""
+    """Return two patterns for each leading ``(?!...)``: what it excludes, and the whole pattern
+    without its leading look-aheads."""
     found, rest = [], pattern.removeprefix("^")
     while (look := re.match(r"\(\?([=!])", rest)) is not None:
         end = closing(rest)
@@ -65,7 +65,7 @@ def _is_choice(pattern: str) -> bool:
 
 
 def _negated(inner: str) -> str | None:
-    """Return a pattern of the texts that do not start with a match; ``None`` if unsupported."""
+    """Return a pattern for texts that start with no match; ``None`` if unsupported."""
     if (anywhere := re.fullmatch(r"\.\*(\\?[^\w\s]|\w)(\\?[^\w\s]|\w)?", inner)) is not None:
         return _not_within(*anywhere.groups())
     if (chars := re.fullmatch(r"\[((?:\\.|[^\]\\^])(?:\\.|[^\]\\])*)\]", inner)) is not None:
@@ -83,7 +83,7 @@ def _negated(inner: str) -> str | None:
 
 
 def _not_within(first: str, second: str | None) -> str:
-    """Return a pattern of the texts without this character, or without these two in a row."""
+    """Return a pattern for texts without this character, or, given two, without both in a row."""
     a = re.escape(first[-1])
     if second is None:
         return f"^[^{a}]*$"
@@ -95,7 +95,7 @@ def _not_within(first: str, second: str | None) -> str:
 
 @dataclass
 class Words:
-    """A tree of words, by character, that a text must not equal or start with."""
+    """A node in a tree of forbidden words: whole texts, or beginnings of texts."""
 
     following: dict[str, Words] = field(default_factory=dict)
     is_beginning: bool = False  # a text must not start with the word that ends here
@@ -109,7 +109,7 @@ class Words:
         at.is_beginning = at.is_beginning or not is_whole
 
     def pattern(self) -> str:
-        """Return a pattern of what may follow this node of the tree in an allowed text."""
+        """Return a pattern for what may follow the letters that lead to this node."""
         ways = [] if self.is_whole else [""]
         chars = "".join(map(re.escape, self.following))
         ways.append(f"[^{chars}]{_ANY}" if chars else rf"[\s\S]{_ANY}")

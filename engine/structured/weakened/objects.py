@@ -37,7 +37,7 @@ ORDERED = ("if", "not", "anyOf", "oneOf", "dependentRequired", "dependentSchemas
 
 @dataclass
 class ObjectSchema:
-    """The properties of an object, each with one written schema; ``False`` forbids it."""
+    """The properties of an object, each with its schema; ``False`` forbids a property."""
 
     properties: dict[str, Any]  # by name, in the order of the schema
     patterns: dict[str, Any]  # schemas by a pattern of names
@@ -46,7 +46,7 @@ class ObjectSchema:
 
 
 class Objects:
-    """Writes schemas for the objects of one reading (see ``readings``)."""
+    """Writes llguidance's schemas for the objects that one combination of choices allows."""
 
     def __init__(
         self, reading: SchemaReading, writer: Writes, loosen: Loosen, order: Order = "schema"
@@ -123,7 +123,7 @@ class Objects:
     # -- patterns of names
 
     def _patterns(self) -> dict[str, Any]:
-        """Return schemas by patterns, no two of which match the same name."""
+        """Return the schemas of properties by name pattern; no name matches two of the patterns."""
         patterns = list(
             dict.fromkeys(
                 pattern
@@ -142,8 +142,8 @@ class Objects:
         return found
 
     def _apart(self, names: ObjectSchema) -> ObjectSchema:
-        """Remove each recursive property whose name matches a recursive pattern: the pattern covers
-        the name, and llguidance cannot merge the two schemas."""
+        """Remove each property with a recursive schema that matches a pattern with a recursive
+        schema: the pattern's schema then applies, since llguidance cannot merge the two."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
@@ -157,8 +157,8 @@ class Objects:
     # -- propertyNames
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
-        """Return the only names that an object may have, or a pattern of them, by
-        ``propertyNames``; both are ``None`` where names are not limited."""
+        """Return the names that ``propertyNames`` allows: either a list of them or a pattern is
+        given, the other is ``None``. Both are ``None`` if names cannot be limited."""
         schemas = self._name_schemas
         if not schemas:
             return None, None
@@ -171,15 +171,15 @@ class Objects:
         return None, _pattern_of(written)
 
     def _allows(self, name: str) -> bool:
-        """Whether a name satisfies ``propertyNames``, as far as the keywords for strings in it
-        show."""
+        """Whether a name satisfies the string keywords of ``propertyNames``; others are not
+        checked."""
         return all(each is not False and _is_name(each, name) for each in self._name_schemas)
 
     # -- how many
 
     def _counted(self, names: ObjectSchema, least: int, most: int | None) -> list[Schema]:
-        """Return schemas for objects in the schema's order of properties. least, most: limits on
-        the number of properties."""
+        """Return schemas, one of which each object with ``least`` to ``most`` properties satisfies,
+        in the schema's order of properties."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
         needed = set(names.required)
@@ -252,7 +252,7 @@ def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) ->
 
 
 def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return schemas by patterns of names, with one pattern for all names of an equal schema."""
+    """Return properties by name pattern: names with equal schemas share one pattern."""
     by_value: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for name, each in properties.items():
@@ -295,8 +295,8 @@ def _is_name(schema: Schema, name: str) -> bool:
 
 
 def _pattern_of(written: Any) -> str | None:
-    """Return a pattern that matches at least the names that a schema for strings allows; ``None``
-    if it has no keyword for a pattern or a length."""
+    """Return a pattern that matches all strings that a schema allows; ``None`` if the schema has no
+    pattern and no length."""
     if not isinstance(written, dict):
         return None
     if "pattern" in written:
@@ -317,7 +317,7 @@ def _rust(pattern: str) -> str:
 
 
 def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
-    """Yield groups of patterns, so that no name matches patterns of two groups."""
+    """Yield groups of patterns: patterns of different groups never match the same name."""
     for each in patterns:
         if not is_taken(of_rust(each)):
             loosen("patternProperties", each)

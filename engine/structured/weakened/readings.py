@@ -38,7 +38,7 @@ class SchemaPart(NamedTuple):
 
     def within(self, schema: Any, *steps: int) -> SchemaPart:
         """Make the part for a schema that is inside this one and applies to the same value. steps:
-        where it is in this schema."""
+        indices that lead from this schema to it."""
         return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
@@ -53,7 +53,7 @@ class SchemaChoice(NamedTuple):
 
 @dataclass(slots=True)
 class SchemaReading:
-    """One combination of choices that is being read."""
+    """A combination of choices, with the schemas and limits that were collected for it so far."""
 
     waiting: list[SchemaPart]
     parts: list[SchemaPart] = field(default_factory=list)
@@ -69,8 +69,7 @@ class SchemaReading:
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
-        """Return a copy of the reading that goes on with one way of the choice. number: its
-        index."""
+        """Return a copy of the reading that takes the way ``choice.ways[number]``."""
         other = SchemaReading(
             **{each.name: copy(getattr(self, each.name)) for each in fields(self)}
         )
@@ -130,7 +129,7 @@ class SchemaReader:
         return found
 
     def read(self, schema: Schema) -> Schema:
-        """Drop keywords that do not count: in drafts up to 7 all those next to a reference."""
+        """Drop keywords that a draft ignores: in drafts up to 7, those next to ``$ref``."""
         if len(schema) > 1 and "$ref" in schema and self._draft(schema) <= 7:
             only: Schema = self._made.setdefault(("$ref", id(schema)), {"$ref": schema["$ref"]})
             return only
@@ -160,7 +159,7 @@ class SchemaReader:
     # -- reading
 
     def _read_on(self, reading: SchemaReading) -> bool:
-        """Read up to the next choices. Returns ``False`` if the reading contradicts itself."""
+        """Read all waiting schemas. Returns ``False`` if the reading contradicts itself."""
         while reading.waiting:
             part = reading.waiting.pop()
             if part.schema is False:
@@ -193,8 +192,8 @@ class SchemaReader:
         return True
 
     def _in_order(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaPart]:
-        """Yield the schema's own keywords and the parts that always apply, in the order of its
-        keys."""
+        """Yield what always applies, in the order of the schema's keys: its own keywords, and the
+        schemas of ``allOf`` and ``$ref``."""
         keys = list(schema)
         place = keys.index("properties") if "properties" in schema else len(keys)
         yield part._replace(is_flat=True, rank=(*part.rank, place))
@@ -235,7 +234,7 @@ class SchemaReader:
             ]
 
     def _values(self, schema: Schema) -> list[Exact] | None:
-        """Return the values of enum or const, also of a schema that it refers to."""
+        """Return the values of enum or const, also by reference; ``None`` if there are none."""
         for _ in range(8):
             if "const" in schema:
                 return [exact(schema["const"])]
@@ -313,7 +312,7 @@ class SchemaReader:
         return SchemaChoice(key, id(absent), [without, with_it])
 
     def _pass_over(self, reading: SchemaReading, choice: SchemaChoice) -> None:
-        """Replace a choice with too many ways by one schema, of all properties that its ways
+        """Replace a choice with too many alternatives by one schema of all properties that they
         name."""
         reading.loose[choice.keyword] = True
         own = ("union", choice.keyword, choice.number)
@@ -340,7 +339,7 @@ class SchemaReader:
         return found
 
     def _around(self, way: list[SchemaPart]) -> Iterator[Schema]:
-        """Yield the schemas of a way that apply to the same value, including nested choices."""
+        """Yield the schemas that a way applies to the value itself, nested choices included."""
         waiting = [each.schema for each in way if not each.is_silent]
         seen = set()
         while waiting:
@@ -365,8 +364,8 @@ def _any(schemas: list[Any]) -> Any:
 
 
 def together(alternatives: Sequence[Any]) -> list[list[Any]]:
-    """Return lists of alternatives that may hold at once: each pair of those that may name
-    properties, and all of these together; empty if there are too many."""
+    """Return lists of alternatives that may hold at once: each pair, and all together. Only
+    alternatives that may name properties count. Empty if there are too many."""
     able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []

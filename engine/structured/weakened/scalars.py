@@ -82,7 +82,7 @@ def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
 
 
 def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
-    """Merge all limits ``low`` and ``high``; ``None`` if they contradict each other."""
+    """Merge the limits of all schemas; ``None`` if no value is left. low, high: the keywords."""
     least = max((int(value) for value in _each(schemas, low)), default=0)
     most = min((int(value) for value in _each(schemas, high)), default=None)
     if most is not None and most < least:
@@ -92,7 +92,7 @@ def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
 
 
 def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
-    """Yield each bound and whether it is exclusive; in draft 4 ``strict`` is a bool for ``key``."""
+    """Yield each bound and whether it is exclusive. strict: in draft 4 a bool for ``key``."""
     for each in schemas:
         if is_number(each.get(key)):
             yield each[key], each.get(strict) is True
@@ -106,7 +106,7 @@ def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
 
 
 def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
-    """Translate a pattern to one or several of llguidance's; none if it accepts no part of it."""
+    """Translate a pattern to patterns that must all match; none if llguidance has none."""
     written = of_rust(pattern)
     if is_taken(written):
         return [written]
@@ -126,7 +126,7 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
 
 
 def _excludes_nothing(pattern: str) -> bool:
-    """Whether a look-ahead excludes only what the rest does not match: most likely a mistake."""
+    """Whether a look-ahead excludes nothing that the rest of the pattern could match."""
     return any(no_text_matches(of_rust(each), of_rust(rest)) for each, rest in excluded_by(pattern))
 
 

@@ -1,9 +1,9 @@
-"""Writes a JSON schema for llguidance, which neither supports nor merges choices next to keywords.
+"""Rewrites a JSON schema for llguidance, which supports no ``anyOf`` or other choice next to
+keywords.
 
 Each value of the document becomes a definition without such choices. The resulting grammar allows
 all that the schema allows, except for unusual spellings, and more where a keyword is left to the
-checker. A place is a set of schemas that apply to the same value; each place is written once.
-"""
+checker. A place is a set of schemas that apply to the same value; each place is written once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OF_SCALARS = OF_STRINGS | OF_NUMBERS
 
 
 class Written(NamedTuple):
-    """A schema that was written for llguidance."""
+    """A schema that was rewritten for llguidance, and what it does not enforce."""
 
     schema: Any
     needs_checker: bool
@@ -70,13 +70,12 @@ class Written(NamedTuple):
 def written(
     schema: Any, *, is_free: bool = False, is_lenient: bool = False, is_closed: bool = False
 ) -> Written:
-    """Write a schema for llguidance. Raises ``SchemaError`` that names a keyword which cannot be
+    """Rewrite a schema for llguidance. Raises ``SchemaError`` that names a keyword which cannot be
     enforced.
 
-    is_free: properties may come in any order (in a schema too large for a fixed order they always
-    may); is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
-    ``closed``, so close objects that several schemas describe too.
-    """
+    is_free: properties may come in any order, as they always may in a very large schema;
+    is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
+    ``closed``, so forbid unnamed properties of objects that several schemas describe, too."""
     try:
         return _written(schema, is_free, is_lenient, is_closed)
     except _ContradictionError as error:
@@ -97,8 +96,8 @@ def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> W
 
 
 def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
-    """Name the outermost keywords without which the schema would allow a value. Returns "" for a
-    schema that would take long to try."""
+    """Return the top-level keywords without any one of which the schema would allow a value,
+    separated by commas. Returns "" for a large schema, which would take long to try."""
     is_small = isinstance(schema, dict) and len(schema) <= MOST_TRIED
     if not is_small or len(msgspec.json.encode(schema)) > MOST_TRIED_BYTES:
         return ""
@@ -116,7 +115,7 @@ class _ContradictionError(SchemaError):
 
 
 class _TooManyError(Exception):
-    """So many properties in a fixed order need more symbols than llguidance allows."""
+    """Properties in a fixed order would need more grammar symbols than llguidance allows."""
 
 
 class _SchemaWriter:
@@ -157,7 +156,7 @@ class _SchemaWriter:
     # -- Writes
 
     def place(self, schemas: list[Any]) -> Any:
-        """Return one schema, or a reference to it, for values that satisfy all of these."""
+        """Return one schema, or a reference to it, for values that satisfy all of these schemas."""
         if any(each is False for each in schemas):
             return False
         kept = [each for each in schemas if not (each is True or _is_annotation(each))]
@@ -223,7 +222,7 @@ class _SchemaWriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _union(self, schema: Any) -> list[list[Any]] | None:
-        """Return the alternatives of a schema that is only an ``anyOf`` or ``oneOf``."""
+        """Return the alternatives of a schema that is only a choice, else ``None``."""
         schema = self._followed(schema)
         is_closed = False
         if isinstance(schema, dict) and _is_closing(schema) and len(schema["allOf"]) == 1:
@@ -265,8 +264,8 @@ class _SchemaWriter:
         return one_of([way for each in readings for way in self._ways(each)])
 
     def _ways(self, reading: SchemaReading) -> list[Any]:
-        """Return schemas that together allow the values of a reading: an enum, or one for each form
-        of its objects."""
+        """Return schemas that together allow the values of a reading: each value satisfies one of
+        them."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
         types = self._types(reading)
@@ -293,7 +292,7 @@ class _SchemaWriter:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Return schemas for these values; with a free order, one per object among them."""
+        """Return schemas for these values: an enum, and with a free order one schema per object."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]
@@ -360,7 +359,7 @@ class _SchemaWriter:
         return list(found.values())
 
     def _is_right(self, value: Any, reading: SchemaReading, checkers: Sequence[Checker]) -> bool:
-        """Whether a listed value breaks no other keyword, as far as this can be checked."""
+        """Whether a listed value satisfies the other keywords, as far as this is checked."""
         if not reading.types & types_of_value(value):
             return False
         if isinstance(value, dict | list):
@@ -386,13 +385,13 @@ class _SchemaWriter:
     # -- definitions that allow nothing
 
     def _at(self, written: Any) -> Any:
-        """Follow a reference to its definition."""
+        """Return the definition of a reference; any other schema is returned as it is."""
         if isinstance(written, dict) and written.keys() == {"$ref"}:
             return self._definitions[written["$ref"].rpartition("/")[2]]
         return written
 
     def _leave_out_nothing(self) -> None:
-        """Remove references to definitions that allow nothing."""
+        """Remove references to definitions that allow no value."""
         while any(each is False for each in self._definitions.values()):
             nothing = {name for name, each in self._definitions.items() if each is False}
             for name in nothing:
@@ -414,7 +413,7 @@ _LOOKING = {
 
 
 def _without(schema: Any, nothing: set[str]) -> Any:
-    """Remove references to these definitions, which allow nothing."""
+    """Remove references to the definitions named in ``nothing``, which allow no value."""
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -436,7 +435,7 @@ def _without(schema: Any, nothing: set[str]) -> Any:
 
 
 def _typed_without(found: Schema) -> Any:
-    """Remove the types that have become impossible; ``False`` if none is left."""
+    """Remove types of which the schema allows no value; ``False`` if no type is left."""
     types = found.get("type", list(EVERY_TYPE))
     types = [types] if isinstance(types, str) else types
     names = [n for n in found.get("required", ()) if found.get("properties", {}).get(n) is False]
@@ -456,8 +455,8 @@ def _typed_without(found: Schema) -> Any:
 
 
 def _typed(types: set[str], found: Schema, at: int) -> Any:
-    """Return a schema for these types only. at: the index of ``found`` among the schemas of a
-    reading, of which only the first allows other types than object."""
+    """Limit the schema ``found`` to these types. at: its index among the schemas of a reading; all
+    but the first are only for objects."""
     kept = {"object"} & types if at else types
     if "number" in kept:
         kept = kept - {"integer"}
@@ -472,7 +471,7 @@ def _speaks(schemas: Sequence[Schema], keys: frozenset[str]) -> bool:
 
 
 def shared(definitions: dict[str, Any]) -> dict[str, Any]:
-    """Write equal schemas of properties once where there are many: llguidance counts each one."""
+    """Write equal schemas of properties only once if there are many, as llguidance counts each."""
     named = [names for each in definitions.values() for names in _named_in(each)]
     if sum(map(len, named)) < MOST_INLINE:
         return definitions
@@ -490,7 +489,7 @@ def shared(definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_in(schema: Any) -> list[dict[str, Any]]:
-    """Return the properties of an object schema, or of each of its alternatives."""
+    """Return the ``properties`` of an object schema and of each of its ``anyOf`` alternatives."""
     if not isinstance(schema, dict):
         return []
     objects = [each for each in (schema, *schema.get("anyOf", ())) if isinstance(each, dict)]
@@ -540,5 +539,5 @@ def _is_scalar(reading: SchemaReading) -> bool:
 
 
 def _is_excluded(value: Any, types: set[str]) -> bool:
-    """Whether the types exclude a value already."""
+    """Whether a value has none of these types."""
     return not types_of_value(value) & types

@@ -124,7 +124,7 @@ class CompiledGrammar:
 
 
 class XGrammarMatcher:
-    """A ``Matcher`` by xgrammar, which follows texts only up to their end-of-text token."""
+    """A ``Matcher`` that uses xgrammar."""
 
     def __init__(self, matcher: Any, tokenizer: LLTokenizer, eos: Eos) -> None:
         self._matcher = matcher

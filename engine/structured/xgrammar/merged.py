@@ -13,11 +13,11 @@ _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperti
 
 
 class NothingAllowedError(SchemaError):
-    """No value is valid. Within a choice, this way is dropped."""
+    """The schema allows no value. As an alternative of a choice, it is dropped."""
 
 
 def as_object(schema: Any) -> Schema:
-    """Convert ``True`` to an empty schema. Raises for ``False`` and anything but an object."""
+    """Return an empty schema for ``True``. Raises ``SchemaError`` for other non-objects."""
     if schema is True:
         return {}
     if schema is False:
@@ -40,7 +40,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON: 1 equals 1.0, but not true."""
+    """Whether two JSON values are equal: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -51,12 +51,10 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def merged(one: Schema, other: Schema) -> Schema:
-    """Merge two schemas; the result allows what both allow. Raises ``SchemaError`` that names
-    keywords which cannot be merged.
+    """Merge two schemas into one that allows what both allow. Raises ``SchemaError`` with the
+    keywords that cannot be merged.
 
-    other: a schema inside ``one``, or its target. Neither has annotations; values of their keywords
-    may still be references.
-    """
+    other: a schema inside ``one``, or the target of its reference. Neither may have annotations."""
     if not one or not other:
         return {**one, **other}
     if wrong := other.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
@@ -108,7 +106,7 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _check_arrays(one: Schema, other: Schema) -> None:
-    """Raise for items keywords that depend on a ``prefixItems`` of the other schema."""
+    """Raise ``SchemaError`` for items keywords of both schemas, unless these are only ``items``."""
     keys = {"items", "prefixItems", "unevaluatedItems"}
     if (
         (one.keys() | other.keys()) & keys != {"items"}
@@ -122,8 +120,8 @@ def _check_arrays(one: Schema, other: Schema) -> None:
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
-    """Merge the properties. A name that only one schema has is an additional property of the
-    other."""
+    """Return the merged properties. To a property that only one schema names, the other schema
+    applies its ``additionalProperties``."""
     if "unevaluatedProperties" in found and "additionalProperties" in found:
         raise SchemaError(
             "unevaluatedProperties next to additionalProperties is not enforced by xgrammar: leave "

@@ -1,12 +1,11 @@
 """Rewrites JSON schemas with the keywords that xgrammar enforces.
 
-xgrammar ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others only in
-combination: those next to a reference, ``anyOf`` or ``enum``, lengths next to a pattern, a minimum
-without a type. So schemas of the same value are merged, ``oneOf`` becomes ``anyOf`` (a checker
-next to the grammar refuses values that two of its schemas allow), and any other such keyword is
-refused by name. Except for ``oneOf``, the new schema may allow less than the old one, never more:
-an object with named properties has no others.
-"""
+xgrammar ignores ``not``, ``if``, ``uniqueItems`` and ``contains``. In some combinations it ignores
+other keywords: next to a reference, ``anyOf`` or ``enum``, lengths next to a pattern, a minimum
+without a type. So schemas of the same value are merged, and ``oneOf`` becomes ``anyOf`` (a checker
+refuses values that two alternatives allow). Keywords that would still be ignored are refused by
+name. Except for ``oneOf``, the new schema may allow less than the old one, never more: an object
+with named properties has no others."""
 
 from __future__ import annotations
 
@@ -192,7 +191,7 @@ class _NarrowedWriter:
         return {"$ref": f"#/$defs/{self._names[reference]}"}
 
     def _check_ends(self, name: str) -> None:
-        """Raise for a definition that is only a reference, through others, to itself."""
+        """Raise ``SchemaError`` if a definition is a reference that leads back to itself."""
         seen = {name}
         while "$ref" in self._written[name]:
             name = self._written[name]["$ref"].rpartition("/")[2]
@@ -327,7 +326,7 @@ class _NarrowedWriter:
         return written if most is None or most >= len(found) else {**written, "maxProperties": most}
 
     def _map(self, own: Schema, others: Any, limits: tuple[int, int | None], depth: int) -> Schema:
-        """Write objects whose schema names no properties. A name may come twice and counts once."""
+        """Write a schema for objects without named properties. others: the schema of all values."""
         least, most = limits
         try:
             values: Any = self._write(others, depth + 1)
@@ -385,7 +384,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _counts(own: Schema, low: str, high: str, limit: int) -> tuple[int, int | None]:
-    """Read a lower and an upper limit, 0 and ``None`` by default."""
+    """Return the values of the keywords ``low`` and ``high``, by default 0 and ``None``."""
     for key in (low, high):
         value = own.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -480,7 +479,7 @@ _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 
 
 def readable(text: str) -> Any:
-    """Parse a schema. Raises ``SchemaError`` if it is nested too deeply."""
+    """Parse a schema from JSON. Raises ``SchemaError`` if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -58,17 +58,17 @@ _SYNTAX = "\\^$.|?*+()[]{}/-\"'#%&,:;<=>@_`~! "
 
 
 def of_whole_text(pattern: str, *, is_proved: bool = False) -> str:
-    """Rewrite a pattern for xgrammar. Raises ``SchemaError`` for one that it does not enforce.
+    """Rewrite a pattern so that xgrammar enforces it. Raises ``SchemaError`` if that is impossible.
 
     is_proved: tests show that xgrammar enforces this pattern. Any other pattern is refused if two
-    alternatives may start alike, since xgrammar allows wrong texts for some of these.
-    """
+    alternatives may start with the same character: xgrammar allows wrong texts for some of
+    these."""
     return _PatternReader(pattern, is_proved).whole()
 
 
 def of_length(least: int, most: int | None) -> str:
-    """Return a pattern of texts with ``least`` to ``most`` characters, ``None`` for no limit.
-    xgrammar's own lengths allow control characters."""
+    """Return a pattern for ``least`` to ``most`` characters that JSON does not escape. most:
+    ``None`` for no limit."""
     return f"{_written(without(ALL, _ESCAPED))}{{{least},{'' if most is None else most}}}"
 
 

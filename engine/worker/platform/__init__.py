@@ -1,9 +1,8 @@
 """The worker's interface to a device: memory, order of work, copies to the host, graphs.
 
 ``CpuPlatform`` computes immediately, in the host's memory. ``CudaPlatform`` queues work, and the
-host gets results later. ``HostPlatform`` is the CPU in place of a GPU: the code paths of a GPU,
-with interpreted kernels or compiled loops.
-"""
+host gets results later. ``HostPlatform`` runs the code for a GPU on the CPU, with interpreted
+kernels or compiled loops."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class Mark(Protocol):
     """A point in the device's queue of work, like a CUDA event."""
 
     def record(self) -> None:
-        """Move the mark after all work queued so far."""
+        """Move the mark to the end of the work queued so far."""
         ...
 
     def synchronize(self) -> None:
@@ -99,11 +98,11 @@ class Platform(Protocol):
         ...
 
     def recording(self) -> AbstractContextManager[None]:
-        """Context in which graphs are captured: all graphs that exist at one time are captured in
-        one such context. At its end, memory that only the warm-up runs used is freed."""
+        """Context in which graphs are captured: all graphs that exist at one time must be captured
+        in one context. At its end, memory that only warm-up runs used is freed."""
         ...
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
-        """Estimate the bytes that graphs of ``num_sizes`` sizes will take. ``record(n)`` captures
-        graphs of the n largest sizes in place of all earlier ones."""
+        """Estimate the bytes that graphs of all ``num_sizes`` sizes will take. ``record(n)``
+        captures graphs of the n largest sizes and drops all earlier graphs."""
         ...

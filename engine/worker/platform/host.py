@@ -1,4 +1,4 @@
-"""Platforms on the CPU: the CPU as the device, and the CPU in place of a GPU."""
+"""Platforms on the CPU: one for CPU inference, one that runs a GPU's code on the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RerunGraph:
 
 
 class HostPlatform:
-    """The CPU in place of a GPU: it copies as a GPU does, but work runs immediately."""
+    """Runs a GPU's code on the CPU: it copies as a GPU does, but work runs immediately."""
 
     compiles = False
     shares_memory = False

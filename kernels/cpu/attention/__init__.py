@@ -77,8 +77,7 @@ def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
 def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
-    """The kernel for sequences of several query tokens. It multiplies bfloat16 in pairs if the
-    processor supports it. Parameters are those of `single_kernel`."""
+    """The kernel for sequences of several query tokens. Parameters are those of `single_kernel`."""
     if sizes == (2, 2) and paired is not None:
         return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
@@ -103,8 +102,9 @@ def paged_attention(
     variant: AttentionOptions,
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
-    """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
-    how to multiply bfloat16, a key of ``paired.HOW``; only tests set it."""
+    """Paged attention on the CPU, see kernels.ops.paged_attention. q: contiguous, float32 or
+    bfloat16; sinks: float32. paired (for tests): how to multiply bfloat16, a key of
+    ``paired.HOW``."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
@@ -146,9 +146,8 @@ def paged_attention(
 
 
 def plan_again(meta: AttentionMeta, plans: dict[PlanKey, AttentionPlan]) -> list[AttentionPlan]:
-    """Compute the plans of recorded launches anew for another step with as many tokens, and enter
-    them into the recorded plans' headers. Returns the new plans, which own the memory that the
-    launches read: keep them until the launches are done."""
+    """Plan recorded launches anew, for another step with the same number of tokens. Returns the new
+    plans, whose memory the launches read: keep them until the launches are done."""
     renewed = [_planned(meta, *key) for key in plans]
     for plan, new in zip(plans.values(), renewed, strict=True):
         plan.header[:] = new.header

@@ -1,10 +1,9 @@
 """Attention for several query tokens of a sequence, which is bound by arithmetic.
 
 A work item is up to `tokens` query tokens times the query heads of one KV head: these are the rows
-of two matrix products with 64 keys at a time, which are copied from their blocks, keys transposed.
-All scores of a stretch of keys (see `softmax`) are stored before its values are read, so that a
-stretch has one largest score.
-"""
+of two matrix products with 64 keys at a time, which are copied from their blocks and transposed.
+All scores of a stretch of keys (see `softmax`) are stored before its values are read, because
+weights are relative to the stretch's largest score."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
-    """scores[:num, :count] = q[:num] @ keys, computed in full tiles."""
+    """scores[:num, :count] = q[:num] @ keys, rounded up to full tiles of scores."""
     size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -130,8 +129,8 @@ def row_address(start, index, head, p, size):
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Address of the key of a KV head at a position, by the sequence's block table. size: bytes of
-    a key. Later keys of the same block follow it; the key's value is half a block after it."""
+    """Address of a KV head's key at a position of the sequence with block table `table`. size:
+    bytes of a key. The next keys of the block follow it; its value is half a block after it."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size
@@ -172,8 +171,8 @@ def gather_keys(p, seq, head, span, keys, cell):
 
 @njit(inline="always")
 def _gather_values(p, seq, head, span, values, cell):
-    """Copy values of one head to the rows of `values` [KEYS, head_dim]; arguments as for
-    `gather_keys`."""
+    """Copy span[1] values of one head, from position span[0] of the sequence on, to the rows of
+    `values` [KEYS, head_dim]. cell: bytes of a cache element."""
     head_dim, block, kv_heads = values.shape[1], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -198,9 +197,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Convert an item's scores to softmax weights, zero for keys that a row's token does not attend
-    to. span: first position of the stretch, and the item's first key and end of keys in it; sums:
-    arrays that get each row's sum of weights and largest score."""
+    """Convert an item's scores in one stretch to softmax weights, zero where a token does not
+    attend to a key. span: positions where the stretch starts, and where the item's keys in it start
+    and end; sums: arrays for each row's sum of weights and largest score."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -213,9 +212,9 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
-    """Convert the scores of row r in one stretch to softmax weights. span: first key and end of
-    keys that the row attends to, and end of all keys. Writes the row's sum of weights and largest
-    score to `sums`."""
+    """Convert the scores of row r in one stretch to softmax weights. span: first and end of the
+    keys that the row attends to, and end of all keys. sums: arrays for each row's sum of weights
+    and largest score."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:
@@ -226,9 +225,8 @@ def soften(scores, span, softcap, sums, r):
 
 @njit(**INLINE)
 def finish(p, item, head, group, sums, token):
-    """Divide the sums of an item's rows by their sums of weights, and write them as the outputs of
-    KV head `head`. sums: outputs, sums of weights, largest scores; token: bytes of an output
-    element."""
+    """Divide an item's outputs by their sums of weights, and write them for KV head `head`. sums:
+    outputs, sums of weights, largest scores, by row; token: bytes of an output element."""
     outputs, total, largest = sums
     size = outputs.shape[1] * token
     for i in range(item[2]):

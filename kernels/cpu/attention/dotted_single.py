@@ -1,11 +1,10 @@
 """Attention for single query tokens in bfloat16, on processors with bfloat16 dot products.
 
-An item is one token and a stretch of its sequence's keys, head by head. Products and the order of
-sums are those of `kernels.cpu.attention.paired`, so both have bit-identical results. Since the only
-rows are the query heads of a KV head, vectors hold several keys, transposed in pairs:
+An item is one token and a stretch of its sequence's keys, computed head by head. Results equal
+those of `kernels.cpu.attention.paired` bit for bit: products and sums have the same order. There
+are few rows (the query heads of a KV head), so vectors hold several keys, transposed in pairs:
 
-    scores [query heads, 256 keys] = queries @ keys [head size / 2, 64, 2], 64 at a time
-"""
+    scores [query heads, 256 keys] = queries @ keys [head size / 2, 64, 2], 64 at a time"""
 
 from __future__ import annotations
 
@@ -102,9 +101,9 @@ def _copy(source, q, head_dim):
 
 @njit(inline="always")
 def _turn(place, span, base, arrays, head_dim):
-    """Transpose the item's keys at places base to base + 64 of the stretch, in pairs, and prefetch
-    their values. arrays: the transposed keys [head size / 2, 64], and scratch memory for copies of
-    keys."""
+    """Transpose the keys at places base to base + 64 of the stretch, in pairs, and prefetch their
+    values. place: the body's parameters, item, KV head; span: start of the stretch, first key, end
+    of keys; arrays: the transposed keys [head size / 2, 64], scratch memory for copies."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
@@ -119,8 +118,8 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """scores[group, 64] from place `base` on = q @ keys; `high`: end of the item's keys. The last
-    two arguments are literals."""
+    """scores[group, 64] from place `base` of the stretch on = q @ keys. high: end of the item's
+    keys; group, how: literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:
@@ -131,9 +130,9 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Convert scores of all rows to softmax weights, rounded to bfloat16. row: the body's
-    parameters; span: start of the stretch, first key, end of keys; sums: arrays that get each row's
-    sum of weights and largest score."""
+    """Convert the scores of all rows to softmax weights in bfloat16. row: address of the body's
+    parameters; span: start of the stretch, first key, end of keys; sums: arrays for each row's sum
+    of weights and largest score."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)

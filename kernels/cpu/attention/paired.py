@@ -1,7 +1,7 @@
 """Attention in bfloat16 for any number of query tokens, on processors with bfloat16 products.
 
 Items are those of `kernels.cpu.attention.chunk`: up to 48 rows (query tokens times the query heads
-of one KV head) and stretches of keys. During the softmax rows are stored as columns, so that no sum
+of one KV head) and stretches of keys. For the softmax, rows are stored as columns, so that no sum
 is across the lanes of a vector:
 
     scores [256 keys, rows]   = keys [256, head size] @ queries [head size / 2, rows, 2]
@@ -10,14 +10,13 @@ is across the lanes of a vector:
 
 Keys are read directly from their blocks. Weights are rounded to bfloat16; sums and everything
 between the products are float32. For a single token, rows are the query heads of a KV head, padded
-to a full vector, and each of its stretches is an item.
+to a full vector, and each stretch of its keys is an item.
 
     tiles   AMX: 16 rows of the left operand per tile
     dots    AVX-512 BF16: several rows at a time
 
-A key's place is its position in its stretch, so which keys are multiplied together does not depend
-on how a prompt was chunked. Places without a key have weight zero and zero values.
-"""
+A key's place is its offset in its stretch, so which keys are multiplied together does not depend on
+how a prompt was split into chunks. Places without a key have weight zero and zero values."""
 
 from __future__ import annotations
 
@@ -134,16 +133,16 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
 @njit(**INLINE)
 def whole_units(span):
-    """First and end of the places in a stretch for which weights and values are computed: those of
-    the item's keys, extended to full units of 32 (the weight of added places is zero)."""
+    """First and end of an item's places in a stretch, rounded outwards to full units of 32
+    places."""
     return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
 
 
 @njit(**EXACT)
 def is_last(p, place, sums, room, factors, group):
-    """True if ``sums`` has all keys of the item's token and KV head: the item is their only one, or
-    the last to finish, which adds the sums of all in order. Otherwise stores the item's sums.
-    place: the item and its index; room: scratch memory for the sums of a stretch."""
+    """True if ``sums`` has all keys of the item's token and KV head. If the token has several
+    items, each stores its sums, and the last one to finish merges all of them in order. place: the
+    item and its index; room: scratch memory for the sums of a stretch; factors: as for `fold`."""
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
@@ -171,10 +170,9 @@ def is_last(p, place, sums, room, factors, group):
 
 @njit(inline="always")
 def _score(given, place, arrays, head_dim, how, wide):
-    """Compute the scores [rows / 16, keys, 16] of an item in one stretch. given: the body's
-    parameters and the tile state; place: item, KV head, and (start of the stretch, the item's first
-    key in it, end of keys); arrays: queries, copies of keys, scores. The last two arguments are
-    literals."""
+    """Compute an item's scores [rows / 16, keys, 16] in one stretch. given: the body's parameters
+    and the tile state; place: item, KV head, and (start of the stretch, first key, end of keys);
+    arrays: queries, copies of keys, scores. how, wide: literals."""
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
@@ -191,10 +189,10 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Compute the softmax weights of a stretch's keys. row: the body's parameters; span: start of
-    the stretch, first key, end of keys; positions: of each row's token; room: scores, weights,
-    bounds, sums of weights, largest scores. With tiles, weights are stored as [rows / 16, units,
-    16, 32]."""
+    """Compute softmax weights from the scores of a stretch. row: the body's parameters; span: start
+    of the stretch, first key, end of keys; positions: of each row's token; room: scores, weights,
+    bounds, sums of weights, largest scores. is_tiled: store weights as [rows / 16, units, 16,
+    32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -221,8 +219,8 @@ def _weigh(row, span, positions, room, is_tiled):
 
 @njit(**INLINE)
 def _begin(p, item, head, group, targets, head_dim):
-    """Copy an item's queries, in pairs [head size / 2, rows, 2], and the positions of their tokens
-    to `targets` (scratch memory, queries, positions)."""
+    """Copy an item's queries, in pairs [head size / 2, rows, 2], and each row's token position.
+    targets: scratch memory, queries, positions."""
     flat, q, positions = targets
     width, before = group * head_dim, item[4] - item[2]
     for i in range(item[2]):
@@ -245,8 +243,8 @@ def _begin(p, item, head, group, targets, head_dim):
 @njit(**INLINE)
 def keys_address(p, seq, head, span, copies, head_dim):
     """Address of 16 keys of a head from position span[0] on, and bytes from one key to the next.
-    Keys at positions outside [span[1], span[2]) are undefined. copies: scratch memory for keys that
-    are not adjacent."""
+    Keys outside positions span[1] to span[2] - 1 are undefined. copies: scratch memory for keys
+    that are not adjacent."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     if block % LANES == 0 and head_dim % 32 == 0:
@@ -261,8 +259,8 @@ def keys_address(p, seq, head, span, copies, head_dim):
 
 @njit(inline="always")
 def gather_pairs(p, seq, head, span, values, head_dim):
-    """Copy the values of one head, in pairs, for the keys at places span[1] to span[2] - 1 of the
-    stretch that starts at position span[0]. Other places of the same units get zeros."""
+    """Copy one head's values in pairs. span: position where the stretch starts, then the first and
+    the end of the keys' places. Other places in the same units of 32 get zeros."""
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -280,8 +278,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Write to `bounds` which keys each row attends to: their first and end, relative to key `low`
-    of the stretch. Returns True if all rows attend to all 256 keys of the stretch."""
+    """Write to `bounds` the first and the end of the keys that each row attends to, relative to key
+    `low` of the stretch. Returns True if all rows attend to all 256 keys of the stretch."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -296,9 +294,8 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Convert the scores of 16 rows, stored as columns, to softmax weights relative to each row's
-    largest score. Writes each row's sum of weights and largest score to `sums`. all_seen: ignore
-    `bounds`."""
+    """Convert the scores of 16 rows, stored as columns, to softmax weights. sums: arrays for each
+    row's sum of weights and largest score; all_seen: every row attends to all keys."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)
@@ -314,8 +311,8 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """For each vector v of 16 rows: scores[v, :16] = 16 keys @ the rows' queries. left: address and
-    stride of the keys, from `keys_address`; how: a literal."""
+    """scores[v, :16] = 16 keys @ queries of the v-th 16 rows, for all v. left: address and stride
+    of the keys, from `keys_address`; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -324,8 +321,8 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy the bfloat16 values [num, head_dim] at address `source` to `values`, in pairs of keys,
-    from place `first` of the stretch on."""
+    """Copy bfloat16 values [num, head_dim] from address `source` to `values`, in pairs of keys.
+    first: place of the first value in the stretch."""
     j = 0
     while j < num:
         row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
@@ -345,8 +342,8 @@ def _pair_up(source, values, first, num, head_dim):
 
 @njit(inline="always")
 def _add(own, arrays, num, span, vectors, height, how):
-    """acc[:num] = weights[:num] @ values, over the keys of a span; arrays: weights, values, acc.
-    The last three arguments are literals."""
+    """acc[:num] = weights[:num] @ values, over the keys of a span. own: tile state; arrays:
+    weights, values, acc; vectors, height, how: literals."""
     if how == _TILES:
         _add_tiles(own, arrays, num, span, 0)
     elif how == _SOFT_TILES:
@@ -358,7 +355,7 @@ def _add(own, arrays, num, span, vectors, height, how):
 @njit(inline="always")
 def add_dots(arrays, num, span, vectors, height, how):
     """acc[:num] = weights[:num] @ values over the keys of a span, `height` rows at a time. arrays:
-    weights, values, acc; the last three arguments are literals."""
+    weights, values, acc; vectors, height, how: literals."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     lda, width = STRETCH * _CELL, acc.shape[1] * 4
     a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
@@ -370,8 +367,8 @@ def add_dots(arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def _score_tiles(own, left, q, scores, soft, wide):
-    """Like `_score_dots`, but with AMX: one tile of keys times three tiles of rows if `wide`, else
-    times one."""
+    """Like `_score_dots`, with AMX. wide: multiply a tile of keys by three tiles of rows at a
+    time."""
     (a, lda), width = left, q.shape[1] * 4
     if not wide:
         for v in range(scores.shape[0]):
@@ -402,9 +399,8 @@ def _score_tiles(own, left, q, scores, soft, wide):
 
 @njit(inline="always")
 def _add_tiles(own, arrays, num, span, soft):
-    """acc[:num] = weights[:num] @ values over the keys of a span, with AMX: one tile of rows times
-    four tiles of outputs, then times one for the remaining outputs. arrays: weights, values,
-    acc."""
+    """acc[:num] = weights[:num] @ values over the keys of a span, with AMX, for up to four tiles of
+    outputs at a time. own: tile state; arrays: weights, values, acc."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     width = acc.shape[1] * 4
     wide = width // 256 * 256

@@ -52,7 +52,7 @@ class AttentionPlan(NamedTuple):
     owned: tuple[NDArray, ...]
 
     def address(self, part: int) -> int:
-        """Address of entry ``part`` (such as ``SINGLES``) of the header, which bodies read."""
+        """Address of a field of the header, which bodies read. part: such as ``SINGLES``."""
         return int(self.header.ctypes.data) + 8 * part
 
 

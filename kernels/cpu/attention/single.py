@@ -1,12 +1,11 @@
 """Attention for single query tokens, which is bound by reading the cache.
 
-An item is one token and a stretch of its sequence's keys, head by head. Products and the order of
-sums are those of `kernels.cpu.attention.chunk`, so both have bit-identical results. Rows are only
-the query heads of a KV head, and values are read directly from their blocks.
+An item is one token and a stretch of its sequence's keys, computed head by head. Results equal
+those of `kernels.cpu.attention.chunk` bit for bit: products and sums have the same order. Rows are
+only the query heads of a KV head, and values are read directly from their blocks.
 
-If a sequence has several stretches, each item stores its sums, and the last to finish adds all in
-order.
-"""
+If a sequence has several stretches, each item stores its sums, and the last one to finish adds all
+sums in order."""
 
 from __future__ import annotations
 
@@ -101,8 +100,8 @@ def _score(q, keys, scores, count, group):
 
 @njit(inline="always")
 def fetch(p, item, head, span, size):
-    """Prefetch what is read after the keys of a span (position, number): their values, then either
-    the item's next keys or the first keys of the next head. size: bytes of a key."""
+    """Prefetch what is read after the keys of a span (position, number): the values of the span,
+    then the next keys of the item, in this head or the next. size: bytes of a key."""
     table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
     _fetch_span(p, (table, head), span, size, half)
     base = span[0] + span[1]
@@ -130,9 +129,9 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, for each query head g of KV head `head`;
-    values are read from their blocks. place: the body's parameters and the item; arrays: scores,
-    acc. The last four arguments are literals."""
+    """acc[g] += scores[g] @ values of the item's keys, for each query head g of KV head `head`.
+    place: the body's parameters and the item; arrays: scores, acc. The last four arguments are
+    literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
@@ -150,14 +149,12 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
 
 @njit(**EXACT)
 def leave(p, place, sums, added, factors, token):
-    """Write the outputs of an item's token, if the item has all of its keys. Otherwise store the
-    item's sums; if all other items of the token have done so, add the sums of all and write the
-    outputs.
+    """Write the outputs of an item's token. If the token has several items, store the item's sums;
+    the last item to finish adds the sums of all and writes the outputs.
 
-    place: the item and its index; sums: scratch memory for the token's sums; added: the sums of the
-    item's stretch; factors: as for `fold`. Sums are (outputs [heads, head_dim], sum of weights
-    [heads], largest score [heads]).
-    """
+    place: the item and its index; sums: scratch memory for the token's sums; added: the item's
+    sums; factors: as for `fold`. Sums are (outputs [heads, head_dim], sum of weights [heads],
+    largest score [heads])."""
     (item, index), (acc, total, largest), planned = place, added, i64(p[8], (ROOM + 3,))
     seq, shared, (heads, head_dim) = item[0], item[5], acc.shape
     begin(sums)

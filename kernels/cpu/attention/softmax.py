@@ -37,7 +37,7 @@ def padded(rows: int) -> int:
 @njit(**EXACT)
 def begin(sums):
     """Initialise sums (outputs [rows, columns], sum of weights [rows, padded], largest score [rows,
-    padded]) to those of no keys."""
+    padded]), before any keys are added."""
     outputs, total, largest = sums
     fill(outputs.reshape(-1), _ZERO)
     fill(total, _ZERO)
@@ -46,9 +46,9 @@ def begin(sums):
 
 @njit(**EXACT)
 def fold(sums, added, factors, num):
-    """Merge the sums of another stretch of the same rows' keys, `added`, into `sums`, for `num`
-    rows. Both are as for `begin`; the outputs of `added` may have more columns. factors: scratch
-    memory, two arrays of one float32 per row, padded."""
+    """Merge the sums `added`, of the same rows over another stretch of keys, into `sums`. num:
+    rows; both sums have the arrays of `begin`, and `added` may have more columns of outputs.
+    factors: scratch memory, two arrays of one float32 per row, padded."""
     (outputs, total, largest), (more, more_total, more_largest) = sums, added
     shrink, share = factors
     for r in range(0, num, LANES):
@@ -69,8 +69,8 @@ def fold(sums, added, factors, num):
 @njit(**EXACT)
 def settle(values, total, largest, sink, target, size):
     """Divide a row's outputs by its sum of weights, and write them to address `target`, `size`
-    bytes each. sink: address of the logit of a key without a value (attention sink), or 0. Outputs
-    are NaN if all scores were -inf, so that errors show."""
+    bytes each. sink: address of an attention sink (the logit of a key without a value), or 0.
+    Outputs are NaN if all scores were -inf, so that errors show."""
     if sink:
         total += exp2_of_all(fused(f32(sink, (1,))[0], LOG2_E, -largest))
     if largest == EMPTY:
@@ -81,8 +81,8 @@ def settle(values, total, largest, sink, target, size):
 
 @njit(**EXACT)
 def largest_between(scores, first, end):
-    """The largest of scores[first:end], EMPTY for no scores. NaN is ignored here; its weight
-    and so the row's sum of weights become NaN anyway."""
+    """The largest of scores[first:end], EMPTY for no scores. NaN is ignored, since it makes the
+    row's sum of weights NaN later."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
 
 

@@ -1,20 +1,18 @@
 """Attention for single query tokens in bfloat16, on processors with AMX tiles.
 
 Items and outputs are those of `kernels.cpu.attention.single`, where widening keys and summing
-across lanes take as long as reading memory. Here 16 keys of a head are one tile, read directly from
-their block: the left operand. The right operand has one query head per column. Up to 16 heads make
-one tile of scores, to which each KV head adds the scores of its own query heads and zeros for
-others.
+across lanes take as long as reading memory. Here the left operand is a tile of 16 keys of a head,
+read directly from their block. The right operand has one query head per column. Up to 16 query
+heads share a tile of scores, to which each KV head adds the scores of its own query heads.
 
 So scores are [keys, query heads], and the softmax runs down columns. All scores of an item are
-stored before its values are read, which are interleaved in pairs of rows. Queries are not scaled,
-weights are rounded to bfloat16, and sums are float32. Products and the order of sums are those of
-`kernels.cpu.attention.paired`, so both have bit-identical results.
+stored before its values are read, in interleaved pairs of rows. Queries are not scaled, weights are
+rounded to bfloat16, and sums are float32. Results equal those of `kernels.cpu.attention.paired` bit
+for bit: products and sums have the same order.
 
 A *run* is 16 keys, and a *unit* is two runs, the keys of one tile of weights. Units are counted
 from the start of the stretch, so which keys are summed together depends only on their positions.
-Keys outside the item have weight zero and zero values.
-"""
+Keys outside the item have weight zero and zero values."""
 
 from __future__ import annotations
 
@@ -121,8 +119,8 @@ def _turn(p, item, q, shape):
 
 @njit(**INLINE)
 def _place(p, item, places, head_dim):
-    """Write to `places` the address of each run of 16 keys in the first KV head. The last address
-    is repeated up to a multiple of `_RUNS`."""
+    """Write to `places` the address of each run of 16 keys of the item, in the first KV head. The
+    last address is repeated up to a multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
     start = item[3] - item[3] % _UNIT
@@ -135,9 +133,9 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """Compute scores[key, query head] of the runs up to key `end`, and prefetch the next keys, or
-    the first values. arrays: q, scores; places: address of each run; heads: number of KV heads, and
-    block size; shape: as for `_turn`. The last argument is a literal."""
+    """Compute scores [key, query head] of the runs of 16 keys before key `end`, and prefetch what
+    is read next. arrays: q, scores; places: address of each run; heads: number of KV heads, and
+    block size; shape: query heads per KV head, and head size; soft: a literal."""
     q, scores = arrays
     (kv_heads, block), (group, head_dim) = heads, shape
     size, line = head_dim * _CELL, scores.shape[1] * 4
@@ -175,10 +173,9 @@ def _score(own, arrays, places, end, heads, shape, soft):
 
 @njit(**EXACT)
 def _weigh(arrays, room, span, numbers, sums):
-    """Convert scores to softmax weights [unit, query head, key] in bfloat16, as in
-    `kernels.cpu.attention.paired`. arrays: scores, weights, bounds; room: address of scratch memory
-    for a tile; span: first and end of the item's keys; numbers: scale, softcap; sums: arrays that
-    get each head's sum of weights and largest score."""
+    """Convert scores to softmax weights [unit, query head, key] in bfloat16. arrays: scores,
+    weights, bounds; room: address of scratch memory for a tile; span: first and end of the item's
+    keys; numbers: scale, softcap; sums: arrays for each head's sum of weights and largest score."""
     (scores, weights, bounds), (first, end) = arrays, span
     (scale, softcap), (total, largest) = numbers, sums
     line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
@@ -209,8 +206,8 @@ def _weigh(arrays, room, span, numbers, sums):
 @njit(inline="always")
 def _add(own, room, arrays, places, numbers, group, soft):
     """acc[h] = weights of query head h @ values. room: address of scratch memory for two units of
-    values; arrays: weights, acc, edge (room for a partial run), blank (a run of zeros). The last
-    argument is a literal."""
+    32 values; arrays: weights, acc, scratch memory for a partial run of 16 values, a run of zeros;
+    soft: a literal."""
     weights, acc, edge, blank = arrays
     span, block, width = numbers
     kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
@@ -249,9 +246,10 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Copy the values of unit `u`, in pairs, to tiles at address `base`, and prefetch the next KV
-    head's values. rooms: scratch memory for a partial run, and a run of zeros; numbers: offset of
-    the head's values from a run's keys, block size, and first of the 64 columns to copy."""
+    """Copy a KV head's values of unit `u` (32 keys), in pairs, to tiles at address `base`, and
+    prefetch the next head's. span: first and end of the item's keys; rooms: scratch memory for a
+    partial run, a run of zeros; numbers: offset of the values from a run's keys, block size, first
+    column."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):
@@ -272,8 +270,8 @@ def _pair_up(base, places, u, span, rooms, numbers):
 
 @njit(**INLINE)
 def _keep(source, low, high, edge):
-    """Copy rows [low, high) of the run of values at address `source` to `edge`; its other rows
-    become zero."""
+    """Copy rows [low, high) of the 16 values at address `source` to `edge`; its other rows become
+    zero."""
     values = u16(source, edge.shape)
     for i in range(_RUN):
         row, kept = values[i], edge[i]
@@ -286,8 +284,8 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Store tiles 0 to 3, the sums of 64 columns from `column` on, in `acc`, in the usual order of
-    columns. rows: first row, and number of rows."""
+    """Copy tiles 0 to 3, the sums of 64 columns, to `acc` from column `column` on, in the usual
+    order of columns. room: scratch memory; rows: first row of `acc`, and number of rows."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)
@@ -299,8 +297,8 @@ def _leave(own, room, acc, rows, column, soft):
 
 @njit(**INLINE)
 def _order(source, target, head_dim):
-    """Copy up to 64 float32 from `source` to `target`, undoing the column order of `interleave16`,
-    which puts the first four of each eight columns before the others."""
+    """Copy up to 64 float32 from `source` to `target` in their original order: `interleave16` puts
+    the first four of each eight columns before the others."""
     num = min(head_dim // _STEP, 2)
     parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
     for n in range(num):

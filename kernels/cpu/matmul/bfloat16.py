@@ -1,16 +1,15 @@
 """Products of bfloat16 inputs with bfloat16 weights, summed in float32.
 
-Weights are packed in panels ``[panels, depth, width, 2]``: 64 outputs (32 for tiles), with inputs
-2d and 2d + 1 of each output adjacent, as bfloat16 instructions need them; without these, each is
-widened to float32 by one operation. The same packed copy is used for any number of rows:
+Weights are packed in panels ``[panels, depth, width, 2]``: a panel has 64 outputs (32 for tiles),
+and inputs 2d and 2d + 1 of each output are adjacent, as bfloat16 instructions need them. The same
+packed copy is used for any number of rows, in one of three ways:
 
     widened   AVX2, AVX-512: floats of a row, broadcast, times pairs widened in registers
     dots      AVX-512 BF16: pairs of a row, broadcast, times pairs
     tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs
 
 A row's results depend neither on the number of rows nor on threads. Inputs are padded with zeros to
-a multiple of 32.
-"""
+a multiple of 32."""
 
 from __future__ import annotations
 
@@ -109,10 +108,9 @@ def packed_product(
 def gated_product(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
-    """The product of x with a gate and an up matrix packed as one, then the gated activation:
-    act(first half of the outputs) * second half, [N, out / 2], rounded once. The number of outputs
-    must be a multiple of two panels. x: [N, in] contiguous bfloat16; act: a key of
-    ``kernels.cpu.pointwise.ACTS``."""
+    """Multiply x by a gate and an up matrix packed as one, and return act(first half of the
+    outputs) * second half, [N, num_out / 2], rounded once. num_out must be a multiple of two
+    panels. x: [N, in] contiguous bfloat16; act: a key of ``kernels.cpu.pointwise.ACTS``."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
     panels = half // packed.shape[2]
@@ -124,9 +122,8 @@ def gated_product(
 def largest(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
 ) -> torch.Tensor:
-    """Index of the largest output of each row, [N] int32 (the first of equal ones), computed
-    without storing the outputs; -1 for rows with NaN, +inf or only -inf. x: [N, in] contiguous
-    bfloat16."""
+    """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
+    not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous bfloat16."""
     num = len(x)
     if not num_out:
         return torch.full((num,), -1, dtype=torch.int32)
@@ -142,8 +139,8 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Addresses to which a product writes: outputs of `size` bytes each or, unless `ids` is 0, the
-    largest output and its index, both [groups, N], for each group of panels and each row."""
+    """Addresses to which a product writes: its outputs, of `size` bytes each, or, if `ids` is not
+    0, the largest output and its index for each group of panels and each row, both [groups, N]."""
 
     out: int
     size: int
@@ -198,16 +195,16 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
 
 
 def _evenly(num: int, most: int) -> int:
-    """Rows per work item if `num` rows are split evenly into items of about `most` rows at most; a
-    multiple of a tile's rows, or `num`."""
+    """Rows per work item if `num` rows are split evenly into items of about `most` rows: a multiple
+    of a tile's rows, or `num`."""
     rows = -(-num // max(1, -(-num // most)))
     return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums to the output or, if only the largest output is wanted, update each
-    row's largest. p: the body's parameters."""
+    """Write a panel's sums to the output. If only the largest output is wanted, update each row's
+    largest output instead. p: the body's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -229,8 +226,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Update each row's largest output so far, over the panels of this item, with a panel's sums.
-    The largest becomes NaN if an output is invalid."""
+    """Update each row's largest output so far, among this item's panels, with the sums of one
+    panel. It becomes NaN if an output is invalid."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
@@ -267,9 +264,9 @@ def _write(p, sums, first, count, panel):
 
 @njit(inline="always")
 def _add_pairs(left, b, c, span, ahead, how):
-    """c[:num] += a[:num] @ b, for one panel. left: address and row stride of a; span: (num, number
-    of pairs of inputs); ahead: (address, number of cache lines) still to prefetch; what is left of
-    it is returned for the next call. how: a literal."""
+    """c[:num] += a[:num] @ b, for one panel b. left: address and row stride of a; span: (num,
+    number of pairs of inputs); ahead: (address, number of cache lines) to prefetch. Returns what is
+    left to prefetch after this call. how: a literal."""
     (a, lda), (num, depth), (wanted, lines) = left, span, ahead
     row = 0
     while row + _ROWS <= num:
@@ -331,8 +328,8 @@ def _vector_body(how: int):
 
 @njit(inline="always")
 def _panel_pairs(p, a, sums, count, place, how):
-    """sums[:count] = prepared rows at address `a` times one panel. place: index of the panel, and
-    whether the same thread computes the next panel afterwards (then it is prefetched)."""
+    """sums[:count] = `count` prepared rows at address `a` times one panel. place: index of the
+    panel, and whether to prefetch the next panel."""
     (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
@@ -402,9 +399,9 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, place, soft):
-    """sums = rows of x times one panel, with AMX. rows: the first row, their number, and the number
-    of those in full tiles (the others are read from `copies`, padded); place: index of the panel,
-    and whether the same thread computes the next panel afterwards (then it is prefetched)."""
+    """sums = rows of x times one panel, with AMX. rows: the first row, the number of rows, and how
+    many of them are in full tiles (the others are read from `copies`, padded); place: index of the
+    panel, and whether to prefetch the next panel."""
     (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
@@ -431,9 +428,9 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
-    """Add left @ b to c [16, 32], or set c if the span starts at step 0. left: address and row
-    stride; span: (first step of 32 inputs, number of steps); ahead: address to prefetch, or 0;
-    soft: whether AMX is emulated, in the tiles `own`."""
+    """Multiply 16 rows by one panel: c [16, 32] += left @ b, or c = left @ b if the span starts at
+    step 0. left: address and row stride; span: (first step of 32 inputs, number of steps); ahead:
+    address to prefetch, or 0; soft: whether AMX is emulated, in the tiles `own`."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
@@ -455,7 +452,7 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """Like `_two_tiles`, for c [32, 32]. Rows bypass the L1 cache, which holds b."""
+    """Like `_two_tiles`, for 32 rows and c [32, 32]. Rows bypass the L1 cache, which holds b."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:
