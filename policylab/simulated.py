@@ -1,4 +1,4 @@
-"""Real drafters and grammars in simulated engines: their scheduler-side resources."""
+"""Real drafters and grammars for the checks of policies and schedulers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from policylab.verify.halves import WRONG, DelayedMatcher, Guide, Halves, NoGuid
 
 
 class SimulatedHalves:
-    """Makes the scheduler-side resources of the real drafters and grammars that the engine of a
-    case uses instead of simulated ones. Compiled grammars are shared by all runs."""
+    """Makes the scheduler-side resources of the real drafters and grammars that a case uses.
+    Compiled grammars are shared by all runs."""
 
     def __init__(self) -> None:
         self._compiler = make_compiler(small_tokenizer, VOCAB_SIZE)
@@ -23,8 +23,7 @@ class SimulatedHalves:
         return Halves(resources, self._guide)
 
     def _guide(self, add: AddRequest) -> Guide:
-        """A matcher of the request's grammar for the checker, independent of the one that the
-        scheduler under test uses."""
+        """A matcher of the request's grammar for the checker, separate from the scheduler's own."""
         if add.grammar is None or add.grammar == WRONG:
             return NoGuide()
         return self._compiler.submit(add.grammar, add.eos_token_ids).wait()

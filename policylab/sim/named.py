@@ -55,8 +55,8 @@ def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
 
 
 def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:
-    """Look up a name in ``entries``. Raises ``ConfigError`` for an unknown name; ``what`` says in
-    the message what kind of thing was looked up."""
+    """Look up a name in ``entries``. Raises ``ConfigError`` for an unknown name; ``what`` is the
+    kind of thing, such as "policy", for the message."""
     if name not in entries:
         near = difflib.get_close_matches(name, entries, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -66,8 +66,8 @@ def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:
 
 
 def check_options(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise ``ConfigError`` if one of the ``given`` options of ``what`` is not among the
-    ``known``."""
+    """Raise ``ConfigError`` if ``given`` contains an option that is not in ``known``. ``what``: the
+    owner of the options, for the message."""
     if unknown := set(given).difference(known):
         raise ConfigError(
             f"{what} has no option {min(unknown)!r}; its options are: {', '.join(known)}"

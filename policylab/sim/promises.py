@@ -1,8 +1,7 @@
 """Promises: latency limits of requests, and whether they were kept.
 
-A text such as ``ttft<1,tpot<0.1`` is promised to every request. Without it each request has the
-promises it came with: seconds to the first token, between two tokens, and until the end.
-"""
+An SLO such as ``ttft<1,tpot<0.1`` applies to every request. Without an SLO each request has the
+limits in its job: seconds to the first token, between two tokens, and to the end."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ OF_REQUEST: dict[str, Callable[[Requests], Floats]] = {
 
 
 class Limit(NamedTuple):
-    """An upper limit on a figure (``figure < value``), or a lower one (``figure > value``) if
-    ``is_least``. Times are in seconds."""
+    """A limit on a figure: ``figure < value``, or with ``is_least``, ``figure > value``. Times are
+    in seconds."""
 
     figure: str
     value: float
@@ -99,7 +98,7 @@ def limits(text: str, flag: str, example: str) -> list[Limit]:
 
 
 def slo(text: str) -> list[Limit]:
-    """The limits that ``--slo`` promises to every request. Raises ``ConfigError``."""
+    """Parse ``--slo``: upper limits on the latencies of every request. Raises ``ConfigError``."""
     found = limits(text, "--slo", "ttft<1,tpot<0.1")
     for limit in found:
         if limit.figure not in OF_REQUEST or limit.is_least:
@@ -134,9 +133,9 @@ class KeptPromises:
 
 
 def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> KeptPromises:
-    """Count for how many of the requests in the mask ``counted`` all promises were kept; those of
-    refused requests were not. ``seconds``: length of the period. ``slo``: promises to every
-    request; if empty, each request's own promises apply."""
+    """Count the requests with promises, and those of them whose promises were all kept. Only
+    requests in the mask ``counted`` [requests] count. ``seconds``: length of the measured period.
+    ``slo``: limits for every request; if empty, each request's own limits apply."""
     promised, good = _of_slo(requests, slo) if slo else _own(requests)
     promised = promised & counted
     good = good & promised & requests.done
@@ -153,8 +152,7 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
 
 
 def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
-    """Masks of the requests with promises, and of those whose promises were kept [requests], where
-    ``slo`` is promised to every request."""
+    """Masks of the requests with an SLO, which are all, and of those that met it [requests]."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:
         good &= OF_REQUEST[limit.figure](requests) < limit.value

@@ -32,18 +32,18 @@ OTHER = 1  # replaces STOP if the model samples it too early
 
 
 class LaunchedStep(NamedTuple):
-    """A step in flight, and a mask of the rows whose requests end with its token."""
+    """A step in flight, and the mask ``ends`` [rows] of requests that get their last token in
+    it."""
 
     ticket: Any
     ends: NDArray[np.bool_]  # [rows]
 
 
 class ForcedLengths:
-    """An executor that ends requests at given lengths, whatever the model samples.
+    """An executor that ends each request after a given number of output tokens, whatever the model
+    samples.
 
-    Scheduler and policy do not know the lengths: to them a request asks for the maximum and stops
-    early.
-    """
+    The last token is replaced by a stop token; scheduler and policy do not know it in advance."""
 
     def __init__(
         self,
@@ -98,13 +98,12 @@ def run_real(
     step_log: str | Path | None = None,
     **options: Any,
 ) -> Run:
-    """Serve the workload in real time with a model. Returns the same kind of run as a simulation.
+    """Serve the workload in real time with a model; the result has the format of a simulated run.
 
-    ``options`` are engine options (``model``, ``dtype``, ``num_threads``, ...), which override
-    those of ``engine``. Requests arrive at their times whether or not the engine keeps up, and end
-    at the drawn lengths, which the policy does not know. The ``cost`` of ``engine`` is not used.
-    Raises ``ConfigError``.
-    """
+    ``options`` are engine options (``model``, ``dtype``, ``num_threads``, ...) and override those
+    of ``engine``, whose ``cost`` is not used. Requests arrive at their times even if the engine is
+    slow, and end at the workload's output lengths, which the policy does not know. Raises
+    ``ConfigError``."""
     args = engine_args(policy, workload, engine, step_log=step_log, **options)
     with LLMEngine.from_engine_args(args) as made:
         return _RealRun(made, policy, workload, engine, seed=seed, rate=rate).finish()

@@ -1,9 +1,8 @@
-"""Step logs as runs: the figures of a log, and its replay through a simulation.
+"""Step logs of real engines, as runs with figures and as input of a simulation.
 
-A log holds all inputs of a scheduler and all times that it read. ``read_log`` turns it into a run.
-``resimulate`` makes the same calls to a core with a simulated worker, at the recorded times, where
-requests end at their recorded lengths, and compares every plan.
-"""
+A step log holds all inputs of a scheduler and all times that it read. ``read_log`` turns a log into
+a run. ``resimulate`` feeds the log's inputs to a simulated engine, at the recorded times and with
+the recorded output lengths, and compares every plan."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ INSIDE = (
 
 
 class RecordedEnd(NamedTuple):
-    """The recorded output length of a request, and the token that ended it (``None``: it reached
-    the length limit)."""
+    """The output length of a request in a step log, and the stop token that ended it; ``None`` if
+    it ended otherwise."""
 
     num_output: int
     token: int | None
@@ -49,7 +48,7 @@ class RecordedEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A step log as a run, and the recorded end of each request."""
+    """A step log: its header, its requests as a run, and the end of each request by id."""
 
     path: Path
     header: Header
@@ -58,7 +57,7 @@ class Log:
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
-    """Find the outcome of each request by replaying the log. Raises ``ConfigError``."""
+    """Read a step log and find each request's outcome by a replay. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = LogReader(log.header)
     outcome = reader.run(log)
@@ -74,12 +73,11 @@ def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
 def resimulate(
     path: str | Path, log: Log | None = None, *, allow_truncated: bool = False, **changes: Any
 ) -> tuple[Replayed, Run]:
-    """Replay the log's inputs through a core with a simulated worker.
+    """Feed the inputs of a step log to an engine core with a simulated worker.
 
-    Returns the first plan that differs, if any, and the outcomes of the requests as a run.
-    ``changes`` are fields of ``SchedulerConfig``, or ``num_blocks``, to replay with other values,
-    under which plans are expected to differ. Raises ``ConfigError``.
-    """
+    Returns the comparison of its plans with the log, up to the first difference, and the requests
+    as a run. ``changes``: fields of ``SchedulerConfig``, or ``num_blocks``, that get other values
+    than in the log; plans then usually differ. Raises ``ConfigError``."""
     log = log or read_log(path, allow_truncated=allow_truncated)
     header = log.header
     if (num_blocks := changes.pop("num_blocks", None)) is not None:
@@ -91,7 +89,7 @@ def resimulate(
 
 
 class LogReader(Replay):
-    """A replay that records the outputs of requests."""
+    """A replay of a step log that also records the outputs of each request."""
 
     def __init__(self, header: Header, changes: dict[str, Any] | None = None) -> None:
         super().__init__(header, changes or {}, self._note)
@@ -155,7 +153,7 @@ class LogReader(Replay):
             self._seen.requests.counts("num_output")[place] = self.ends[job.request_id].num_output
 
     def result(self, outcome: Replayed, path: str | Path) -> Run:
-        """The requests of the log as a run."""
+        """The replayed requests as a run; ``outcome`` is the replay's result."""
         seen = self._seen or Seen()
         config, stats = self.config, self.scheduler.make_stats()
         assert stats is not None
@@ -179,8 +177,8 @@ class LogReader(Replay):
 
 
 class _Differs(Exception):
-    """Ends a replay. ``difference``: how the core deviates from the log; ``None``: it does not, the
-    log has ended."""
+    """Ends a replay: with the first difference from the log, or with ``None`` at the end of the
+    log."""
 
     def __init__(self, difference: PlanDifference | None) -> None:
         super().__init__(difference)
@@ -188,7 +186,7 @@ class _Differs(Exception):
 
 
 class _Again(LogReader):
-    """A replay in which an engine core, rather than the log, decides when to make the calls of a
+    """A replay through an engine core, which decides itself when to plan and when to settle a
     step."""
 
     def __init__(
@@ -213,7 +211,7 @@ class _Again(LogReader):
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _go_on(self) -> None:
-        """Replay the next call that was made between steps, or let the core take the next step."""
+        """Replay a recorded call that is not part of a step, or let the core take one step."""
         if isinstance(self._next, INSIDE):
             self._note(self._core.step())
             return
@@ -235,7 +233,7 @@ class _Again(LogReader):
         return record
 
     def other_call(self, record: steplog.Record, now: str) -> NoReturn:
-        """Raise ``_Differs``: the core made the call ``now``, but the log has ``record`` next."""
+        """Raise ``_Differs``: the core makes the call ``now``, but the log has ``record`` next."""
         then = type(record).__name__.lower()
         raise _Differs(PlanDifference(self._step, "", then, now))
 
@@ -271,8 +269,7 @@ class _Again(LogReader):
 
 
 class _AsRecorded:
-    """A stand-in for the scheduler that the core calls: it sets the clock to the recorded time
-    before each call of a step."""
+    """A stand-in for the scheduler that sets the clock to the recorded time before each call."""
 
     def __init__(self, again: _Again) -> None:
         self.schedule = again.schedule
@@ -285,7 +282,7 @@ class _AsRecorded:
 
 
 class _EndingWorker(FakeExecutor):
-    """A worker that computes nothing; each request ends at its recorded length and token."""
+    """A worker that computes nothing, and ends each request at the length and token in the log."""
 
     capabilities = frozenset()
 
@@ -319,7 +316,7 @@ class _EndingWorker(FakeExecutor):
 
 
 def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
-    """The engine on which a log was recorded, with the given step cost."""
+    """The simulated engine with the options of a step log's engine, and the given step cost."""
     names = {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",

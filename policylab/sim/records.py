@@ -1,4 +1,4 @@
-"""The records of a run: a row for each request, gaps between tokens, and steps if requested."""
+"""The records of a run: times and counts of each request, and the gaps between tokens."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ REFUSED = "refused"
 
 
 class Requests:
-    """Columns with an entry for each request, in order of arrival.
+    """A table of the requests of a run in order of arrival, stored as columns.
 
-    Times are seconds since the start of the run, NaN if they did not happen: ``arrival``, first
-    ``scheduled``, ``first`` and ``last`` token, ``deadline``. Durations in seconds, likewise:
-    promised ``ttft`` and ``tbt``, and ``longest_gap`` between two tokens. ``outcome`` is "done",
-    "refused", or the reason for the end. ``waits`` are seconds in the queue by cause.
-    """
+    Times are in seconds since the start of the run: ``arrival``, ``scheduled`` (first time),
+    ``first`` and ``last`` token, ``deadline``. Durations are in seconds: the limits ``ttft`` and
+    ``tbt``, and ``longest_gap`` between two tokens. NaN means missing. ``outcome`` is "done",
+    "refused" or another reason for the end."""
 
     def __init__(self) -> None:
         self._times = {name: np.full(64, np.nan) for name in TIMES}
@@ -46,7 +45,7 @@ class Requests:
         return self._size
 
     def add(self, job: Job) -> int:
-        """Add a request that has arrived; returns its row."""
+        """Add a request that has arrived; returns its row in the table."""
         row = self._size
         if row == len(self._times["arrival"]):
             self._grow()
@@ -68,18 +67,18 @@ class Requests:
         return row
 
     def end(self, row: int, outcome: str) -> None:
-        """Record the outcome of a request."""
+        """Record how the request in this row ended."""
         self.names["outcome"][row] = outcome
 
     def wait(self, row: int, waits: dict[str, float]) -> None:
-        """Record the seconds that a request waited, by cause."""
+        """Record for how many seconds the request in this row waited, by cause."""
         for cause, seconds in waits.items():
             column = self._waits.setdefault(cause, array("d"))
             column.extend([0.0] * (row + 1 - len(column)))
             column[row] = seconds
 
     def times(self, name: str) -> Floats:
-        """A column of times or durations [requests], in seconds."""
+        """The column of this name (one of ``TIMES``) in seconds [requests]."""
         return self._times[name][: self._size]
 
     def counts(self, name: str) -> NDArray[np.int64]:
@@ -87,12 +86,12 @@ class Requests:
         return self._counts[name][: self._size]
 
     def text(self, name: str) -> NDArray[Any]:
-        """A column of names or of other text [requests]."""
+        """The column of this name (one of ``NAMES``) as strings [requests]."""
         return np.array(self.names[name], dtype=object)
 
     @property
     def waits(self) -> dict[str, Floats]:
-        """Seconds in the queue by cause, a column each [requests]."""
+        """For each cause of waiting, the seconds that each request waited [requests]."""
         found = {}
         for cause, column in sorted(self._waits.items()):
             whole = np.zeros(self._size)
@@ -106,7 +105,7 @@ class Requests:
         return np.array([outcome == DONE for outcome in self.names["outcome"]], dtype=np.bool_)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each request as a dict of plain values; empty values are left out."""
+        """Each request as a dict for JSON, without empty fields."""
         waits = {cause: column.tolist() for cause, column in self.waits.items()}
         times = {name: self.times(name).tolist() for name in TIMES}
         counts = {name: self.counts(name).tolist() for name in COUNTS}
@@ -119,7 +118,7 @@ class Requests:
 
     @classmethod
     def read(cls, rows: Sequence[dict[str, Any]]) -> Requests:
-        """The columns from rows made by ``rows``."""
+        """Build the table from the dicts that ``rows`` makes."""
         found = cls()
         while len(found._times["arrival"]) < len(rows):
             found._grow()
@@ -142,11 +141,9 @@ class Requests:
 
 
 class TokenTimes:
-    """Records first and last token times, and the gaps between tokens.
+    """Records the times of first and last tokens, and the gaps between tokens.
 
-    A gap that many requests share is stored once, so while the same requests get one token each, a
-    step adds one entry.
-    """
+    Requests that get their tokens in the same steps share one stored gap per step."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -158,14 +155,13 @@ class TokenTimes:
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: the time at which a gap between two tokens ended, its length (both in seconds),
-        and how many requests had it. The array is a view, no copy, since gaps are most of a long
-        run's memory: read it after the last token."""
+        """The gaps between tokens, one per row [n, 3]: end time (seconds), length (seconds), and
+        the number of requests with this gap. The array is a view: read it after the last token."""
         return np.frombuffer(self._gaps).reshape(-1, 3)
 
     def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record that each of the requests ``ids`` got one or more tokens at this time. ``places``:
-        the row of each request, by id."""
+        """Record that these requests (by id) got tokens at ``time``, in seconds. ``places``: the
+        row of each request in the table, by id."""
         if ids is self._ids:
             gap = time - self._time
             self._longest = max(self._longest, gap)
@@ -175,8 +171,8 @@ class TokenTimes:
         self._time = time
 
     def stretched(self, ids: Sequence[str], places: dict[str, int], ends: Floats) -> None:
-        """Record that each of the requests ``ids`` got a token at each of the times ``ends``.
-        ``places``: the row of each request, by id."""
+        """Record that these requests (by id) got a token at each of the times ``ends``, in seconds.
+        ``places``: the row of each request in the table, by id."""
         self.came(ids, places, float(ends[0]))
         if len(ends) > 1:
             rows = np.empty((len(ends) - 1, 3))
@@ -188,7 +184,7 @@ class TokenTimes:
             self._time = float(ends[-1])
 
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record tokens of a group of requests that is not the group of the last call."""
+        """Record that these requests, other than those of the last call, got tokens at ``time``."""
         self.settle()
         self._ids = ids
         self._members = members = np.array([places[name] for name in ids], dtype=np.intp)
@@ -207,8 +203,7 @@ class TokenTimes:
             self._gaps.extend((time, gap, 1))
 
     def settle(self) -> None:
-        """Write the last token times and longest gaps of the requests in the current group to the
-        columns."""
+        """Write the last token time and longest gap of the latest call's requests to the table."""
         self._requests.times("last")[self._members] = self._time
         if self._longest:
             longest = self._requests.times("longest_gap")
@@ -216,14 +211,14 @@ class TokenTimes:
         self._longest = 0.0
 
     def forget(self) -> None:
-        """End the current group: the next call begins a new one, even if it passes the same list
-        object."""
+        """Make the next call of ``came`` look up its requests anew, even if it gets the same list
+        of ids."""
         self._ids = None
 
 
 class Seen:
-    """Collects the records of a run from its outputs. ``start``: start of the run on the outputs'
-    clock, in seconds. ``keeps_history``: also record what happened to each request."""
+    """Collects the records of a run from the core's outputs. ``start``: start of the run on the
+    core's clock, in seconds. ``keeps_history``: also record what happened to each request."""
 
     def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:
         self.requests = Requests()
@@ -235,8 +230,8 @@ class Seen:
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: the time at which a gap between two tokens ended, its length (both in seconds),
-        and how many requests had it."""
+        """The gaps between tokens, one per row [n, 3]: end time (seconds), length (seconds), and
+        the number of requests with this gap."""
         self._tokens.settle()
         return self._tokens.gaps
 
@@ -255,11 +250,12 @@ class Seen:
         return self.requests.add(job)
 
     def stretched(self, stretch: Stretch) -> None:
-        """Record the steps of a stretch, each of which brought a token to each of its requests."""
+        """Record a token for each request of the stretch in each of its decode steps."""
         self._tokens.stretched(stretch.request_ids, self._places, stretch.ends - self._start)
 
     def note(self, batches: Iterable[CoreOutputs]) -> list[tuple[Job, float]]:
-        """Record the outputs of a step. Returns the jobs that ended, with the time of their end."""
+        """Record the outputs of a step. Returns each job that ended, with its end time
+        (seconds)."""
         ended = []
         for batch in batches:
             ids, counts, time = batch.request_ids, batch.counts, batch.time - self._start
@@ -301,7 +297,7 @@ TOTALS = (
 
 
 def totals_of(stats: SchedulerStats, kv_peak: float) -> dict[str, Any]:
-    """The scheduler's counters that a run keeps, and the peak share of the KV pool."""
+    """The scheduler's counters for a run. ``kv_peak``: largest share of the KV pool in use."""
     found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
     found |= {"kv_peak": kv_peak, "counters": dict(stats.counters)}
     return found | ({"by_default": stats.by_default} if stats.by_default else {})

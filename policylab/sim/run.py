@@ -1,8 +1,7 @@
-"""Run a policy, a workload and an engine on a virtual clock.
+"""Simulate a policy, a workload and an engine on a virtual clock.
 
-The scheduler, the KV manager and the step loop are those of the real engine; only the clock, the
-requests and the step times are simulated. The time that a policy's hooks take is measured.
-"""
+Scheduler, KV manager and step loop are those of the real engine; clock, requests and step times are
+simulated."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attenti
 
 
 class PolicyVariant(NamedTuple):
-    """A policy with arguments for its constructor, so that variants of one policy can be
-    compared."""
+    """A policy with arguments for its constructor."""
 
     policy: Any
     options: dict[str, Any]
@@ -96,7 +94,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The result of a run. Times are seconds on its clock."""
+    """The requests, latencies and totals of one run. Times are seconds since its start."""
 
     head: dict[str, Any]
     """What was run: versions, seeds and options."""
@@ -120,8 +118,8 @@ class Run:
 
     @property
     def not_own(self) -> str:
-        """Why the run has no figures: the policy was switched off, or some of its answers were
-        replaced by defaults. Empty for a valid run."""
+        """Why the run has no figures: default answers or plans replaced those of the policy. Empty
+        if its figures are valid."""
         faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
         reasons = []
         if faults:
@@ -137,8 +135,8 @@ class Run:
         return ", ".join(reasons) + (f" ({first})" if reasons and first else "")
 
     def lines(self) -> Iterator[bytes]:
-        """The run as lines of JSON: the head, then requests, gaps, steps and histories, then
-        totals. The same seed gives the same bytes."""
+        """The run as lines of JSON, in the order: head, requests, gaps, steps, histories,
+        totals."""
         yield _line("run", self.head)
         for row in self.requests.rows():
             yield _line("request", row)
@@ -164,7 +162,7 @@ class Run:
 
     @classmethod
     def read(cls, path: str | Path) -> Run:
-        """Read a run from a file. Raises ``ConfigError`` for a file that is no run."""
+        """Read a run from a file. Raises ``ConfigError`` if the file is not a complete run."""
         parts: dict[str, list[Any]] = {name: [] for name in PARTS}
         try:
             with Path(path).open("rb") as file:
@@ -217,14 +215,13 @@ def run(
     load: float | None = None,
     steps: bool = False,
 ) -> Run:
-    """Serve the workload on a virtual clock, to the end of all requests.
+    """Simulate the workload until all requests have ended.
 
-    ``policy`` is given as to an engine, or as a ``PolicyVariant``; ``workload`` as an object, or by
-    name as on the command line. Requests arrive at ``rate`` per second, or at ``load`` times the
-    rate that fcfs can serve, or at the workload's own rate. ``steps`` keeps a row for each step,
-    and what happened to each request. Raises ``ConfigError`` for options that cannot work, and
-    ``PolicyError`` for a policy under which nothing is computed.
-    """
+    ``policy``: as for an engine, or a ``PolicyVariant``. ``workload``: an object, or a text as on
+    the command line. Requests arrive at ``rate`` per second, or at ``load`` times the rate that
+    fcfs can serve, or at the workload's own rate. ``steps``: also record each step and each
+    request's history. Raises ``ConfigError`` for invalid options, and ``PolicyError`` if the policy
+    lets nothing be computed."""
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
     if load is not None:
@@ -238,9 +235,8 @@ def run(
 def rate_at(
     load: float, workload: Workload, engine: Engine, *, capacity: float | None = None
 ) -> float:
-    """The arrival rate at this load: ``load`` times the rate that fcfs can serve, in requests per
-    second. ``capacity`` is the rate of fcfs, if known. The result is the same for all seeds and
-    numbers of requests."""
+    """The arrival rate, in requests per second, at a load relative to the rate that fcfs can serve.
+    ``capacity``: that rate of fcfs, if known; otherwise it is measured."""
     if not 0 < load <= MAX_LOAD:
         raise ConfigError(f"--load is {load}, must be above 0 and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
@@ -252,12 +248,11 @@ def rate_at(
 
 
 def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None = None) -> float:
-    """The rate at which fcfs can serve requests like these, in requests per second.
+    """The rate at which fcfs can serve requests of this workload, in requests per second.
 
-    It is measured with a fixed seed and ``num_requests`` requests that all arrive at once, and
-    cached. By default their number gives a precision of 1 to 2 %; a file is used as a whole. Raises
-    ``ConfigError`` if no request can be served.
-    """
+    It is measured by a simulation of ``num_requests`` requests (default: enough for 1 to 2 %
+    precision) that arrive at once, with a fixed seed, and cached. Raises ``ConfigError`` if no
+    request can be served."""
     at_once = num_requests or max(NUM_AT_ONCE, ROUNDS_AT_ONCE * engine.max_num_seqs)
     at_once = min(at_once, MOST_AT_ONCE)
     served = _sized(workload, at_once)
@@ -275,14 +270,13 @@ _capacities: list[tuple[Workload, Engine, float]] = []  # the latest ones
 
 
 def _sized(workload: Workload, number: int) -> Workload:
-    """The same workload with ``number`` requests, or with all requests of its file if those are
-    fewer."""
+    """A copy of the workload with ``number`` requests; a file with fewer requests keeps all."""
     least = workload.num_requests if isinstance(workload, FileWorkload) else number
     return replace(workload, num_requests=min(number, least))
 
 
 def sizes_of(workload: Workload, engine: Engine, seed: int) -> DemandSample:
-    """The sizes of those requests of the workload that this engine accepts."""
+    """The prompt and output lengths of the workload's requests that this engine accepts."""
     longest = scheduler_config("fcfs", workload, engine).max_model_len
     fit = min(longest, engine.num_blocks * engine.block_size)
     return drawn(workload.source(seed, inf)).at_most(fit)
@@ -300,15 +294,15 @@ def _measured(served: Workload, others: Workload, engine: Engine) -> float:
 
 
 def name_of(policy: Any) -> str:
-    """The name of a policy in tables."""
+    """The name of a policy as shown in tables."""
     if isinstance(policy, str | PolicyVariant):
         return str(policy)
     return policy.__name__ if isinstance(policy, type) else type(policy).__name__
 
 
 def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
-    """The scheduler options of a run with this policy. Raises ``ConfigError`` for options that
-    cannot work."""
+    """The scheduler options for a run of the workload with this policy. Raises ``ConfigError`` for
+    invalid options."""
     policy, options = policy if isinstance(policy, PolicyVariant) else (policy, {})
     CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
     return SchedulerConfig(
@@ -326,15 +320,14 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
 
 
 def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
-    """The weights of the workload's users if the policy uses weights; empty for other policies,
-    which would warn about them."""
+    """The weight of each user of the workload if the policy uses weights; otherwise empty."""
     weights = workload.user_weights
     return weights if weights and find_policy(policy, options).uses_ledger else {}
 
 
 class Watched(TimedWorker):
-    """A timed worker that also keeps a hash of all scheduling decisions and, on request, a row for
-    each step."""
+    """A worker that also computes a hash of all scheduling decisions and, if ``keeps_steps``,
+    records each step."""
 
     def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
         super().__init__(*args)
@@ -349,8 +342,8 @@ class Watched(TimedWorker):
 
     @property
     def decisions(self) -> str:
-        """A hash of what all steps computed: which requests, in which order, and how many tokens of
-        each."""
+        """A hash of all scheduling decisions: which requests computed how many tokens in each
+        step."""
         self._close()
         return self._hash.hexdigest()
 
@@ -395,7 +388,7 @@ class Watched(TimedWorker):
 
 
 class _SimulatedRun:
-    """A run in progress: an engine core on a virtual clock, and the records collected so far."""
+    """A simulation in progress: engine core, virtual clock and records."""
 
     def __init__(
         self,
@@ -452,7 +445,7 @@ class _SimulatedRun:
         }
 
     def finish(self) -> Run:
-        """Serve all requests to their ends. Raises ``PolicyError`` if the run cannot continue."""
+        """Simulate until all requests have ended. Raises ``PolicyError`` if the run fails."""
         try:
             return self._finished()
         except EngineError:
@@ -532,9 +525,8 @@ class _SimulatedRun:
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
-    """The error message for a run that failed with an exception. Exceptions within hooks are
-    replaced by default answers, so probably a hook changed the engine's state; the message names
-    the hooks of the policy's author, but not those of a shipped base class."""
+    """The error message for a run that failed with an exception, probably because a hook of the
+    policy changed the engine's state. It lists the hooks that the policy's author wrote."""
     hooks = [name for name in HOOKS if getattr(cls, name) is not getattr(Policy, name)]
     own = [name for name in hooks if not getattr(cls, name).__module__.startswith("engine.")]
     return (
@@ -545,14 +537,13 @@ def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
 
 
 def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
-    """The step cost as plain data, for bounds and slowdowns."""
+    """The parameters of the step cost as plain data."""
     if isinstance(cost, StepCost):
         return asdict(cost)
     return {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:
-    """Raise ``ConfigError`` for a policy or option that cannot work, without simulating
-    anything."""
+    """Raise ``ConfigError`` for an invalid policy or option, without a simulation."""
     for policy in policies:
         choose(scheduler_config(policy, workload, engine))

@@ -1,9 +1,8 @@
-"""The service that each user got, and how even it was while several users waited.
+"""How much service each user got, and how even it was while several users waited.
 
-Service is counted as in VTC: a prompt token counts 1, a generated token 2, divided by the user's
-weight. A run has a row per request, not per step, so prompt tokens are spread evenly from the
-request's first step to its first token, and generated tokens from the first to the last.
-"""
+Service is counted as in VTC: 1 per prompt token and 2 per generated token, divided by the user's
+weight. Within a request, prompt tokens are spread evenly from its first step to its first token,
+and generated tokens from the first to the last token."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ MAX_POINTS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class ServedUser:
-    """The service of one user, from the requests that count."""
+    """The requests, tokens and mean latencies of one user."""
 
     name: str
     num_requests: int
@@ -60,7 +59,7 @@ class Service:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Cumulative service of the users with the most requests."""
+    """The cumulative service of each of the users with the most requests, over time."""
 
     users: list[str]
     weights: Floats
@@ -76,8 +75,8 @@ class Curves:
 def curves(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Curves | None:
-    """The cumulative service of users over the period; ``None`` for a single user. ``counted``:
-    mask of the requests that count. ``engine``: options of the engine."""
+    """The cumulative service of the users in the measured period; ``None`` for a single user.
+    ``counted``: mask of the requests that count. ``engine``: options of the engine."""
     names = requests.text("user")
     found, sizes = np.unique(names[counted].astype(str), return_counts=True)
     if len(found) < 2:
@@ -99,8 +98,8 @@ def curves(
 def service(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Service | None:
-    """The service of all users in the period; ``None`` for a single user. ``counted``: mask of the
-    requests that count. ``engine``: options of the engine."""
+    """The service of all users in the measured period; ``None`` for a single user. ``counted``:
+    mask of the requests that count. ``engine``: options of the engine."""
     curve = curves(requests, counted, window, engine)
     if curve is None:
         return None
@@ -133,8 +132,8 @@ def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> ServedUser:
 
 
 def _points(requests: Requests, window: Window) -> Floats:
-    """Times within the period, in seconds: whenever a request arrives, starts, gets its first token
-    or ends, and the edges of the period's fifty parts."""
+    """The times, in seconds, at which cumulative service is computed: all arrivals, first steps,
+    first and last tokens in the period, and the edges of its fifty parts."""
     columns = [requests.times(name) for name in ("arrival", "scheduled", "first", "last")]
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     points = np.unique(np.concatenate([*columns, edges]))
@@ -146,8 +145,8 @@ def _points(requests: Requests, window: Window) -> Floats:
 
 
 def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDArray[np.bool_]:
-    """A mask over points in time: True if the user has a request in the queue from this point to
-    the next [points]. ``mine``: mask of the user's requests."""
+    """For each point in time, True if the user has a request in the queue until the next point
+    [points]. ``mine``: mask of the user's requests."""
     mine = mine & ~np.isnan(requests.times("scheduled"))
     begun = np.sort(requests.times("arrival")[mine])
     ended = np.sort(requests.times("scheduled")[mine])
@@ -156,8 +155,8 @@ def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDA
 
 
 def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floats:
-    """The cumulative service of a user at each point in time [points]. ``mine``: mask of the user's
-    requests."""
+    """The cumulative service of one user at each point in time [points], before division by its
+    weight. ``mine``: mask of the user's requests."""
     mine = mine & requests.done
     scheduled, first, last = (requests.times(n)[mine] for n in ("scheduled", "first", "last"))
     prompts = PROMPT_PRICE * requests.counts("num_prompt")[mine].astype(np.float64)
@@ -168,8 +167,8 @@ def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floa
 
 
 def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Floats:
-    """The cumulative sum at each point in time [points], where each of ``amounts`` arrives evenly
-    between its begin and its end."""
+    """The total amount received by each point in time [points], if each of ``amounts`` is received
+    evenly between its begin and its end."""
     ends = np.maximum(ends, begins + 1e-9)
     rates = amounts / (ends - begins)
     total = np.zeros(len(points))
@@ -184,8 +183,8 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
 
 
 def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
-    """For each fiftieth of the period in which two or more users waited throughout: its middle
-    (seconds), Jain's index of the service of these users, and how many they are."""
+    """For each fiftieth of the period: its middle (seconds), Jain's index of the service of the
+    users who waited throughout, and their number. Parts with fewer than two are left out."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     places = np.searchsorted(curve.times, edges)
     found: list[tuple[float, float, int]] = []
@@ -208,7 +207,7 @@ def _jain(curve: Curves, window: Window) -> float:
 
 
 class ServiceGap(NamedTuple):
-    """The largest difference in service between two users over a time in which both waited."""
+    """The largest difference in service between two users over any time in which both waited."""
 
     value: float
     """The difference in service: tokens, each counted at its price, divided by the user's weight.
@@ -221,7 +220,7 @@ class ServiceGap(NamedTuple):
 
 
 def widest_gap(curve: Curves) -> ServiceGap:
-    """The widest gap of all pairs of users, over all times in which both wait."""
+    """The largest service gap between any two users over any time in which both waited."""
     worst = ServiceGap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]

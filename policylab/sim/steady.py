@@ -1,24 +1,22 @@
-"""The part of a run that counts for its figures, if the run has a steady part.
+"""The part of a run from which its figures are computed.
 
-*Warm-up*: found by MSER-5. Requests in order of arrival form groups of five; the number of leading
-groups to leave out, at most half of them, is the one that minimises the standard error of the mean
-of the others. This is done for the time to the first token and for the number of requests in the
-engine at each arrival; the larger result is used. *Drain*: the period ends with the last arrival;
-requests that arrived before count whenever they end.
+*Steady*: requests after the warm-up count, up to the last arrival. The warm-up is found by MSER-5:
+requests form groups of five in order of arrival, and leading groups (at most half of all) are left
+out so that the standard error of the mean of the rest is smallest. This is done for the time to
+first token and for the number of requests in the engine at each arrival; the longer warm-up is
+used.
 
-*Overloaded*: the arrivals after the first fifth are divided into eight parts, each with its mean
-number of requests in the engine. The queue grows without end if in at least 24 of the 28 pairs of
-parts the later mean is larger, and if from the first part to the last the number rises by 6 % of
-the arrivals between them. Means would then depend on the length of the run. (At 1.1 times the
-capacity the number rises by 9 %; runs of 1,000 requests at 0.9 and 1.2 times are hardly ever
-misjudged.) Each class of requests is also judged by itself: tiers, users, priorities, the quarter
-with the longest prompts and the one with the longest outputs. The threshold for a class is 15 %,
-and 50 % for 20 to 79 requests. A class that starves is overload even if it is so small that the
-whole queue hardly grows.
+*Overloaded*: the queue grows without end, so means would depend on the length of the run. The
+arrivals after the first fifth are divided into eight parts, each with its mean number of requests
+in the engine. The run is overloaded if the later mean is larger in at least 24 of the 28 pairs of
+parts, and if the mean rises from the first part to the last by at least 6 % of the arrivals in
+between. (At 1.1 times the capacity it rises by 9 %; runs of 1,000 requests at 0.9 and 1.2 times the
+capacity are hardly ever misjudged.) The same test, with thresholds of 15 %, or 50 % for 20 to 79
+requests, is made for each tier, user and priority, and for the quarters of requests with the
+longest prompts and outputs: a scheduler may starve a class while the whole queue hardly grows.
 
-*Backlog*: all requests arrived at once, or much faster than any scheduler could serve them. All of
-them count, and the period ends with the last token.
-"""
+*Backlog*: all requests arrived at once, or much faster than any scheduler could serve them. All
+requests count, up to the last token."""
 
 from __future__ import annotations
 
@@ -77,13 +75,13 @@ class Window(NamedTuple):
         return self.state in (AT_ONCE, BACKLOG, WHOLE)
 
     def whole(self, state: str = WHOLE) -> Window:
-        """The window of the whole run, with this ``state``."""
+        """A window in which all requests of the run count, with this ``state``."""
         if self.is_whole:
             return self
         return Window(0.0, self.until, 0, state, until=self.until)
 
     def joined(self, other: Window) -> Window:
-        """This window, or if the other one starts later, this window with the other's start."""
+        """This window; if the warm-up of ``other`` is longer, with the start of ``other``."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
 
     def _begin(self, other: Window) -> Window:
@@ -93,7 +91,7 @@ class Window(NamedTuple):
 
 
 def window(requests: Requests, *, is_backlog: bool = False) -> Window:
-    """The part of a run that counts. ``is_backlog``: far more requests arrive than are served."""
+    """Find the part of the run that counts; with ``is_backlog`` that is the whole run."""
     arrival, last = requests.times("arrival"), requests.times("last")
     if not len(arrival):
         return Window(0.0, 0.0, 0, AT_ONCE)
@@ -116,8 +114,8 @@ def window(requests: Requests, *, is_backlog: bool = False) -> Window:
 
 
 def growing(requests: Requests) -> str:
-    """What grows without end: "its queue", or a class of requests as in "the number of its requests
-    of tier 'batch'"; empty if nothing does."""
+    """A text on what grows without end: "its queue", or such as "the number of its requests of tier
+    'batch'"; empty if nothing does."""
     if is_growing(in_engine(requests)):
         return "its queue"
     for name, which in _classes(requests):
@@ -127,15 +125,15 @@ def growing(requests: Requests) -> str:
 
 
 def _starves(inside: Floats) -> bool:
-    """True if the number of requests of a class keeps growing; a class with few requests must grow
-    by half of its arrivals."""
+    """True if the number of requests of a class in the engine, ``inside`` [arrivals], keeps
+    growing."""
     if len(inside) >= MIN_ARRIVALS:
         return is_growing(inside, SLOPE_OF_CLASS, MIN_RISING_OF_CLASS)
     return is_growing(inside, SLOPE_OF_FEW, ALL_PAIRS, MIN_OF_CLASS)
 
 
 def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
-    """The classes of requests that a scheduler may starve, with a mask for each."""
+    """The classes of requests that a scheduler may starve: description, and mask [requests]."""
     columns = [(f"of {kind}", requests.text(kind)) for kind in ("tier", "user")]
     columns.append(("of priority", requests.counts("priority")))
     for name, column in columns:
@@ -148,8 +146,8 @@ def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
 
 
 def in_engine(requests: Requests, which: Mask | slice = slice(None)) -> Floats:
-    """The number of requests in the engine at each arrival, including the request that arrives
-    [requests]. ``which``: consider only these requests."""
+    """The number of requests in the engine at each arrival, the new request included [requests].
+    ``which``: mask or slice of the requests that count."""
     arrival, last = requests.times("arrival")[which], requests.times("last")[which]
     ends = np.sort(np.where(np.isnan(last), arrival, last))  # refused ones were never in
     number = np.arange(1, len(arrival) + 1) - np.searchsorted(ends, arrival, side="right")
@@ -157,8 +155,7 @@ def in_engine(requests: Requests, which: Mask | slice = slice(None)) -> Floats:
 
 
 def warmup(series: Floats) -> int:
-    """The number of values at the start of ``series`` that belong to the warm-up, found by
-    MSER-5."""
+    """The number of values at the start of ``series`` that MSER-5 assigns to the warm-up."""
     fives = len(series) // FIVE
     if fives < 4:
         return 0
@@ -176,10 +173,9 @@ def is_growing(
     rising: int = MIN_RISING,
     least: int = MIN_ARRIVALS,
 ) -> bool:
-    """True if the number of requests in the engine keeps growing. From the first of eight parts to
-    the last it must rise by the share ``slope`` of the arrivals in between, and in at least
-    ``rising`` pairs of parts the later mean must be larger. With fewer than ``least`` requests the
-    result is False."""
+    """True if ``inside``, the number of requests in the engine [arrivals], keeps growing: of 28
+    pairs of its eight parts, at least ``rising`` have the larger mean in the later part, and the
+    mean rises by ``slope`` per arrival or more. False for fewer than ``least`` arrivals."""
     if len(inside) < least:
         return False
     parts = _parts(inside)

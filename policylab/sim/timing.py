@@ -1,4 +1,4 @@
-"""Durations of simulated steps: the mean of a cost model, with measured noise."""
+"""Durations of simulated steps: the prediction of a cost model, with measured noise."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ HOST = "host"
 
 
 class Timing(Protocol):
-    """Durations of one run's steps, in their order."""
+    """The durations of a run's steps; called once per step, in order."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds from the plan of the next step to its result."""
+        """Seconds from planning a step of this shape to having its result."""
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """Seconds from the result of a step with this many rows to the next plan."""
+        """Host seconds between the result of a step with this many requests and the next plan."""
         ...
 
     def add_seconds(self, num_prompt: int) -> float:
-        """Seconds that it takes to add a request with a prompt of this many tokens."""
+        """Seconds of host work to add a request with a prompt of this many tokens."""
         ...
 
 
 class Noise:
-    """Ratios of measured to predicted step times, replayed in sequences that begin at random places
-    (stationary bootstrap: Politis and Romano, 1994), so that slow spells last as long as measured.
+    """Random factors for step times: measured over predicted time, as recorded in a profile.
 
-    Each ratio has a kind of step, and a step takes the next ratio of its own kind, since noise is a
-    larger share of a short step.
-    """
+    Recorded factors are replayed in their order, from random starting points (stationary bootstrap:
+    Politis and Romano, 1994), so slow periods last as long as measured. Each kind of step uses the
+    factors measured for that kind."""
 
     def __init__(self, ratios: Sequence[tuple[str, float]], dice: Random) -> None:
         self._ratios = [ratio for _, ratio in ratios] or [1.0]
@@ -47,7 +46,7 @@ class Noise:
         self._place = dice.randrange(len(kinds))
 
     def draw(self, kind: str) -> float:
-        """The next ratio of this kind, or of any kind if this one was not measured."""
+        """The next factor for this kind of step, or of any kind if this one was not measured."""
         if self._dice.random() * MEAN_RUN < 1.0:
             self._place = self._dice.randrange(len(self._ratios))
         found = self._next.get(kind, self._any)[self._place]
@@ -56,8 +55,7 @@ class Noise:
 
 
 def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
-    """For each index, the first index from there on (cyclically) at which ``kinds`` has this
-    kind."""
+    """For each index, the nearest index from there on (cyclically) where ``kinds`` is ``kind``."""
     places, following = [0] * len(kinds), kinds.index(kind)
     for place in reversed(range(len(kinds))):
         following = place if kinds[place] == kind else following
@@ -66,7 +64,7 @@ def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
 
 
 class ProfileTiming:
-    """Durations from a profile; the same seed gives the same noise."""
+    """Durations from a measured profile, with random noise."""
 
     def __init__(self, profile: Profile, seed: int, *, is_noisy: bool = True) -> None:
         self._profile = profile
@@ -87,7 +85,7 @@ class ProfileTiming:
 
 
 class FixedTiming:
-    """Durations from ``StepCost`` without noise; the host takes no time."""
+    """Durations from ``StepCost``, without noise or host time."""
 
     def __init__(self, cost: StepCost) -> None:
         self.seconds = cost.seconds

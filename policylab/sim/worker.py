@@ -20,7 +20,7 @@ from policylab.verify.fake import FakeExecutor
 
 
 class VirtualClock:
-    """A clock that moves only when it is set; seconds since the start of the run."""
+    """A clock that moves only when ``now`` is set; in seconds since the start of the run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost model of a step: seconds that grow linearly with its sizes. The defaults roughly
+    """A cost model in which a step's seconds grow linearly with its sizes. The defaults roughly
     match a small GPU."""
 
     fixed: float = 5e-3
@@ -43,7 +43,7 @@ class StepCost:
     """Seconds per pair of a new token and a token that it attends to."""
 
     def seconds(self, shape: StepShape) -> float:
-        """The duration in seconds of a step of this shape."""
+        """The predicted duration of a step of this shape, in seconds."""
         return (
             self.fixed
             + self.per_seq * shape.num_seqs
@@ -53,9 +53,9 @@ class StepCost:
         )
 
     def seconds_each(self, shape: StepShape, num_steps: int) -> Times:
-        """The durations in seconds of ``num_steps`` decode steps, the first of which has this
-        shape. In each later step every row has one more token in the cache. Bit-identical to
-        ``seconds`` of each step."""
+        """The durations in seconds of ``num_steps`` successive decode steps; ``shape`` is that of
+        the first. The context of each request grows by one token per step. Results are
+        bit-identical to those of ``seconds``."""
         more = np.arange(num_steps) * shape.num_seqs
         context, attention = shape.context + more, shape.attention + more
         seconds: Times = (
@@ -68,7 +68,7 @@ class StepCost:
         return seconds
 
     def host_seconds(self, num_seqs: int) -> float:
-        """Always 0: the time of a step includes the host's work up to the next plan."""
+        """Always 0: the duration of a step includes the host's work."""
         return 0.0
 
     def __str__(self) -> str:
@@ -84,27 +84,27 @@ CostEach = Callable[[StepShape, int], Times]
 
 
 class Cost(Protocol):
-    """A model of step times, called once per step in order. A model that can compute several steps
-    in one call has ``seconds_each`` as in ``StepCost``, and its ``host_seconds`` are 0."""
+    """A model of step times; called once per step, in order. It may also have ``seconds_each`` (see
+    ``StepCost``) if its ``host_seconds`` are always 0."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds from the plan of the next step to its result."""
+        """Seconds from planning a step of this shape to having its result."""
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """Seconds from the result of a step with this many rows to the next plan."""
+        """Host seconds between the result of a step with this many requests and the next plan."""
         ...
 
 
 class Launched(NamedTuple):
-    """A step in flight, and the time at which it ends."""
+    """A step in flight: its result, and its end time in seconds on the clock."""
 
     result: StepResult
     ends_at: float
 
 
 class TimedWorker(FakeExecutor):
-    """Runs steps one after the other on a virtual clock; each request ends at its own length."""
+    """A worker that computes nothing: steps take predicted time, requests end at given lengths."""
 
     def __init__(
         self, clock: VirtualClock, cost: Cost, num_slots: int, lengths: Mapping[str, int]
@@ -122,7 +122,7 @@ class TimedWorker(FakeExecutor):
         """Total seconds of all steps."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch a step, which begins when those launched before it have ended."""
+        """Launch a step; it begins when all steps launched before it have ended."""
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
@@ -136,8 +136,8 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """Take the steps of a stretch that begin before ``stretch.until`` and before any request
-        ends, and launch the step in which one ends."""
+        """Execute the steps of ``stretch`` up to ``stretch.until`` or the end of a request; returns
+        the tickets of the steps then in flight."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
@@ -160,12 +160,11 @@ class TimedWorker(FakeExecutor):
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
     ) -> None:
-        """A hook for subclasses, called after steps of a stretch were launched. ``launched``: the
-        time at which each of them ends; ``seconds``: their durations."""
+        """Called after steps of a stretch were launched; subclasses may override it. ``launched``:
+        end time of each step; ``seconds``: their durations."""
 
     def rest(self) -> None:
-        """Advance the clock by the time that the host needs after a step; called after each step of
-        the core."""
+        """Advance the clock by the host's work between two steps. To be called after each step."""
         if self._num_rows is not None:
             self._clock.now += self._cost.host_seconds(self._num_rows)
         self._num_rows = None
@@ -173,8 +172,8 @@ class TimedWorker(FakeExecutor):
     def _take_one_by_one(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Fill in the times of a stretch, step by step. Returns, for each launched step, the time
-        at which it ends and its duration in seconds."""
+        """Compute the times of a stretch's steps, one call of the cost model per step, and store
+        them. Returns the end times and the durations of the launched steps, in seconds."""
         now, free_at, num_rows = self._clock.now, self._free_at, len(stretch.rows)
         coming, launched, all_seconds = deque(in_flight), [], []
         begins: list[float] = []
@@ -195,8 +194,8 @@ class TimedWorker(FakeExecutor):
     def _take_together(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Like ``_take_one_by_one``, but all steps in one call of ``seconds_each``, for a cost
-        model without host time."""
+        """Like ``_take_one_by_one``, but with one call of ``seconds_each`` for all steps, for cost
+        models without host time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
         # Only few may begin before ``until``: compute a guess first, and all only if it is too
@@ -218,18 +217,18 @@ class TimedWorker(FakeExecutor):
         return launched[: len(begins)], seconds[: len(begins)]
 
     def _result(self, stretch: Stretch, index: int, seconds: float) -> StepResult:
-        """The result of a step of the stretch."""
+        """The result of the step at this index of the stretch."""
         known = stretch.starts + (index + 2)
         tokens = TOKENS.take(known >= self._ends[stretch.slots])
         return StepResult(stretch.step + index, tokens, np.ones_like(tokens), seconds=seconds)
 
     def collect(self, ticket: Launched) -> StepResult:
-        """Advance the clock to the end of this step; returns the step's result."""
+        """Advance the clock to the end of the step and return the step's result."""
         self._clock.now = max(self._clock.now, ticket.ends_at)
         self._num_rows = len(ticket.result.counts)
         return ticket.result
 
 
 def _sums(first: float, more: Iterable[float]) -> list[float]:
-    """Running sums: ``first``, then the sum after each of the values in ``more`` was added."""
+    """The running sums of ``first`` and the values in ``more``; the first sum is ``first``."""
     return list(accumulate(more, initial=first))

@@ -1,15 +1,13 @@
 """Search for the workload and engine on which one policy is worst relative to another.
 
-A *case* has a value for each *knob*: options of the workload, sizes of the engine, the load. The
-search is hill climbing with a seed: it starts at a random case, changes one or two knobs at a time,
-and keeps changes that are not better for the policy; after some changes without progress it
-restarts at another random case, until time is up. A case is scored by the ratio of the policies'
-figures, averaged over two seeds and over whole runs: an overloaded run has no steady part, but the
-same requests are still served better or worse.
+A case sets the value of each knob: options of the workload, sizes of the engine, the load. Its
+score says how many times worse the first policy's figure is than the second's, on average over the
+seeds, for whole runs without a cut of the warm-up. The search is hill climbing: it starts at the
+given case, changes one or two knobs at a time, and keeps changes that do not lower the score;
+without progress it restarts at a random case, until time is up.
 
-The worst case is then simplified while it keeps most of its score: knobs return to their start
-values where possible, and requests are removed.
-"""
+The worst case is then simplified as long as it keeps most of its score: knobs return to their start
+values, and requests are removed."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """A workload, an engine and a load on which two policies are compared."""
+    """A workload, an engine and a load on which the two policies are compared."""
 
     workload: Workload
     engine: Engine
@@ -81,7 +79,7 @@ class WorstCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How much worse the first policy is than the other on one case."""
+    """How much worse the first policy is than the second in one case."""
 
     worse: float
     """Logarithm of how many times as bad the first policy is; -inf for a case without figures."""
@@ -93,14 +91,14 @@ class Score:
 
     @property
     def times(self) -> float:
-        """How many times as bad the first policy's figure is as the other's."""
+        """The factor by which the first policy's figure is worse than the second's."""
         return exp(self.worse) if self.worse < inf else inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hunt:
-    """What to search for: the policy, the policy to compare it with, the figure to compare, and the
-    case to start from."""
+    """The input of a search: two policies, the figure to compare, the case to start from, and
+    limits."""
 
     policy: Any
     other: Any
@@ -117,7 +115,7 @@ class Hunt:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The worst case that a search found."""
+    """A case with its score, and the number of cases tried so far."""
 
     case: WorstCase
     score: Score
@@ -125,7 +123,7 @@ class Found:
 
 
 def find_worst(hunt: Hunt) -> Found:
-    """Find the worst case and simplify it. Raises ``ConfigError`` if no case could be run."""
+    """Search for the worst case and simplify it. Raises ``ConfigError`` if no case could be run."""
     search = _WorstSearch(hunt)
     worst = search.climb()
     if not worst.score.worse > -inf:
@@ -151,7 +149,8 @@ class _WorstSearch:
         self._defaults = {name: choice(start, name) for name in self._knobs}
 
     def climb(self) -> Found:
-        """The worst case found until time is up."""
+        """Search by hill climbing until its share of the time is up; returns the worst case
+        found."""
         best = here = self._tried(self._hunt.start)
         in_vain = 0
         while self._knobs and self._goes_on(SHARE_SEARCHED):
@@ -164,7 +163,7 @@ class _WorstSearch:
         return replace(best, num_tries=len(self._scores))
 
     def simplest(self, worst: Found) -> Found:
-        """The simplest case found until time is up that keeps most of the worst score."""
+        """Simplify the case as long as it keeps most of its score and there is time."""
         least = worst.score.worse if worst.score.worse == inf else SHARE_KEPT * worst.score.worse
         best, is_simpler = worst, worst.score.worse > 0
         while is_simpler:
@@ -180,8 +179,8 @@ class _WorstSearch:
         return replace(best, num_tries=len(self._scores))
 
     def _simpler(self, case: WorstCase, name: str) -> Iterator[WorstCase]:
-        """Simpler cases to try: with fewer requests if ``name`` is their number, else with this
-        knob at its start value or one step nearer to it."""
+        """Yield simpler cases: with the knob ``name`` at its start value or one value nearer to it;
+        for "num_requests", with fewer requests."""
         now = choice(case, name)
         if name == NUM_REQUESTS:
             fewer = [n for n in (now // 2, now * 3 // 4) if LEAST_REQUESTS <= n < now]
@@ -197,9 +196,8 @@ class _WorstSearch:
                 yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
 
     def _drawn(self, case: WorstCase, *, restarts: bool) -> WorstCase:
-        """Draw a valid case: a neighbour of this one, or with ``restarts`` a random one around the
-        start of the hunt. If ``NUM_DRAWS`` draws are not valid, the case it was drawn around is
-        returned."""
+        """A random valid case: a neighbour of ``case``, or with ``restarts`` a variant of the
+        hunt's start. If ``NUM_DRAWS`` draws are invalid, ``case`` or the start itself."""
         dice, knobs = self._dice, self._knobs
         case = self._hunt.start if restarts else case
         for _ in range(NUM_DRAWS):
@@ -215,7 +213,8 @@ class _WorstSearch:
         return case
 
     def _neighbour(self, name: str, value: Any) -> Any:
-        """Another value for this knob: mostly the next or the previous one, sometimes any."""
+        """A random value for the knob ``name``: mostly next to ``value`` in its list, sometimes
+        any."""
         values = self._knobs[name]
         if value not in values or self._dice.random() < 0.3:
             return self._dice.choice(values)
@@ -223,7 +222,7 @@ class _WorstSearch:
         return values[min(max(place, 0), len(values) - 1)]
 
     def _made(self, case: WorstCase, turned: Mapping[str, Any]) -> Iterator[WorstCase]:
-        """Yield the case with these knob values, if it is valid; else nothing."""
+        """Yield the case with these knob values if it is valid; otherwise nothing."""
         try:
             for name, value in turned.items():
                 case = _with(case, name, value)
@@ -246,7 +245,7 @@ class _WorstSearch:
 
 
 def score(hunt: Hunt, case: WorstCase) -> Score:
-    """Run both policies on this case, and return how much worse the hunted one is."""
+    """Run both policies of the hunt on the case and compare their figures."""
     ours: list[float] = []
     theirs: list[float] = []
     engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
@@ -282,9 +281,8 @@ def score(hunt: Hunt, case: WorstCase) -> Score:
 
 
 def rate_of(case: WorstCase) -> float | None:
-    """The arrival rate of the case in requests per second; ``None``: the workload's own. The rate
-    of fcfs, of which the load is a share, is measured with few requests, since that would otherwise
-    take longer than the runs."""
+    """The arrival rate of the case in requests per second; ``None`` if it has no load. The rate
+    that fcfs can serve is measured roughly, with few requests."""
     if case.load is None:
         return None
     rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)
@@ -302,8 +300,7 @@ def _has(case: WorstCase, name: str) -> bool:
 
 
 def choice(case: WorstCase, name: str) -> Any:
-    """The value that the case has for a knob or another option; ``None`` if it has no such
-    option."""
+    """The value of a knob or other option in this case; ``None`` if the case lacks the option."""
     if name == LOAD:
         return case.load
     parts = (case.workload, case.engine)

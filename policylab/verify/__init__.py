@@ -1,1 +1,1 @@
-"""A fake worker and checks for schedulers: deterministic and without torch."""
+"""Checks of policies and schedulers with a fake worker: deterministic, without torch."""

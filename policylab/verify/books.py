@@ -1,10 +1,8 @@
-"""Check whether data that a policy keeps grows with the number of finished requests.
+"""Check that a policy does not keep data of finished requests.
 
-Many small requests arrive and end. At some points, when none is left, everything reachable from the
-policy is measured: attributes and their contents, its classes, defaults and closures of their
-functions, and globals of their modules. Data per user or program does not grow, since users and
-programs stay the same; data kept per request does.
-"""
+Many small requests arrive and end. Whenever none is left, the memory reachable from the policy is
+measured: its attributes, classes, functions' defaults and closures, and module globals. Users and
+programs are always the same few, so data per user or program does not grow."""
 
 from __future__ import annotations
 
@@ -37,7 +35,8 @@ FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
 
 
 class BookGrowth(NamedTuple):
-    """The attribute or variable whose data grows most, and its growth in bytes per request."""
+    """The attribute or variable that grows most, its growth in bytes per request, and the number of
+    requests served until then."""
 
     place: str
     bytes_per_request: float
@@ -45,11 +44,10 @@ class BookGrowth(NamedTuple):
 
 
 def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
-    """The data of the policy that grows most with the number of finished requests; ``None`` if none
-    grows.
+    """Find which data of the policy grows with the number of finished requests; ``None`` if none
+    does.
 
-    Raises ``AssertionError`` if a rule is broken during the run.
-    """
+    Raises ``AssertionError`` if the policy breaks a rule during the run."""
     simulation = Simulation(Case(setup=_setup(policy, options)), every=2**62, leaks=False)
     names, rng = count(), Random(7)
     sizes, num_before = Counter[str](), 0
@@ -67,8 +65,7 @@ def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
 
 
 def measured(policy: Policy) -> Counter[str]:
-    """The bytes of memory reachable from a policy, by place: the attribute or variable that leads
-    there."""
+    """The bytes of memory reachable from a policy, by name of the attribute or variable."""
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
     own = own_modules(policy)
@@ -87,14 +84,14 @@ def measured(policy: Policy) -> Counter[str]:
 
 
 def own_modules(policy: Policy) -> set[str]:
-    """The modules that define the policy's class and its base classes, except ``Policy`` itself and
+    """Names of the modules that define the policy's class and bases, without ``Policy`` and
     Python's own."""
     ready = (Policy.__module__, "builtins", "abc", "typing")
     return {cls.__module__ for cls in type(policy).__mro__ if cls.__module__ not in ready}
 
 
 def _serve(simulation: Simulation, names: Iterator[int], rng: Random, num_requests: int) -> None:
-    """Serve this many small requests; each 17th is aborted on its way."""
+    """Serve ``num_requests`` small requests to the end; every 17th is aborted."""
     for _ in range(num_requests):
         index = next(names)
         simulation.happen(Add(at=0, request=_small(str(index), rng, simulation.now)))
@@ -118,7 +115,7 @@ def _small(name: str, rng: Random, now: float) -> AddRequest:
 
 
 def _setup(policy: Any, options: dict[str, Any]) -> Setup:
-    """A simulated engine with too few blocks, so that requests are also preempted."""
+    """A simulated engine with few KV blocks, so that requests are preempted."""
     config = SchedulerConfig(
         max_num_batched_tokens=32,
         max_num_seqs=8,
@@ -146,7 +143,8 @@ def _roots(policy: Policy, own: set[str]) -> Iterator[tuple[str, object]]:
 
 
 def _is_own(value: object, own: set[str]) -> bool:
-    """True if the value belongs to the policy rather than to the engine or a library."""
+    """True if the value belongs to the policy (its modules are ``own``), not to the engine or a
+    library."""
     if isinstance(value, type | FunctionType):
         return value.__module__ in own
     if isinstance(value, ModuleType):
@@ -156,7 +154,7 @@ def _is_own(value: object, own: set[str]) -> bool:
 
 
 def _is_own_module(module: ModuleType, own: set[str]) -> bool:
-    """True if the policy's author wrote this module: same package or same directory."""
+    """True if the module is in the same directory as one of the policy's modules ``own``."""
     name = module.__name__
     if name.partition(".")[0] in {*OURS, *sys.stdlib_module_names, *FOREIGN}:
         return False
@@ -166,8 +164,8 @@ def _is_own_module(module: ModuleType, own: set[str]) -> bool:
 
 
 def _inside(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """The values that a value refers to, each with its place: the attribute or variable that leads
-    there. Elements of a container have the place of the container."""
+    """The values that ``value`` refers to, each with the name of the attribute or variable;
+    elements of a container have the container's name, ``place``."""
     if isinstance(value, MethodType):
         yield place, value.__self__
         value = value.__func__

@@ -1,4 +1,4 @@
-"""Cases: an engine and its events, as data that can be drawn, shrunk, stored and printed."""
+"""Test cases: an engine and its events, as data that can be drawn, shrunk, stored and printed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ VOCAB_SIZE = 61
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The simulated engine of a case.
 
-    ``windows``: one per group of layers, 0 for full attention. ``needs``: resources by name (see
-    ``needs.py`` and ``remote.py``) with their sizes. ``seed``: seed of the scheduler, of the
-    worker, and of the order in which steps are launched and settled; for an odd seed the worker
-    computes a step only when its result is collected. ``is_steady``: steps are launched and settled
-    as the engine core does, otherwise in random order, as far as allowed. ``tick``: seconds between
-    two plans, a binary fraction, so that sums of times are exact.
+    ``windows``: sliding window of each group of layers; 0: full attention. ``needs``: sizes of
+    simulated resources by name (see ``needs.py`` and ``remote.py``). ``seed``: seed of the
+    scheduler, of the worker and of the order of calls; with an odd seed the worker computes a step
+    only when its result is collected. ``is_steady``: steps are launched and settled as by the
+    engine core, otherwise in random order. ``tick``: seconds between two plans, a binary fraction,
+    so that sums of times are exact.
 
-    ``config.speculative_config``: the engine's real drafter is used. ``grammar_ticks``: its real
-    grammars are used, and are ready after at most this many plans; -1: none (see ``halves.py``).
-    ``num_tokens_used``: the model generates only this many tokens of the vocabulary, so that a text
-    repeats itself if there are few.
-    """
+    If ``config.speculative_config`` is set, the engine's real drafter is used. ``grammar_ticks``:
+    real grammars are used, each compiled within this many plans; -1: no real grammars.
+    ``num_tokens_used``: the model generates only this many different tokens; few of them make texts
+    repeat."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -46,12 +45,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_halves(self) -> bool:
-        """True if the case uses the engine's real drafters or grammars, not simulated ones."""
+        """True if the case uses the engine's real drafter or grammars."""
         return self.config.speculative_config is not None or self.grammar_ticks >= 0
 
 
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
-    """A request arrives. ``fails_at``: the first position for which the worker reports an error."""
+    """Event: a request arrives. ``fails_at``: the first position at which the worker reports an
+    error; ``None``: none."""
 
     at: int
     request: AddRequest
@@ -59,7 +59,7 @@ class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, omit_defaults=True, tag="abort"):
-    """A client aborts the requests with these ids, which may be unknown; ``None``: all requests."""
+    """Event: requests are aborted by id; ``None``: all of them. Unknown ids are allowed."""
 
     at: int
     request_ids: list[str] | None
@@ -73,21 +73,21 @@ class Reset(msgspec.Struct, frozen=True, omit_defaults=True, tag="reset"):
 
 
 class Pause(msgspec.Struct, frozen=True, omit_defaults=True, tag="pause"):
-    """The engine is paused or resumed."""
+    """Event: the engine is paused or resumed."""
 
     at: int
     state: PauseState
 
 
 class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
-    """The clock jumps by this many seconds, which may be negative."""
+    """Event: the clock jumps by this many seconds, forward or back."""
 
     at: int
     seconds: float
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """``wake`` is called for a request id, even if the request is not parked or does not exist."""
+    """Event: ``scheduler.wake`` is called for this id, even if no such request is parked."""
 
     at: int
     request_id: str
@@ -97,26 +97,24 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A simulated engine and a list of events. ``at`` of an event is the number of the tick before
-    which it happens.
-
-    After the last event the engine continues until every request has finished.
-    """
+    """A simulated engine and a list of events. ``at`` of an event is the tick (a round of engine
+    work) before which it happens. After the last event the run continues until all requests have
+    ended."""
 
     setup: Setup
     events: list[Event] = []
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks up to the last event."""
+        """The number of ticks up to and including that of the last event."""
         return 1 + max((event.at for event in self.events), default=-1)
 
 
 def plain_request(
     name: str, prompt: list[int], num_output: int, now: float, user: str, **fields: Any
 ) -> AddRequest:
-    """A request of this user that arrives at ``now`` (seconds) and generates up to ``num_output``
-    tokens. All requests of a user belong to one program."""
+    """A request that arrives at ``now`` (seconds) and generates up to ``num_output`` tokens.
+    Requests of the same user belong to the same program."""
     fields.setdefault("hints", {"output_tokens": num_output, "program": f"program of {user}"})
     return AddRequest(
         name,
@@ -131,17 +129,17 @@ def plain_request(
 
 
 def to_json(case: Case) -> str:
-    """The case as one line of JSON. Raises ``TypeError`` for a policy that is not given by name."""
+    """The case as one line of JSON. Raises ``TypeError`` if its policy is not given by name."""
     return msgspec.json.encode(case).decode()
 
 
 def from_json(line: str) -> Case:
-    """The case in a line of ``to_json``. Raises ``msgspec.ValidationError``."""
+    """The case in a line that ``to_json`` made. Raises ``msgspec.ValidationError``."""
     return msgspec.json.decode(line, type=Case)
 
 
 def to_python(value: Any) -> str:
-    """A Python expression that creates the value. It omits fields that have their default."""
+    """A Python expression that creates this value, without fields that have their default."""
     if isinstance(value, msgspec.Struct) or (is_dataclass(value) and not isinstance(value, type)):
         arguments = [
             f"{name}={to_python(getattr(value, name))}"
@@ -159,8 +157,8 @@ def to_python(value: Any) -> str:
 
 
 def _defaults(value: Any) -> dict[str, Any]:
-    """The default of each field of a struct or dataclass, by name; for a field without a default, a
-    marker that equals no value."""
+    """The default of each field of a struct or dataclass, by name; for a required field, a marker
+    that equals no value."""
     found = msgspec.structs.fields(value) if isinstance(value, msgspec.Struct) else fields(value)
     none = (MISSING, msgspec.NODEFAULT)
     return {

@@ -1,7 +1,6 @@
 """Checks of single plans and of the scheduler's state.
 
-Numbers in brackets refer to the invariants in ``invariants.py``.
-"""
+Numbers in brackets are those of the invariants in ``invariants.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ FRUGAL_HOOKS = (
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that a plan keeps its budgets [5] and that no KV slot has two writers [3]."""
+    """Check that a plan stays within token budget and seats [5], and no KV slot has two writers
+    [3]."""
     config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
     rows, counts = plan.rows.tolist(), plan.counts.tolist()
     assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
@@ -63,9 +63,8 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     """Check blocks, reference counts, queues, ranks, seats and token counts.
 
-    ``num_drafts``: the most draft tokens of a request, which may hold blocks and count as computed
-    in addition to its known tokens.
-    """
+    ``num_drafts``: the largest number of draft tokens of a request, which add to its computed
+    tokens and blocks."""
     check_blocks(scheduler)
     check_members(scheduler)
     check_ranks(scheduler)
@@ -74,8 +73,8 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Check that each block is either free or held, and that its reference count is the number of
-    block tables and loans that name it [1, 2]."""
+    """Check that each KV block is either free or held, and that its reference count is the number
+    of block tables and KV transfers that use it [1, 2]."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
@@ -97,8 +96,8 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def check_members(scheduler: Scheduler) -> None:
-    """Check that each live request is in exactly one queue [6], and that requests which do not run
-    hold no blocks, apart from those registered as holders [4]."""
+    """Check that each live request is in exactly one queue [6], and that requests that are not
+    running hold no KV blocks unless they are in ``roster.block_holders`` [4]."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]
@@ -126,7 +125,7 @@ def check_members(scheduler: Scheduler) -> None:
 
 
 def check_ranks(scheduler: Scheduler) -> None:
-    """Check that ``rank`` and ``ranks`` give the same results, if the policy defines both [25]."""
+    """Check that the policy's ``rank`` and ``ranks`` agree, if it has both [25]."""
     guard, view = scheduler.guard, scheduler.view
     if not guard.writes_both or guard.faults.num_faults:  # faults are reported by themselves
         return
@@ -154,8 +153,8 @@ def check_seats(scheduler: Scheduler) -> None:
 
 
 def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
-    """Check that the numbers of known, pending and computed tokens are consistent with each other
-    and with the length of block tables [4]."""
+    """Check that each request's known, pending and computed tokens and its number of KV blocks are
+    consistent [4]."""
     table, kv, size = scheduler.roster.table, scheduler.kv, scheduler.kv.block_size
     known, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
     for req in scheduler.roster.by_id.values():
@@ -179,7 +178,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """Check that everything is free again when there are no requests [13]."""
+    """Check that all blocks, seats and rows are free when there are no requests [13]."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -195,11 +194,10 @@ def check_empty(scheduler: Scheduler) -> None:
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that no request was preempted, or refused for lack of blocks, while a request that
-    ranks behind it got tokens and held enough blocks to help [21].
+    """Check that no request was preempted or refused for lack of KV blocks while a lower-ranked
+    request with enough blocks got tokens [21].
 
-    Decisions that the policy makes itself (order of offers, choice of victims) are not checked.
-    """
+    Not checked if the policy itself chooses the order of requests or the victims."""
     step, guard = scheduler.view.step, scheduler.guard
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
         return
@@ -223,16 +221,16 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """True if ``other`` ranks behind ``req`` and, by the policy's hooks, may have to give up its
-    blocks to it."""
+    """True if ``other`` has a worse rank than ``req`` and the policy lets ``req`` take its KV
+    blocks."""
     guard = scheduler.guard
     may_take = guard.outranks if req.is_waiting else guard.takes_blocks
     return by_rank(req) < by_rank(other) and may_take(req, other)
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that no tokens, seats or blocks were left over that a request could have used, unless
-    the policy or a resource decides which request gets what [20]."""
+    """Check that no tokens, seats or KV blocks stay unused that a request could have used [20]. Not
+    checked if the policy or a resource decides who gets them."""
     frugal = scheduler.guard.overrides(*FRUGAL_HOOKS) or scheduler.guard.waiting_may_preempt
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
@@ -250,8 +248,8 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) -> None:
-    """Check that a running request got all tokens it could compute, given its blocks and the limits
-    on prompts. ``count``: tokens it got; ``left``: tokens left of the step's budget."""
+    """Check that a running request got all tokens it could compute with its KV blocks and the
+    limits on prompts. ``count``: tokens it got; ``left``: tokens left in the step's budget."""
     missing, config = req.num_uncomputed - (req.num_pending if count else 0), scheduler.config
     if missing <= 0 or not (config.enable_chunked_prefill or missing <= left):
         return
@@ -270,14 +268,15 @@ def _spares_decodes(scheduler: Scheduler) -> bool:
 
 
 def _is_mixed_full(scheduler: Scheduler) -> bool:
-    """True if part of a prompt may have been deferred because this step also has decodes."""
+    """True if prompt tokens may have been deferred to protect the decodes of this step."""
     step, size = scheduler.view.step, scheduler.config.max_mixed_prefill_tokens
     return _spares_decodes(scheduler) and step.has_decodes and step.num_prompt_tokens >= size
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that a step with decodes has at most ``max_mixed_prefill_tokens`` prompt tokens or, if
-    that is more, those for which ``num_mixed_prefill_steps`` such steps do not suffice [24]."""
+    """Check the limit on prompt tokens in a step that also has decodes:
+    ``max_mixed_prefill_tokens``, or more if the queued prompts do not fit into
+    ``num_mixed_prefill_steps`` such steps [24]."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size
@@ -298,8 +297,8 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
-    """Check that the first waiting request has a reason to wait: no seat, no blocks or a pending
-    token. ``left``: tokens left of the step's budget."""
+    """Check that the first waiting request lacks a seat or KV blocks, or has a pending token.
+    ``left``: tokens left in the step's budget."""
     kv, roster = scheduler.kv, scheduler.roster
     if not len(roster.waiting) or not roster.num_free_seats:
         return

@@ -1,8 +1,7 @@
-"""Expected and received outputs of all clients: each token once, one end per request.
+"""Simulated clients, which check that each gets the expected tokens once, and one end per request.
 
-The answer depends on the request alone, so it must not depend on chunks, the cache, preemptions,
-the rest of the batch, drafts, pipeline depth or policy.
-"""
+The answer depends on the request alone, not on chunks, cache, preemptions, other requests, drafts,
+pipeline depth or policy."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ DEAD_END = ("error", None)  # end of a text that its grammar does not allow to c
 
 @dataclass(slots=True)
 class LiveRequest:
-    """An unfinished request, and its expected answer."""
+    """An unfinished request with its expected answer and what was received so far."""
 
     req: Request
     extras: dict[int, int]  # by position: what the model sees in addition to the token
@@ -39,11 +38,10 @@ class LiveRequest:
 
 
 class Clients:
-    """Receives all outputs. Raises ``AssertionError`` for an output that no client should get.
+    """Checks the outputs of all requests. Raises ``AssertionError`` for an unexpected output.
 
-    ``num_tokens_used``: how many different tokens the model generates. ``guide``: makes the
-    checker's matcher for the grammar of a request.
-    """
+    ``num_tokens_used``: the number of different tokens that the model generates. ``guide``: makes a
+    matcher of a request's grammar."""
 
     def __init__(
         self,
@@ -62,8 +60,9 @@ class Clients:
         self._guide = guide
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
-        """Record a request that the scheduler accepted. ``fails_at``: the position that the worker
-        cannot compute, if any. ``hints``: a copy of its original hints."""
+        """Record a request that the scheduler accepted. ``fails_at``: the position at which the
+        worker reports an error, if any. ``hints``: a copy of the request's hints, to detect
+        changes."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is accepted twice"
         extras = extras_of(add)
@@ -78,25 +77,25 @@ class Clients:
         self.num_accepted += 1
 
     def answers(self, request_id: str) -> Sequence[int]:
-        """The expected answer to the request."""
+        """The expected answer to an unfinished request, as token ids."""
         return self.live[request_id].answer
 
     def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
-        """The expected answer; ``None`` for a finished or unknown request."""
+        """The expected answer as token ids; ``None`` if the request has ended or is unknown."""
         live = self.live.get(request_id)
         return None if live is None else live.answer
 
     def content(self, new: NewSeq) -> list[int]:
-        """The number that the fake model sees at each known position of a new sequence: its token,
-        plus extras such as a salt."""
+        """What the fake model sees at each position of a new sequence: the token id, plus a number
+        for salt, adapter or media."""
         tokens = list(new.token_ids)
         for position, extra in self.live[new.request_id].extras.items():
             tokens[position] += extra
         return tokens
 
     def watch(self, plan: StepPlan) -> None:
-        """Record, for each request that starts in this plan, the position at which its computation
-        starts."""
+        """Record which requests start in this plan and, at their first start, their number of
+        cached tokens."""
         if not plan.new:
             return
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -107,27 +106,26 @@ class Clients:
                 live.num_cached = starts[new.slot]
 
     def fail(self, new: NewSeq, upto: int) -> str | None:
-        """The error message if the worker, computing positions before ``upto``, reaches one that is
-        to fail; else ``None``."""
+        """The worker's error message if it computes a position that should fail before ``upto``;
+        else ``None``."""
         live = self.live.get(new.request_id)  # it may have ended meanwhile
         if live is None or live.fails_at is None or upto <= live.fails_at:
             return None
         return "this position fails"
 
     def alive(self, ids: list[str] | None) -> list[Request]:
-        """The requests with these ids (``None``: all) that have not ended. A request counts as
-        ended even if its end is not yet reported to the client."""
+        """The requests with these ids (``None``: all) that the scheduler has not ended."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
         live = [self.live[name].req for name in wanted if name in self.live]
         return [req for req in live if not req.is_finished]
 
     def abort(self, reqs: Sequence[Request]) -> None:
-        """Record that a client aborted these requests; no output reports their end."""
+        """Record that these requests were aborted; no output will report their end."""
         for req in reqs:
             self._end(req.request_id)
 
     def hear(self, outputs: StepOutputs, now: float) -> None:
-        """Check the outputs that the clients get from a step."""
+        """Check the outputs of a step. ``now``: the latest time of the clock, in seconds."""
         for client, out in outputs.items():
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
@@ -154,7 +152,7 @@ class Clients:
             self._end(name)
 
     def check_over(self) -> None:
-        """Check that every client has been told of the end of its requests."""
+        """Check that the end of every request was reported."""
         assert not self.live, f"no end was reported for {list(self.live)}"
 
     def _end(self, name: str) -> None:
@@ -172,7 +170,7 @@ class Clients:
 
 
 def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
-    """Check that a request's first output after each start, and no other, comes with its history:
+    """Check that the first output after each start of a request, and no other output, reports
     cached tokens, preemptions, waits and events."""
     req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started is {started}, expected: {is_due}"
@@ -184,7 +182,7 @@ def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
 
 
 def check_end(live: LiveRequest, end: Finished, now: float) -> None:
-    """Check that a request ends for the expected reason, with all tokens sent."""
+    """Check that a request ends for the expected reason and after all its tokens."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
@@ -207,8 +205,7 @@ def check_end(live: LiveRequest, end: Finished, now: float) -> None:
 
 
 def check_waits(req: Request) -> None:
-    """Check that every second that the request spent in the queue is charged to exactly one cause.
-    Sums are exact, since all times are binary fractions."""
+    """Check that the causes of waiting add up to the seconds that the request was queued."""
     history = req.history
     total = sum(history.waits.values())
     assert total == history.queue_seconds, (
@@ -217,8 +214,8 @@ def check_waits(req: Request) -> None:
 
 
 def extras_of(add: AddRequest) -> dict[int, int]:
-    """What the model sees in addition to the tokens, by position: salt and adapter at position 0,
-    media where they begin."""
+    """Numbers that the fake model adds to the token, by position: for salt and adapter at position
+    0, for each media item at its offset."""
     extras = {}
     if add.cache_salt is not None or add.adapter is not None:
         extras[0] = _number(add.cache_salt, add.adapter)
@@ -237,7 +234,8 @@ def answer_to(
     num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The expected answer to a request, at most ``most`` tokens, and the reasons for its end."""
+    """The expected answer to a request, at most ``most`` tokens, with the reason for its end and
+    the stop token if any. ``extras``: numbers added to tokens, by position."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))

@@ -1,9 +1,7 @@
-"""Crowds: closed loops of requests, so that more requests always want to run than can.
+"""Crowds: overload tests with a queue that is refilled as requests end.
 
-A crowd shows what small cases do not: a request that waits forever while others are served, a
-policy that computes few tokens per step, a user who is served worse than others with the same
-requests.
-"""
+A crowd reveals what small cases do not: a request that waits forever while others run, few tokens
+per step, or a user who is served worse than others with the same requests."""
 
 from __future__ import annotations
 
@@ -26,12 +24,10 @@ SYSTEM_TOKENS = 8  # prefix of each third prompt, so that the cache matters
 
 
 class CrowdKind(NamedTuple):
-    """A population of requests, and an engine that is too small for it.
+    """A kind of requests, and an engine that is too small for them.
 
-    ``prompt``, ``output``: the smallest and the largest number of tokens of a request. ``backlog``:
-    the number of requests that are kept waiting at any time. ``num_steps``: the number of steps
-    during which requests arrive.
-    """
+    ``prompt``, ``output``: smallest and largest number of tokens. ``backlog``: the number of
+    requests that always wait. ``num_steps``: steps during which requests arrive."""
 
     name: str
     prompt: tuple[int, int]
@@ -59,7 +55,7 @@ PATIENCE = 800  # likewise for any request
 
 
 class Starved(NamedTuple):
-    """A request that made no progress for too long, while others were computed."""
+    """A request that made no progress for too long while others did."""
 
     request_id: str
     user: str
@@ -72,7 +68,7 @@ class Starved(NamedTuple):
 
 
 class SeenState(NamedTuple):
-    """What a policy did with a crowd."""
+    """What was measured while a policy served a crowd."""
 
     digest: str
     """The digest of all plans."""
@@ -101,16 +97,15 @@ class SeenState(NamedTuple):
 
     @property
     def step_tokens(self) -> float:
-        """Computed tokens per step, on average."""
+        """The mean number of computed tokens per step."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
 
 class Crowd:
-    """Serves one kind of crowd under one policy; every rule of ``Simulation`` is checked.
+    """Serves one kind of crowd under one policy, with the checks of ``Simulation``.
 
-    ``is_patient``: no request counts as starved. ``users``: the names of the users, to whom
-    requests belong in turn. Raises ``AssertionError`` for a broken rule.
-    """
+    ``is_patient``: do not check for starved requests. ``users``: user names, assigned to requests
+    in turn. Raises ``AssertionError`` for a broken rule."""
 
     def __init__(
         self,
@@ -154,12 +149,12 @@ class Crowd:
 
     @property
     def case(self) -> Case:
-        """All requests that have arrived so far, as a case that can be run again."""
+        """All requests so far as a case that can be run again."""
         return Case(setup=self.simulation.case.setup, events=list(self._events))
 
     @property
     def goes_on(self) -> bool:
-        """True while requests still arrive."""
+        """True while new requests arrive: until enough steps are done or a request has starved."""
         return self.simulation.num_steps < self.kind.num_steps and self.starved is None
 
     def run(self) -> SeenState:
@@ -169,7 +164,7 @@ class Crowd:
         return self.finish()
 
     def step(self) -> None:
-        """Add requests until the queue has its full length; then plan and compute a step."""
+        """Refill the queue, then run a step."""
         simulation = self.simulation
         counts = simulation.scheduler.get_request_counts()
         left = min(MOST_LEFT, self._num_left)
@@ -183,8 +178,7 @@ class Crowd:
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> SeenState:
-        """Finish the remaining requests without adding new ones. Returns what had been seen of the
-        crowd until then."""
+        """Serve the remaining requests; returns what was measured before."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()
@@ -220,7 +214,8 @@ class Crowd:
         self._progress[name] = ((0, 0), simulation.num_steps)
 
     def _watch(self, *, is_idle: bool) -> None:
-        """Record progress, ends, and requests without progress for too long."""
+        """Record the progress and end of requests, and whether one has starved. ``is_idle``: the
+        step computed nothing."""
         step, all_live = self.simulation.num_steps, self.simulation.clients.live
         for name in [name for name in self._progress if name not in all_live]:
             del self._progress[name]
@@ -244,7 +239,7 @@ class Crowd:
                 self.starved = self.starved or _starved(live, step - since, since)
 
     def _stands_still(self, name: str, live: LiveRequest) -> int:
-        """For how many steps the request has held a seat without progress."""
+        """The number of steps that the request has been running without progress; 0 if it waits."""
         req, step = live.req, self.simulation.num_steps
         now = (live.num_heard, -1 if req.is_waiting else req.num_computed)
         before, since = self._still.get(name, (now, step))

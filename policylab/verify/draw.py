@@ -1,4 +1,4 @@
-"""Draws cases; each seed has a different mixture of features, to cover all combinations."""
+"""Draws random test cases; each seed combines features in a different way."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def draw_case(
     *,
     has_halves: bool = False,
 ) -> Case:
-    """The case of a seed. ``policy``: use this policy instead of drawing a shipped one.
-    ``has_halves``: odd seeds use the engine's real drafters or grammars, not simulated ones."""
+    """The random case of a seed. ``policy``: used in place of a random shipped policy.
+    ``has_halves``: odd seeds use the engine's real drafters or grammars."""
     case = draw_plain(seed, policy, options)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case of a seed, in which drafts and grammars, if any, are simulated."""
+    """The random case of a seed, with simulated drafts and grammars only."""
     rng = Random(seed)
     features = {name for name in FEATURES if rng.random() < 0.4}
     setup = draw_setup(rng, policy, options)
@@ -79,7 +79,7 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
 
 
 def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setup:
-    """An engine with few blocks, few seats and small budgets, so that requests compete for them."""
+    """A random engine with few KV blocks, few seats and small budgets."""
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
     needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
@@ -100,8 +100,8 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
-    """The same engine with many seats, enough that requests are granted in bulk rather than one by
-    one. In some cases long prompts are split into small chunks."""
+    """The setup with many seats, so that requests get tokens in bulk; sometimes long prompts are
+    split into small chunks."""
     threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
     config = replace(
         setup.config,
@@ -118,7 +118,7 @@ def crowded(rng: Random, setup: Setup) -> Setup:
 
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
-    """Random options of the scheduler, and of the policy if none are given."""
+    """Random options of the scheduler, and of the policy if ``options`` is ``None``."""
     name = policy if policy is not None else rng.choice((*sorted(POLICIES), WILD, WILD, WILD))
     if options is None:
         options = draw_options(rng, name)
@@ -149,8 +149,8 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
 
 
 def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
-    """Random options for the policy's constructor, near their defaults; empty if the constructor
-    rejects them."""
+    """Random arguments for the policy's constructor, near their defaults; empty if there are none
+    or the constructor rejects them."""
     cls = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
     if not (isinstance(cls, type) and issubclass(cls, Policy)) or rng.random() < 0.5:
         return {}
@@ -166,7 +166,7 @@ def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
 
 
 def _near(rng: Random, default: Any) -> Any:
-    """A random value of the same type near the default; ``None``: keep the default."""
+    """A random value near the default, of the same type; ``None`` if it is no number or bool."""
     if isinstance(default, bool):
         return rng.random() < 0.5
     if not isinstance(default, int | float):
@@ -179,7 +179,7 @@ def _near(rng: Random, default: Any) -> Any:
 
 
 class RequestMaker:
-    """Draws requests that share prefixes and use different mixtures of the features."""
+    """Draws random requests with shared prefixes; ``features`` names what they may use."""
 
     def __init__(self, rng: Random, setup: Setup, features: set[str]) -> None:
         self.rng = rng
@@ -192,7 +192,7 @@ class RequestMaker:
         self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
 
     def add(self, name: str, at: int) -> Add:
-        """The event that a request arrives before the tick ``at``; in a case with storms, half of
+        """An event: a random request arrives before tick ``at``. With the feature "storms", half of
         the requests arrive at the start."""
         rng = self.rng
         if "twins" in self.features and rng.random() < 0.1:
@@ -231,15 +231,15 @@ class RequestMaker:
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """A prompt of a shared prefix and random tokens, ``num_tokens`` long."""
+        """A prompt of ``num_tokens`` tokens: a prefix shared by all requests, then random ones."""
         rng = self.rng
         common = rng.randint(0, num_tokens) if rng.random() < 0.7 else num_tokens
         rest = [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - min(common, self.longest))]
         return self.shared[:common] + rest
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """Sampling parameters with random stop conditions. Some ask for prompt logprobs, so that
-        the prefix cache may not be read."""
+        """Random sampling parameters: stop tokens, and sometimes prompt logprobs, which exclude
+        prefix hits."""
         rng = self.rng
         stops = []
         if "stops" in self.features:
@@ -253,7 +253,7 @@ class RequestMaker:
         )
 
     def hints(self, max_tokens: int) -> dict[str, Any]:
-        """Random hints for policies. They include the output length, which the oracle needs."""
+        """Random hints for policies, always with the output length for the oracle predictor."""
         rng = self.rng
         hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
         if "hints" in self.features:
@@ -263,8 +263,8 @@ class RequestMaker:
         return hints
 
     def feature_fields(self, num_prompt: int) -> dict[str, Any]:
-        """The fields of a request that this engine's resources read, such as adapter, grammar and
-        media."""
+        """Random values of the request fields that the engine's resources use: adapter, grammar, KV
+        transfer and media."""
         rng, needs = self.rng, self.setup.needs
         fields: dict[str, Any] = {}
         if "adapters" in needs or "salts" in self.features:
@@ -283,8 +283,8 @@ class RequestMaker:
         return fields
 
     def media(self, num_prompt: int) -> list[MediaItem]:
-        """Non-overlapping media items in the prompt, with few different contents, so that requests
-        share some."""
+        """Up to three media items that do not overlap; contents are often equal between
+        requests."""
         items: list[MediaItem] = []
         offset = self.rng.randrange(4)
         while offset < num_prompt and len(items) < 3:
@@ -294,7 +294,7 @@ class RequestMaker:
         return items
 
     def deadlines(self, at: int) -> dict[str, Any]:
-        """Random soft and hard deadlines, in seconds on the clock."""
+        """Random deadlines of several kinds, in seconds on the clock."""
         rng = self.rng
         if "deadlines" not in self.features:
             return {}
@@ -313,7 +313,7 @@ class RequestMaker:
 def draw_troubles(
     rng: Random, features: set[str], num_ticks: int, num_requests: int
 ) -> list[Event]:
-    """Random aborts, wakes, cache resets, pauses and clock jumps during the case."""
+    """Random aborts, wakes, cache resets, pauses and clock jumps within these ticks."""
     events: list[Event] = []
     for tick in range(num_ticks):
         if "aborts" in features and rng.random() < 0.1:
@@ -330,8 +330,8 @@ def draw_troubles(
 
 
 def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
-    """Aborts of most requests with remote KV, soon after they arrive: while the KV is loading, or
-    while the load waits for steps in flight that still write into its blocks."""
+    """Events that abort most requests with remote KV soon after arrival, while their KV is loading
+    or the load still waits for steps in flight."""
     return [
         Abort(at=event.at + rng.randint(1, 4), request_ids=[event.request.request_id])
         for event in events
@@ -340,8 +340,8 @@ def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
 
 
 def _some_ids(rng: Random, num_requests: int) -> list[str] | None:
-    """The ids of one or several requests, some of which are finished, unknown or repeated;
-    ``None``: all requests."""
+    """One or three random request ids, possibly finished, unknown or repeated; ``None``: all
+    requests."""
     if rng.random() < 0.03:
         return None
     return [str(rng.randrange(num_requests + 2)) for _ in range(rng.choice((1, 1, 1, 3)))]

@@ -1,7 +1,6 @@
-"""Gives a case the engine's real drafters and grammars in place of simulated ones.
+"""Puts the engine's real drafters and grammars into a case, in place of simulated ones.
 
-The real ones are drawn from a separate generator, so that the rest of the case stays unchanged.
-"""
+A separate random generator leaves the rest of the case unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def with_halves(case: Case, seed: int) -> Case:
-    """The case with a real drafter of the engine, real grammars, or both."""
+    """The case with a real drafter, real grammars or both."""
     rng = Random(f"halves of {seed}")
     has_drafts = rng.random() < 0.8
     has_grammars = not has_drafts or rng.random() < 0.6
@@ -60,7 +59,7 @@ def with_halves(case: Case, seed: int) -> Case:
 
 
 def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
-    """The config with a random draft method and a random number of drafts, adaptive or not."""
+    """The config with a random draft method and number of drafts."""
     most = config.max_num_batched_tokens - 1
     if most < 1:  # a step needs room for one token besides drafts
         config, most = replace(config, max_num_batched_tokens=2), 1
@@ -82,8 +81,8 @@ def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
 
 
 def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
-    """The event itself, and for an added request, sometimes copies of it with the same prompt. With
-    ``has_grammars`` the request may get a grammar."""
+    """The event and, if it adds a request, sometimes copies with the same prompt. ``has_grammars``:
+    the request may get a random grammar."""
     if not isinstance(event, Add):
         yield event
         return
@@ -98,8 +97,7 @@ def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
 
 
 def with_grammar(rng: Random, request: AddRequest) -> AddRequest:
-    """The request with a random grammar, sometimes an invalid one. Its answer ends with the
-    end-of-text token, or earlier at another stop."""
+    """The request with a random grammar, sometimes an invalid one."""
     grammar = (
         WRONG if rng.random() < 0.05 else grammar_of(StructuredOutputsParams(**rng.choice(FORMS)))
     )

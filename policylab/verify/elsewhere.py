@@ -1,9 +1,8 @@
-"""Another interpreter, in which everything that a policy must not depend on is different.
+"""A second interpreter, to check that a policy's plans depend on nothing but its requests.
 
-It has another hash seed, other object addresses, another process id, clocks with another time of
-day and pace, other random numbers and another environment. The same case must give the same plans
-there. ``Elsewhere`` is the parent's side, ``otherwise`` the child's.
-"""
+The other interpreter has a different hash seed, object addresses, process id, clocks, random
+numbers and environment variables; the same case must give the same plans there. ``Elsewhere`` runs
+in the parent process, module ``otherwise`` in the child."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ from policylab.verify.otherwise import HASHES, PARTS, PolicySource, ProcessAnswe
 
 
 class Elsewhere:
-    """The parent's side of a second interpreter. Two of them, with ``number`` 1 and 2, differ in
-    those aspects of the environment that ``parts`` names, and as little as possible in others.
+    """A second interpreter, seen from the parent process.
 
-    Raises ``ConfigError`` for a policy object that cannot be pickled.
-    """
+    Interpreters with ``number`` 1 and 2 differ in the aspects of their environment that ``parts``
+    names. Raises ``ConfigError`` if the policy object cannot be pickled."""
 
     def __init__(
         self,
@@ -58,14 +56,13 @@ class Elsewhere:
         self._process.close()
 
     def begin(self, question: Question) -> None:
-        """Send a question; ``end`` returns its answer."""
+        """Send a question to the other interpreter; ``end`` returns the answer."""
         self._send(question)
 
     def end(self) -> ProcessAnswer:
-        """The answer to the oldest question that has none yet.
+        """Wait for the answer to the oldest open question.
 
-        Raises ``ConfigError`` if the policy cannot be loaded there.
-        """
+        Raises ``ConfigError`` if the other interpreter cannot load the policy."""
         if not self._is_ready:
             problem = self._receive()
             if problem is not None:
@@ -89,7 +86,7 @@ class Elsewhere:
 
 
 def source_of(policy: Any) -> PolicySource:
-    """From where another process can load the policy. Raises ``ConfigError`` if it cannot."""
+    """Find out how another process can load the policy. Raises ``ConfigError`` if it cannot."""
     if isinstance(policy, str):
         return PolicySource(policy)
     cls = policy if isinstance(policy, type) else type(policy)

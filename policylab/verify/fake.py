@@ -1,10 +1,9 @@
 """Workers without a model.
 
-``DigestWorker`` stores in each KV slot a 64-bit digest of the whole prefix and reads it back
-through the block table, so a wrong block, a stale slot or a missed cache key becomes a wrong token.
-``LateWorker`` does so when a result is collected, like a device.
-``CountingWorker`` only answers quickly, so that the code around it can be timed.
-"""
+``DigestWorker`` stores in each KV slot a hash of the whole prefix and reads it back through the
+block table, so a wrong KV block shows as a wrong token. ``LateWorker`` does so only when a result
+is collected, as an asynchronous device may. ``CountingWorker`` costs almost no time, for
+measurements of the code around it."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ RUBBISH = 0x5EED
 
 
 def mix(digest: int, token: int) -> int:
-    """The digest of a prefix after one more token (a multiply-xorshift step on 64 bits)."""
+    """Extend the 64-bit digest of a prefix by one token (multiply and xorshift)."""
     digest = (digest ^ (token + 0x165667B19E3779F9)) * 0xBF58476D1CE4E5B9 & MASK
     return digest ^ (digest >> 29)
 
 
 def digest_of(tokens: Sequence[int]) -> int:
-    """The digest of a whole sequence of tokens."""
+    """The 64-bit digest of a sequence of tokens."""
     digest = EMPTY_DIGEST
     for token in tokens:
         digest = mix(digest, token)
@@ -53,21 +52,21 @@ NONE_LEFT = -1  # in place of a token, if the mask allows none
 
 
 def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
-    """The token that the fake model generates after these tokens."""
+    """The token that the fake model generates after this sequence of tokens."""
     return digest_of(tokens) % vocab_size
 
 
 @dataclass(slots=True)
 class FakeSeq:
-    """A live sequence in the fake worker: what the model sees at each position, and its block
-    tables."""
+    """A running sequence in the fake worker: its tokens, and a block table for each group of
+    layers."""
 
     tokens: list[int]
     tables: list[list[int]]  # block tables, one per group
     digests: list[int] = field(default_factory=list)  # digests of its prefixes, to check windows
 
     def digest_at(self, position: int) -> int:
-        """The digest that the KV of every group of layers should hold at this position."""
+        """The digest that the KV at this position should hold, in all groups of layers."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else EMPTY_DIGEST
             self.digests.append(mix(before, self.tokens[len(self.digests)]))
@@ -75,18 +74,17 @@ class FakeSeq:
 
 
 class FakeExecutor:
-    """Base class of workers without a model; see ``engine.core.engine_core.Executor``."""
+    """Base class of executors without a model."""
 
     capabilities = frozenset(PARTS) - {"masks"}
     methods: tuple[str, ...] = ()
 
     def preview(self, ticket: Any) -> Column | None:
-        """Always ``None``: no token is known before the masks."""
+        """Always ``None``: no token is known before sampling."""
         return None
 
     def sample(self, ticket: Any, masks: Masks | None) -> None:
-        """Always raises ``AssertionError``: plans for this worker have no masks, so there is
-        nothing left to sample."""
+        """Always raises ``AssertionError``: this worker samples when a step is launched."""
         raise AssertionError(f"{type(self).__name__} samples when it launches a step")
 
     def call(self, name: str, *args: Any) -> Any:
@@ -98,7 +96,7 @@ class FakeExecutor:
 
 
 class FakeWork(NamedTuple):
-    """What one row computes in a step."""
+    """What a request computes in a step."""
 
     seq: FakeSeq
     new: NewSeq
@@ -109,8 +107,8 @@ class FakeWork(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A row after its forward pass. ``digests``: the digest after the row's last known token, then
-    one after each draft."""
+    """The result of a request's forward pass. ``digests``: after the last known token, then after
+    each draft token."""
 
     work: FakeWork
     digests: list[int]
@@ -118,17 +116,16 @@ class Computed(NamedTuple):
 
 
 class DigestWorker(FakeExecutor):
-    """An executor whose next token proves that the right KV was read.
+    """An executor that generates a wrong token if the wrong KV was read.
 
-    ``windows``: one per group of layers, 0 for full attention. A group with a window is read at
-    both ends of the window, any other group at its end and at one other position. ``content``
-    returns what the model sees at each known position, where that is more than the token (salts,
-    adapters, media). ``fail(seq, upto)`` returns the error of a row that computes the positions
-    before ``upto``, if it fails; such a row leaves garbage in its KV. ``carry_out`` executes the
-    parts of a plan just before its rows are computed; ``offer`` makes drafts for the next step, if
-    the worker has any. With a mask the next token is the first allowed one, counting up from the
-    sampled token. Subclasses extend ``apply`` (changes before the rows are computed) and ``draw``.
-    """
+    The KV of each position holds a digest of the prefix, from which the next token follows.
+    ``windows``: sliding window of each group of layers; 0: full attention. ``content(new)`` returns
+    what the model sees at each position of a new sequence: the token, with salt, adapter and media.
+    ``fail(new, upto)`` returns an error message if computing the positions before ``upto`` should
+    fail. With a token mask, the next allowed token is taken.
+
+    ``carry_out``, called before a plan is computed, executes KV transfers; ``offer`` proposes draft
+    tokens for the next step."""
 
     capabilities = frozenset(PARTS)
 
@@ -158,7 +155,7 @@ class DigestWorker(FakeExecutor):
         )
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Compute the step; its result waits to be collected."""
+        """Compute the step. If its plan has masks, its tokens are sampled later, by ``sample``."""
         assert self._waiting is None, "a step is launched while another waits for masks"
         work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
         self.carry_out(plan)
@@ -170,8 +167,8 @@ class DigestWorker(FakeExecutor):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """The tokens already known, one per row: those of about every second row, -1 for the
-        others."""
+        """Tokens sampled without a mask, one for each row in ``plan.masks.ahead``; -1 where unknown
+        (about half)."""
         assert self._waiting is not None, "no step waits for masks"
         plan, rows = self._waiting
         assert plan.masks is not None and plan.masks.ahead is not None
@@ -188,12 +185,11 @@ class DigestWorker(FakeExecutor):
         self._finish(plan, rows, masks, ticket)
 
     def collect(self, ticket: StepResult) -> StepResult:
-        """The result of a launched step, which ``launch`` or ``sample`` has completed."""
+        """The result of a launched step."""
         return ticket
 
     def blocks_written(self, plan: StepPlan) -> set[int]:
-        """The ids of all blocks, in all groups of layers, that this step writes. It must be the
-        step launched last."""
+        """The ids of all KV blocks that the most recently launched step writes."""
         spans = zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
         return {
             block
@@ -205,8 +201,7 @@ class DigestWorker(FakeExecutor):
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
     ) -> None:
-        """Complete the result of a step after its forward pass: sample with the masks of the
-        plan."""
+        """Sample the tokens of a computed step and store them in ``result``."""
         of_row: list[list[NDArray[np.int32]]] = [[] for _ in rows]
         if plan.masks is not None:
             assert masks is not None, "the masks of a step are missing"
@@ -221,7 +216,7 @@ class DigestWorker(FakeExecutor):
             result.drafts = offered
 
     def _work(self, plan: StepPlan) -> list[FakeWork]:
-        """Apply a plan to the worker's sequences; returns what each row computes."""
+        """Apply a plan to the worker's sequences; returns what each row of the batch computes."""
         check_parts(plan, self.capabilities)
         self.apply(plan)
         drafts = draft_rows(plan)
@@ -245,7 +240,7 @@ class DigestWorker(FakeExecutor):
         ]
 
     def _forward(self, work: Sequence[FakeWork]) -> list[Computed]:
-        """Write the KV of all rows, in order; returns their digests."""
+        """Write the KV of all rows of the batch; returns the digests of each row."""
         rows = []
         for row in work:
             first_draft = row.start + row.num_tokens - len(row.drafts)
@@ -260,8 +255,8 @@ class DigestWorker(FakeExecutor):
     def draw(
         self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
     ) -> None:
-        """Sample tokens and verify drafts; both go into ``result``. ``masks``: the masks of each
-        row, [] for a row without."""
+        """Sample tokens and verify drafts, and store both in ``result``. ``masks``: for each row of
+        the batch, its token masks; empty for an unmasked row."""
         tokens: list[int] = []
         counts = [0] * len(rows)
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
@@ -303,7 +298,8 @@ class DigestWorker(FakeExecutor):
                 table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:
-        """Write the KV of known tokens; returns the digest after the last one."""
+        """Write the KV of ``count`` tokens from position ``start``; returns the digest after the
+        last one."""
         digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
@@ -313,8 +309,8 @@ class DigestWorker(FakeExecutor):
     def _compute_drafts(
         self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
     ) -> list[int]:
-        """Write the KV of drafts, the first at position ``start``. Returns ``digest`` (after the
-        last known token) and one digest after each draft."""
+        """Write the KV of draft tokens from position ``start``. Returns ``digest``, which is that
+        of the prefix, and then the digest after each draft."""
         digests = [digest]
         if drafts:
             digest = self._read(seq, 0, start - 1)
@@ -329,9 +325,8 @@ class DigestWorker(FakeExecutor):
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """The digest at position ``last``, from which the next token follows. It comes out wrong if
-        the KV at either end of a window, or at one other position of a full table, is not as
-        expected."""
+        """Read the digest at position ``last`` from the KV cache. The result is wrong if the KV
+        there, at the start of a window or at a random position is not as expected."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
             any_one = mix(last, len(seq.tokens)) % (last + 1)
@@ -350,8 +345,8 @@ class DigestWorker(FakeExecutor):
 
 
 def allowed(token: int, mask: NDArray[np.int32]) -> int:
-    """The first token that the mask allows, counting up (cyclically) from this one; NONE_LEFT if it
-    allows none."""
+    """The first token that the mask allows, counting up cyclically from ``token``; ``NONE_LEFT`` if
+    the mask allows none."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     if not bits.any():
         return NONE_LEFT
@@ -359,9 +354,8 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 
 
 def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that a row gets after verification: all drafts up to the first that differs from
-    the drawn token, then that drawn token. After accepted drafts the last token may be missing if
-    its mask allows none; the next step computes that position again, with its own mask."""
+    """The tokens after verification: the drafts that equal the sampled tokens ``drawn``, then the
+    first sampled token that differs. That last token is left out if its mask allowed none."""
     num_right = 0
     while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:
         num_right += 1
@@ -371,13 +365,12 @@ def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def draft_rows(plan: StepPlan) -> list[list[int]]:
-    """The drafts of each row of the plan; [] if the plan has no drafts."""
+    """The draft tokens of each row of the batch; empty if the plan has no drafts."""
     return [] if plan.drafts is None else plan.drafts.by_row()
 
 
 class LateWorker(DigestWorker):
-    """Computes a step when its result is collected, like a device that is still busy with one step
-    while the next ones are planned and loads continue."""
+    """A worker that computes a step only when its result is collected, as a busy device may do."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -385,7 +378,8 @@ class LateWorker(DigestWorker):
         self._masks: dict[int, Masks] = {}  # by step, for steps not yet collected
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Apply the plan; returns an empty result, which ``collect`` fills in."""
+        """Apply the plan to the block tables; returns an empty result, which ``collect`` fills
+        in."""
         work = [
             row._replace(seq=replace(row.seq, tables=[table[:] for table in row.seq.tables]))
             for row in self._work(plan)
@@ -399,12 +393,12 @@ class LateWorker(DigestWorker):
         return None
 
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
-        """Keep the masks until the step is collected."""
+        """Store the masks; the step is sampled when it is collected."""
         assert masks is not None, "the masks of a waiting step are missing"
         self._masks[ticket.step] = masks
 
     def collect(self, ticket: StepResult) -> StepResult:
-        """Compute the oldest step, now that its result is wanted."""
+        """Compute the oldest step and return its result."""
         work, due, plan = self._launched.popleft()
         assert due is ticket, "steps are not collected in the order of their launch"
         self.carry_out(plan)

@@ -1,10 +1,7 @@
-"""The engine's real drafters and grammars in simulated engines, in place of simulated ones.
+"""Support for cases with the engine's real drafters and grammars.
 
-This module does not import them. The caller makes their scheduler-side resources (for
-``Setup.config.speculative_config`` and ``Setup.grammar_ticks``), and passes them to the simulation.
-This module has the rest: a vocabulary for which a library can make masks, drafts proposed by the
-worker, and checks of plans and counters.
-"""
+The caller makes their scheduler-side resources. This module has the rest: a small vocabulary, draft
+tokens proposed by the worker, and checks of drafts and counters."""
 
 from __future__ import annotations
 
@@ -32,30 +29,30 @@ PUNCTUATION = ('{ "', '" :', "1 0")
 
 
 class Guide(Protocol):
-    """Follows one answer through its grammar. Both methods may raise if the grammar cannot
+    """Follows an answer through its grammar. Both methods may raise if the grammar cannot
     continue."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Advance by these generated tokens."""
+        """Advance the grammar's state by these generated tokens."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of the tokens allowed next, and after each of the drafts, in ``masks`` [1 +
-        drafts, words] (int32, initially 0)."""
+        """Set the bits of the allowed tokens in ``masks`` [1 + drafts, words] (int32, initially 0):
+        next, and after each of the drafts."""
 
 
 class NoGuide:
-    """The guide of a request whose grammar is invalid: no token is allowed."""
+    """A guide for an invalid grammar, which allows no token."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Never called: no token is allowed."""
+        """Never called, since no token is allowed."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         """Leave all bits unset."""
 
 
 class Halves(NamedTuple):
-    """The scheduler-side resources of real drafters and grammars in a run. ``guide`` makes the
-    checker's guide for the answer to a request."""
+    """Scheduler-side resources for real drafters and grammars, and a function that makes a grammar
+    matcher for the checker."""
 
     resources: tuple[Resource, ...]
     guide: Callable[[AddRequest], Guide]
@@ -65,8 +62,8 @@ MakeHalves = Callable[[Setup], Halves]
 
 
 def small_tokenizer() -> str:
-    """The text of a tokenizer.json with tokens for some single characters, and longer ones for some
-    texts. The last token ends texts. Other characters may occur in a text but have no token."""
+    """The JSON text of a small tokenizer: single characters and some longer texts. The last token
+    is the end-of-text token."""
     merges = [*MERGES, *PUNCTUATION]
     names = [*CHARACTERS, *(merge.replace(" ", "") for merge in merges)]
     vocab = {name: token for token, name in enumerate(names)} | {"<end>": END}
@@ -87,8 +84,8 @@ def small_tokenizer() -> str:
 
 
 def guided(guide: Guide, token: int) -> int:
-    """The token that the fake model samples under the grammar, where it would sample ``token``
-    without; NONE_LEFT if the grammar allows none."""
+    """The token that the fake model samples under the grammar, given that it samples ``token``
+    without it; ``NONE_LEFT`` if the grammar allows none. Advances ``guide``."""
     masks: Column = np.zeros((1, WORDS), dtype=np.int32)
     try:
         guide.fill(masks, ())
@@ -104,11 +101,8 @@ def guided(guide: Guide, token: int) -> int:
 
 
 class DelayedMatcher:
-    """A stand-in for a grammar compiler, whose results are ready after a reproducible number of
-    polls.
-
-    ``compiler``: the real compiler. ``most``: the largest number of polls.
-    """
+    """A grammar compiler whose results are ready after a deterministic number of polls, at most
+    ``most``. ``compiler``: the real compiler."""
 
     def __init__(self, compiler: Any, most: int) -> None:
         self._compiler = compiler
@@ -120,11 +114,11 @@ class DelayedMatcher:
         return DelayedCompilation(self._compiler.submit(grammar, eos_token_ids), looks)
 
     def shutdown(self) -> None:
-        """Nothing to do: the compiler is shared."""
+        """Nothing to release: the real compiler is shared."""
 
 
 class DelayedCompilation:
-    """A compilation that reports to be unfinished for this many polls."""
+    """A compilation that is reported as unfinished for the first ``looks`` polls."""
 
     def __init__(self, compilation: Any, looks: int) -> None:
         self._compilation = compilation
@@ -142,30 +136,29 @@ class DelayedCompilation:
 
 
 def max_drafts(setup: Setup) -> int:
-    """The most drafts that a row can have in one step of the case's engine."""
+    """The largest number of draft tokens of a request in one step, from real drafters."""
     speculative = setup.config.speculative_config
     return 0 if speculative is None else SpeculativeConfig.of(speculative).num_speculative_tokens
 
 
 def worker_proposes(setup: Setup) -> bool:
-    """True if drafts are proposed by the worker rather than by the scheduler."""
+    """True if the worker proposes the draft tokens, not the scheduler."""
     speculative = setup.config.speculative_config
     return speculative is not None and speculative["method"] == "draft_model"
 
 
 def is_adaptive(setup: Setup) -> bool:
-    """True if the engine adapts the number of drafts, so that it depends on step times."""
+    """True if the engine adapts the number of drafts to measured step times."""
     speculative = setup.config.speculative_config
     return speculative is not None and SpeculativeConfig.of(speculative).adaptive
 
 
 class WorkersDrafts:
-    """Proposes drafts for a worker. Mostly these are the tokens that the model will generate, but
-    sometimes one is wrong, there are none, too few or more than requested, or they are for a row
-    that wants none."""
+    """Proposes draft tokens in place of a draft model: mostly right ones, sometimes wrong ones,
+    none, or another number than requested."""
 
     def __init__(self, answers: Callable[[str], Sequence[int] | None]) -> None:
-        """``answers`` returns the expected answer to a request, by id; ``None`` if it has ended."""
+        """``answers`` returns the expected answer to a request by id; ``None`` if it has ended."""
         self._answers = answers
 
     def __call__(self, plan: StepPlan, rows: Sequence[Computed]) -> DraftPart | None:
@@ -188,9 +181,8 @@ class WorkersDrafts:
 
 
 def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
-    """Check the numbers of drafts that a plan requests from the worker: only for rows that sample,
-    at most ``most`` each, and only as many as a later step can verify, so none if at most one more
-    token follows [22]."""
+    """Check how many draft tokens a plan requests: only for rows that sample, at most ``most``
+    each, and no more than a later step can verify [22]."""
     if plan.proposals is None:
         return
     wishes = plan.proposals
@@ -206,13 +198,13 @@ def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> 
 
 
 class DraftCounts:
-    """Counts verified and accepted drafts, for comparison with the engine's counters."""
+    """Counts proposed and accepted draft tokens, to check the engine's counters."""
 
     def __init__(self) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def add(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the drafts of a finished step."""
+        """Count the draft tokens of a finished step."""
         if plan.drafts is None:
             return
         counts = result.counts.tolist()
@@ -225,8 +217,7 @@ class DraftCounts:
                 self.num_accepted_tokens += num - 1
 
     def check(self, resources: Sequence[Resource]) -> None:
-        """Check that the counters of these resources agree with this count, and that the resources
-        keep no data of ended requests."""
+        """Check that the resources have the same counts and keep no data of ended requests."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
             if "num_draft_tokens" in (counters := resource.counters()):

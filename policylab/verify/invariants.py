@@ -2,29 +2,29 @@
 
 =====  ==============================================================  ==========================
 [1]    each block is free, held, or lent to a transfer                 ``check.check_blocks``
-[2]    a block is counted once for each table and loan that names it   ``check.check_blocks``
+[2]    a block's reference count is its number of tables and loans     ``check.check_blocks``
 [3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
-[4]    tables are as long as tokens need; waiting ones hold nothing    ``check.check_counts``
+[4]    block tables fit the tokens; waiting requests hold no blocks    ``check.check_counts``
 [5]    token budget, seats and limits of resources are kept            ``check_plan``, ``needs``
 [6]    a live request is in one queue, under one id                    ``check.check_members``
 [7]    each request ends once; each token is sent once, in order       ``clients``
-[8]    a block cached under a hash holds the KV of that content        ``CacheTruth``
-[9]    nothing is shared across salts, adapters or media               ``clients``
+[8]    a block cached under a hash holds that content's KV             ``CacheTruth``
+[9]    no KV is shared across salts, adapters or media                 ``clients``
 [10]   while a request could run, one does; every request ends         ``ProgressCheck``
 [11]   no request is preempted repeatedly without a new token          ``ProgressCheck``
 [12]   a request that can never run is refused when it arrives         ``simulation``
-[13]   without requests nothing is held nor remembered                 ``Invariants.ended``
-[14]   the worker's tables are the scheduler's                         ``check_mirror``
+[13]   without requests no block is held and no data is kept           ``Invariants.ended``
+[14]   the worker's block tables equal the scheduler's                 ``check_mirror``
 [15]   the same case gives the same plans                              ``swarm``
 [16]   policies break no contract                                      ``check_faults``
 [17]   clock jumps change no plan of fcfs and priority                 ``swarm``
 [18]   pauses stop requests, deadlines end them                        ``check_wishes``
 [19]   better ranks go first, unless the policy decides otherwise      ``check_order``
 [20]   nothing is left unused that a request could use                 ``check.check_spare``
-[21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
+[21]   no request lacks blocks while a lower-ranked one gets tokens    ``check.check_ranked``
 [22]   drafts are requested only where a step can verify them          ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
-[24]   in steps with decodes prompts are limited while few wait        ``check.check_mixed``
+[24]   prompt tokens are limited in steps with decodes                 ``check.check_mixed``
 [25]   ``rank`` and ``ranks`` of a policy agree                        ``check.check_ranks``
 =====  ==============================================================  ==========================
 """
@@ -62,10 +62,9 @@ FUTILE_PREEMPTIONS = 12  # preemptions of one request without a new token in bet
 class Invariants:
     """Checks a scheduler from outside after each of its operations.
 
-    ``every``: check the whole state once in this many operations; plans, outputs and the worker's
-    tables are always checked. ``plugins``: also check the contracts of policy and resources.
-    ``num_drafts``: the most drafts that a row can have in addition to those of ``needs``.
-    """
+    Plans, outputs and the worker's block tables are checked every time; ``every``: the whole state
+    is checked once in this many operations. ``plugins``: also check policy and resources.
+    ``num_drafts``: largest number of draft tokens of a request from real drafters."""
 
     def __init__(
         self,
@@ -102,20 +101,20 @@ class Invariants:
         self._look()
 
     def launched(self) -> None:
-        """Check the worker's block tables after a launch."""
+        """Check after a launch that the worker's block tables match the scheduler's."""
         check_mirror(self.scheduler, self.worker)
 
     def settled(self) -> None:
-        """Check after the results of a step were applied."""
+        """Check the state after the results of a step were applied."""
         self._look()
 
     def changed(self) -> None:
-        """Check after something else happened: a new request, an abort or another event."""
+        """Check the state after a new request, an abort or another event."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """Check that nothing is left after all requests have ended and the worker was informed.
-        ``leaks``: also search everything for requests that are still referenced."""
+        """Check that nothing is held after all requests have ended. ``leaks``: also search for
+        references to ended requests."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:
@@ -138,8 +137,8 @@ class Invariants:
 
 
 class ProgressCheck:
-    """Checks that a request runs whenever one could, and that none is preempted repeatedly without
-    a new token."""
+    """Checks that a request runs whenever one can, and that no request is preempted again and again
+    without a new token."""
 
     def __init__(self, scheduler: Scheduler, needs: Sequence[Need]) -> None:
         self._scheduler = scheduler
@@ -187,7 +186,7 @@ class ProgressCheck:
 
 
 class CacheTruth:
-    """Computes the correct content for each block hash, and checks cached blocks against it."""
+    """Computes the right content for each block hash, to check cached KV blocks."""
 
     def __init__(self, scheduler: Scheduler, worker: DigestWorker) -> None:
         self._kv = scheduler.kv
@@ -196,8 +195,8 @@ class CacheTruth:
         self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
-        """Record the correct content of the blocks of a request that ends, when its tokens are
-        final. ``extras``: what the model sees in addition to the tokens, by position."""
+        """Record the right content of the KV blocks of a request that ended. ``extras``: numbers
+        for salt, adapter and media by position."""
         digest, size = EMPTY_DIGEST, self._kv.block_size
         chain: list[bytes] = []
         self._chains.extend(chain, req, len(req.tokens))
@@ -208,7 +207,7 @@ class CacheTruth:
                 self._digests[next(hashes)] = digest
 
     def check(self) -> None:
-        """Check that every cached block has the right content."""
+        """Check the content of every cached KV block."""
         cache, kv = self._kv.cache, self._worker.kv
         for block in range(1, self._kv.num_blocks):
             key = cache.hash_of(block)
@@ -220,7 +219,7 @@ class CacheTruth:
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that pauses stop requests, and that no request outlives a deadline [18]."""
+    """Check that paused requests do not run, and that no request outlives a deadline [18]."""
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         assert not plan.num_tokens, "tokens are computed in a pause"
     if scheduler.pause_state is not PauseState.UNPAUSED:
@@ -234,8 +233,8 @@ def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_order(scheduler: Scheduler) -> None:
-    """Check that no request started while a better-ranked one kept waiting, unless that one was
-    itself refused or preempted in this step [19]."""
+    """Check that no request started while a better-ranked request waited, unless that request was
+    refused or preempted in this step [19]."""
     step = scheduler.view.step
     if not step.new or scheduler.guard.overrides("order", "next_waiting"):
         return
@@ -248,8 +247,8 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
-    """Check the scheduler's statistics, when it has no requests, against the tokens and steps that
-    the simulation counted."""
+    """Check the scheduler's statistics after all requests have ended. ``num_tokens`` and
+    ``num_steps``: the expected counts of tokens and of steps with tokens."""
     stats = scheduler.make_stats()
     assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
     assert stats.num_steps == num_steps, f"{stats.num_steps} steps counted, there were {num_steps}"
@@ -260,8 +259,7 @@ def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
 
 
 def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
-    """Check that the worker has the same sequences, with the same block tables, as the
-    scheduler."""
+    """Check that the worker has the scheduler's running requests and their block tables."""
     kv, seqs = scheduler.kv, worker.seqs
     running = scheduler.roster.running
     assert len(seqs) == len(running), f"the worker has {list(seqs)}, but {list(running)} run"
@@ -274,14 +272,14 @@ def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
 
 
 def check_faults(scheduler: Scheduler) -> None:
-    """Check that policy and resources gave only valid answers."""
+    """Check that policy and resources gave no invalid answer."""
     messages = scheduler.guard.faults.messages
     assert not messages, f"faults of plug-ins: {messages}"
 
 
 def find_leak(root: object) -> str | None:
-    """The path by which a request can still be reached from ``root``, a scheduler that should have
-    none left; ``None`` if there is no such request."""
+    """Search everything reachable from ``root``, a scheduler without requests, for a request;
+    returns the path to it, or ``None``."""
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]
     while todo:

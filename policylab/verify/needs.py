@@ -1,7 +1,6 @@
-"""Resources of the simulated engine, one of each kind that real features use.
+"""Simulated resources, such as adapters, grammars and an encoder, for random cases.
 
-Their decisions depend only on the request and the step, so that a case is reproducible.
-"""
+What a resource decides depends only on the request and the step, so runs can be reproduced."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ Answers = Callable[[str], Sequence[int]]
 
 
 class Need(Resource):
-    """Base class of the simulated engine's limited resources. ``amount``: the size of the resource.
-
-    ``answers`` returns the expected answer to a request, by id.
-    """
+    """Base class of simulated resources. ``amount``: size of the resource. ``answers`` returns the
+    expected answer to a request by id."""
 
     scheduler: Scheduler
 
@@ -40,20 +37,20 @@ class Need(Resource):
         return False
 
     def tick(self) -> None:
-        """Called once per step, for resources that count time."""
+        """Called once per step, for resources that need a clock."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Check that everything taken from the resource belongs to running requests."""
+        """Check that everything taken from the resource belongs to a running request."""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Count a refusal; returns the ``Fit`` that grants only ``num_tokens``."""
+        """Count a refusal; returns the answer that grants only ``num_tokens`` tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
 
 class Adapters(Need):
-    """At most ``amount`` adapters are loaded at the same time. Requests that need another one are
-    skipped until there is room."""
+    """At most ``amount`` adapters are in use at a time. Requests that need another adapter are
+    skipped."""
 
     name = "adapters"
 
@@ -86,7 +83,7 @@ class Adapters(Need):
 
 
 class Delayed(Need):
-    """Base class of resources for which a request waits outside the queue for a number of ticks."""
+    """Base class of resources for which a request is parked for a number of steps."""
 
     on_refuse = OnRefuse.PARK
 
@@ -95,8 +92,8 @@ class Delayed(Need):
         self.left: dict[Request, int] = {}  # remaining ticks
 
     def ticks(self, req: Request) -> int | None:
-        """The number of ticks for which the request must wait; if negative, the request fails after
-        as many. ``None``: it need not wait."""
+        """The number of steps for which the request is parked; if negative, it fails after that
+        many. ``None``: it is not parked."""
         raise NotImplementedError
 
     def parked(self, req: Request) -> None:
@@ -120,8 +117,8 @@ class Delayed(Need):
 
 
 class Grammars(Delayed):
-    """Parks requests with a grammar until it is compiled. ``AddRequest.grammar`` is the number of
-    ticks that this takes; if negative, compilation fails after as many."""
+    """Parks requests until their grammar is compiled. ``AddRequest.grammar`` holds the number of
+    steps as text; if negative, compilation then fails."""
 
     name = "grammars"
 
@@ -140,8 +137,7 @@ class Grammars(Delayed):
 
 
 class Loads(Delayed):
-    """Parks requests until the KV for their blocks has arrived; ``kv_transfer_params["ticks"]`` is
-    the number of ticks that this takes."""
+    """Parks requests for ``kv_transfer_params["ticks"]`` steps, as if their KV were loaded."""
 
     name = "loads"
 
@@ -156,8 +152,8 @@ class Loads(Delayed):
 
 
 class NeededEncoder(Need):
-    """An encoder for ``amount`` tokens of media per step. A chunk of a prompt ends before an item
-    for which too few of them are left."""
+    """An encoder for ``amount`` media tokens per step. A prompt chunk ends before a media item that
+    does not fit."""
 
     name = "encoder"
 
@@ -192,7 +188,7 @@ class NeededEncoder(Need):
 
 
 class Moods(Need):
-    """At random, refuses or reduces ``amount`` percent of the grants to some requests."""
+    """Refuses or reduces ``amount`` percent of the token grants of half the requests, at random."""
 
     name = "moods"
 
@@ -208,7 +204,7 @@ class Moods(Need):
 
 
 class NeededDrafts(Need):
-    """Gives some requests up to ``amount`` drafts per step, some of which are wrong."""
+    """Gives most requests up to ``amount`` draft tokens per step, some of them wrong."""
 
     name = "drafts"
 
@@ -245,8 +241,8 @@ class NeededDrafts(Need):
         plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
 
     def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
-        """Drafts for ``count`` tokens of the answer from index ``first``: right ones up to a random
-        place, then wrong ones."""
+        """``count`` draft tokens for the answer from index ``first``: right ones, then from a
+        random index on wrong ones."""
         right = list(self.answers(req.request_id)[first : first + count])
         right += [-1] * (count - len(right))
         upto = mix(step, req.arrival + 1) % (count + 2)

@@ -1,8 +1,7 @@
-"""The child's side of ``elsewhere``: change the environment, then plan the cases it is sent.
+"""The second interpreter of ``elsewhere``: changes its environment and plans the cases it is sent.
 
-The environment is changed after the engine is imported and before the policy is, so that ``from
-time import time`` in the policy's module gets the changed clock. Engines do not import this module.
-"""
+The environment is changed before the policy is imported, so that ``from time import time`` in the
+policy's module gets the changed clock."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
 
 
 class PolicySource(NamedTuple):
-    """From where another process can load the policy."""
+    """How another process can load the policy."""
 
     named: str | None
     """The policy's name or dotted path; ``None``: it is a class in ``module``."""
@@ -52,7 +51,8 @@ class PolicySource(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What the other process is to plan: one of ``seed`` (its case), ``case`` or ``crowd``."""
+    """What the other interpreter plans: the case of ``seed``, or ``case``, or the named
+    ``crowd``."""
 
     seed: int | None = None
     case: Case | None = None
@@ -63,7 +63,7 @@ class Question(NamedTuple):
 
 
 class ProcessAnswer(NamedTuple):
-    """The answer of the other process to a question."""
+    """The result of planning a question, and what hooks read from the environment."""
 
     digest: str
     """The digest of all plans, or the error that ended the run."""
@@ -112,8 +112,8 @@ def serve(line: Connection) -> None:
 def answer(
     question: Question, policy: Any, options: dict[str, Any] | None, world: World
 ) -> ProcessAnswer:
-    """Run what the question asks for in this environment; returns the digest of all plans, or the
-    error."""
+    """Plan what the question asks for in the changed environment; an exception becomes the
+    answer."""
     world.scatter()
     del world.reads[:]
     try:
@@ -124,7 +124,7 @@ def answer(
 
 
 def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
-    """The digest of all plans for the question. Raises an error for a broken rule."""
+    """The digest of all plans for the question. Raises an exception for a broken rule."""
     if question.crowd:
         [kind] = [kind for kind in KINDS if kind.name == question.crowd]
         kind = kind._replace(num_steps=question.num_steps)
@@ -139,14 +139,14 @@ def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -
 
 
 def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
-    """The case with this policy and these options in place of its own."""
+    """The case with this policy and its options in place of the case's own."""
     given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
     setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
     return msgspec.structs.replace(case, setup=setup)
 
 
 def load(source: PolicySource) -> Any:
-    """Load the policy from its source. Raises whatever its module raises."""
+    """Load the policy. May raise any exception of its module."""
     if source.named is not None:
         return source.named
     try:
@@ -179,8 +179,8 @@ def _from_file(name: str, file: str | None) -> Any:
 
 
 class World:
-    """Changes everything in this process's environment on which a policy must not depend. ``home``:
-    the name of the policy's module."""
+    """Changes everything in this process that a policy must not depend on. ``number``: which
+    interpreter this is; ``parts``: what differs by number; ``home``: the policy's module."""
 
     def __init__(self, number: int, parts: Collection[str], home: str) -> None:
         self._home = home
@@ -195,7 +195,7 @@ class World:
         self._change_environment()
 
     def scatter(self) -> None:
-        """Make objects created from now on get other addresses, in another order."""
+        """Make new objects get different addresses, in a different order."""
         dice = random.Random(self._number_of[ADDRESSES])
         blocks = [bytes(size) for size in SIZES for _ in range(2 * HOLES)]
         dice.shuffle(blocks)
@@ -221,8 +221,8 @@ class World:
         world = self
 
         class Environment(type(os.environ)):  # type: ignore[misc]
-            """``os.environ``, with a record of what hooks read. If the process's number is even,
-            the policy's own code finds every variable set."""
+            """``os.environ`` with a record of what hooks read. In interpreters with an even number
+            the policy's code finds every variable set."""
 
             def __getitem__(self, name: str) -> str:
                 world.note(name)
@@ -245,7 +245,7 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """True if the code that reads the environment is of the policy's package, no library."""
+        """True if the code that reads the environment is in the policy's package."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back
@@ -253,7 +253,7 @@ class World:
         return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
 
     def note(self, name: str) -> None:
-        """Record that an environment variable was read, if a hook did so."""
+        """Record that a hook reads this environment variable; other readers are ignored."""
         reader, frame = None, sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -275,14 +275,14 @@ def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
 
 
 def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function such as ``time.localtime``, so that without an argument it takes the time
-    from the changed clock."""
+    """Wrap a function such as ``time.localtime`` to use the changed clock if called without a
+    time."""
     return lambda seconds=None: ask(time.time() if seconds is None else seconds)
 
 
 def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function such as ``time.strftime``, whose last argument is a time, so that without it
-    the time comes from the changed clock."""
+    """Wrap a function such as ``time.strftime`` to use the changed clock if called without a time
+    as last argument."""
 
     def with_time(*given: Any) -> Any:
         has_time = given and not isinstance(given[-1], str)
@@ -292,7 +292,7 @@ def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Datetime(datetime.datetime):
-    """A ``datetime`` class whose current time comes from the changed clock."""
+    """The class ``datetime`` with a current time from the changed clock."""
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
@@ -308,7 +308,7 @@ class Datetime(datetime.datetime):
 
 
 class Date(datetime.date):
-    """A ``date`` class whose current day comes from the changed clock."""
+    """The class ``date`` with a current day from the changed clock."""
 
     @classmethod
     def today(cls) -> Any:

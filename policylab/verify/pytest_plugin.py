@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class CheckPolicy(Protocol):
-    """Signature of the fixture: ``policylab.verify.testing.check_policy``, with defaults from the
-    marker."""
+    """The type of the fixture: ``check_policy`` with defaults from the marker."""
 
     def __call__(self, policy: object, **how: object) -> Report: ...
 
@@ -34,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def metronome_policy(request: pytest.FixtureRequest) -> CheckPolicy:
-    """A function that checks a policy; see ``policylab.verify.testing.check_policy``."""
+    """A function that checks a policy: ``policylab.verify.testing.check_policy``, with defaults
+    from the marker."""
     # Imported here, since pytest loads this module in every project.
     from policylab.verify.testing import check_policy
 

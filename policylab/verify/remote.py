@@ -1,9 +1,8 @@
-"""A remote KV source for the simulated engine, and the resource that parks requests for it.
+"""A simulated remote KV source, and the resource that parks requests until their KV has arrived.
 
-A load writes even positions when it starts and odd positions when it ends. So any other write into
-its blocks in between, and any read that comes too early, leaves a wrong digest. A load that starts
-while a step in flight still writes into one of its blocks is an error, whatever that step writes.
-"""
+A load writes even positions when it starts and odd positions when it ends, so that another write in
+between or a read before the end leaves a wrong digest. A load must not start while a step in flight
+still writes into one of its blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Digests = dict[tuple[int, int], int]  # by block and position in it
 
 
 class RemoteLoad(NamedTuple):
-    """A load of KV that is in progress."""
+    """A load of remote KV that is in progress."""
 
     req: Request
     digests: Digests
@@ -36,9 +35,9 @@ class RemoteLoad(NamedTuple):
 
 
 class Store:
-    """A KV source that knows the KV of every prompt. ``kv_transfer_params`` of a request give the
-    number of tokens offered, the ``ticks`` of the load (0: within the step), and the ``share`` that
-    arrives. With a share of 0 the load cannot start; then it is not offered again."""
+    """A remote KV source that has the KV of every prompt. ``kv_transfer_params`` of a request:
+    ``num_tokens`` offered, ``ticks`` (steps that the load takes; 0: within the step) and ``share``
+    of tokens that arrive (0: the load fails to start)."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -71,13 +70,13 @@ class Store:
         self.started.append(load)
 
     def write(self, load: RemoteLoad, parity: int) -> None:
-        """Write the KV that arrives for the even (``parity`` 0) or odd (1) positions of a load."""
+        """Write the KV of the even (``parity`` 0) or odd (1) positions of a load."""
         for index, ((block, place), digest) in enumerate(load.digests.items()):
             if index % 2 == parity and index < load.num_good:
                 self.kv[block][place] = digest
 
     def carry_out(self, plan: StepPlan) -> None:
-        """Write the KV of loads that the plan carries out within its own step."""
+        """Write the KV of the loads that take place within this plan's step."""
         if plan.kv_transfer is not None:
             for block, place, digest in msgspec.msgpack.decode(plan.kv_transfer):
                 self.kv[block][place] = digest
@@ -107,7 +106,7 @@ class Store:
 
 
 class Remote(Need):
-    """Parks requests whose KV can be loaded asynchronously, and wakes them when it has arrived."""
+    """Parks requests while their remote KV is loaded."""
 
     name = "remote"
     needs = ("kv_transfer",)

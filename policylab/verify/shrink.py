@@ -1,4 +1,4 @@
-"""Shrinks a case that breaks a rule, as long as it breaks the same rule."""
+"""Shrink a failing case to a smaller one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ GoesOn = Callable[[int, Case], bool]
 
 
 def to_its_end(num_tries: int, best: Case) -> bool:
-    """Always True: shrinking continues until no smaller case breaks the rule."""
+    """The default limit of shrinking: always True, so that it continues while smaller cases are
+    found."""
     return True
 
 
 class Clocked:
-    """A limit for shrinking: continue for ``limit`` seconds from its creation. It calls ``tell``
-    from time to time.
+    """A time limit for shrinking: ``limit`` seconds from its creation, after which the current run
+    may still end.
 
-    ``tell(num_tries, best, seconds)``: number of tries, smallest case so far, elapsed seconds. A
-    running case is not interrupted, so the limit may be exceeded by its duration.
-    """
+    ``tell(num_tries, best, seconds)`` is called now and then with the number of runs, the smallest
+    case so far and the elapsed seconds."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ def shrink(
     *,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case for which ``breaks`` is still true, found with at most ``max_tries`` runs.
+    """Find a small case for which ``breaks`` is still true, in at most ``max_tries`` runs.
 
-    ``goes_on`` is called before each run; False ends the search with the smallest case so far.
-    """
+    ``goes_on`` is called before each run; if it returns False, the smallest case so far is
+    returned."""
     tries = start = 0
     while True:
         for index, smaller in islice(enumerate(simpler(case)), start, None):
@@ -97,7 +97,7 @@ def shrink(
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Simpler variants of the case to try, those that are much smaller first."""
+    """Yield simpler variants of the case, roughly from much smaller to slightly smaller."""
     for events in fewer(case.events):
         yield edit(case, events=events)
     for setup in simpler_setups(case.setup):
@@ -117,13 +117,13 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def is_ordered(events: list[Event]) -> bool:
-    """True if the events are in the order of their ticks."""
+    """True if the events are in order of their ticks."""
     return all(one.at <= other.at for one, other in pairwise(events))
 
 
 def fewer(events: list[Event]) -> Iterator[list[Event]]:
-    """The list with parts left out: each half of the events, then each quarter, and so on down to
-    each single event."""
+    """Yield shorter lists: without each half of the events, then without each quarter, and so on
+    down to single events."""
     size = len(events)
     while size > 1:
         size = (size + 1) // 2
@@ -134,7 +134,7 @@ def fewer(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def simpler_setups(setup: Setup) -> Iterator[Setup]:
-    """Setups that differ in one respect: a feature or resource less, or a smaller size."""
+    """Yield setups that lack one feature or resource or have one smaller size."""
     for name in setup.needs:
         yield edit(setup, needs={key: size for key, size in setup.needs.items() if key != name})
     if setup.grammar_ticks > 0:
@@ -151,7 +151,7 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
 
 
 def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
-    """Configs in which one option has its default or a smaller number."""
+    """Yield configs with one option at its default or, for sizes, at a smaller number."""
     sizes = ("num_steps_in_flight", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
     changes: list[dict[str, Any]] = []
     for option in fields(SchedulerConfig):
@@ -170,7 +170,7 @@ def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def simpler_adds(add: Add) -> Iterator[Add]:
-    """The event without its fault, or with a simpler request."""
+    """Yield the event without its worker fault, and with simpler requests."""
     if add.fails_at is not None:
         yield edit(add, fails_at=None)
     for request in simpler_requests(add.request):
@@ -178,7 +178,7 @@ def simpler_adds(add: Add) -> Iterator[Add]:
 
 
 def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
-    """Requests that differ in one respect: a field with its default, a shorter prompt, a prompt of
+    """Yield requests with one simplification each: a default field, a shorter prompt, a prompt of
     zeros, or fewer output tokens."""
     for field in msgspec.structs.fields(AddRequest):
         if field.name not in KEPT_FIELDS:
@@ -203,8 +203,7 @@ def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
 
 
 def smaller(value: int, least: int) -> Iterator[int]:
-    """Smaller values to try, not below ``least``: half of the value, then one less than the
-    value."""
+    """Yield two smaller values, not below ``least``: half of the value, and the value minus 1."""
     if value > least:
         half = max(least, value // 2)
         yield half

@@ -1,4 +1,4 @@
-"""Runs a case: the real scheduler, a worker that verifies what it reads, and every check."""
+"""Runs a case with the real scheduler, a worker that verifies the KV it reads, and all checks."""
 
 from __future__ import annotations
 
@@ -72,12 +72,11 @@ class PlannedSums:
 
 
 class Simulation:
-    """One run of a case. Every method raises ``AssertionError`` for a broken rule.
+    """One run of a case. All methods raise ``AssertionError`` for a broken rule.
 
-    ``every``: check the whole state once in this many operations. ``leaks``: at the end search
-    everything for requests that are still referenced. ``plugins``: also check the contracts of
-    policy and resources. ``halves``: makes the resources of real drafters and grammars.
-    """
+    ``every``: check the whole state once in this many operations. ``leaks``: search for references
+    to ended requests at the end. ``plugins``: also check policy and resources. ``halves``: makes
+    the resources of real drafters and grammars, for cases that use them."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> CaseOutcome:
-        """Run all events of the case, then continue until every request has finished."""
+        """Run all events of the case, then serve the remaining requests to their ends."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
@@ -153,7 +152,7 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """The digest of all plans so far, equal if the plans are."""
+        """A hash of all plans so far."""
         return self._trace.hexdigest()
 
     # -- what happens
@@ -182,7 +181,8 @@ class Simulation:
         self.invariants.changed()
 
     def add(self, request: AddRequest, fails_at: int | None = None) -> None:
-        """Add a request. It must be refused exactly if it cannot run or its id is in use [12]."""
+        """Add a request, and check that it is refused if and only if it cannot run or its id is in
+        use [12]."""
         scheduler, config = self.scheduler, self.scheduler.config
         num_prompt = len(request.prompt_token_ids)
         longest = min(num_prompt + request.max_tokens, config.max_model_len) - 1
@@ -214,8 +214,8 @@ class Simulation:
     # -- steps
 
     def launch(self) -> bool:
-        """Plan a step and launch it. Returns False if the plan is empty, or if a step waits for
-        masks that depend on steps in flight."""
+        """Plan a step and launch it. Returns False if the plan is empty, or if the newest step in
+        flight still waits for its masks."""
         self._draw_if_alone()
         if self._is_undrawn:
             return False
@@ -243,7 +243,7 @@ class Simulation:
         return True
 
     def settle(self) -> None:
-        """Collect the result of the oldest step in flight and apply it."""
+        """Collect the result of the oldest step in flight and apply it to the scheduler."""
         self._draw_if_alone()
         plan, result = self._flight.popleft()
         collected = self.worker.collect(result)
@@ -256,8 +256,8 @@ class Simulation:
         self.invariants.settled()
 
     def step(self) -> None:
-        """Do what the engine core does: launch steps up to the allowed number in flight, then
-        settle the oldest."""
+        """Do one step of the engine core: launch as many steps as may be in flight, then settle the
+        oldest."""
         while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
             pass
         if self._flight:
@@ -266,7 +266,8 @@ class Simulation:
             self.clients.hear(self.scheduler.take_outputs(), self.latest)
 
     def drain(self) -> None:
-        """Continue without new events; every request must finish within a bound [10]."""
+        """Run steps until all requests have ended, and check that this takes a bounded number of
+        steps [10]."""
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
@@ -295,8 +296,7 @@ class Simulation:
         return Halves((), guide=lambda add: NoGuide())
 
     def _draw_if_alone(self) -> None:
-        """If a launched step still waits for its masks, and it is the only one in flight, sample
-        it."""
+        """If the only step in flight waits for its masks, compute them and sample it."""
         if self._is_undrawn and len(self._flight) == 1:
             plan, result = self._flight[0]
             self._is_undrawn = False
@@ -328,8 +328,8 @@ class Simulation:
         return scheduler
 
     def _move(self) -> None:
-        """Do one tick of work: a whole step in a steady engine, else at random a step, only a
-        launch, or only a settlement."""
+        """Do the work of one tick: a whole step or, if the engine is not steady, at random also a
+        launch or a settlement alone."""
         dice = self._pace.random()  # one random number per tick, whatever happens
         if self.case.setup.is_steady or dice < 0.5:
             self.step()
@@ -348,14 +348,13 @@ class Simulation:
             need.tick()
 
     def _wait(self) -> None:
-        """Nothing can be computed now, so advance the clock to the next timer."""
+        """Advance the clock to the next timer."""
         due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due
 
     def _work(self, live: LiveRequest) -> int:
-        """The most steps that the request would take alone, with one token per step and its
-        waits."""
+        """The largest number of steps that the request would take if it were alone."""
         req = live.req
         waits = self.case.setup.grammar_ticks + 1
         if not waits and req.add.grammar is not None:  # read by a resource of the case
@@ -365,8 +364,7 @@ class Simulation:
 
 
 def make_group(window: int, setup: Setup) -> Group:
-    """The group of layers with this window (0: full attention). It includes the most blocks that a
-    request holds in the group."""
+    """The KV manager's group of layers with this sliding window; 0: full attention."""
     if not window:
         return FULL
     budget = setup.config.max_num_batched_tokens

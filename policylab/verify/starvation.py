@@ -1,4 +1,4 @@
-"""Check whether a request is served although better-ranked requests keep arriving."""
+"""Check that a request is served although better-ranked requests keep arriving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICK = 0.25  # seconds per step: a minute is 240 steps
 
 
 class Outcome(Enum):
-    """What the overload showed about a request for which better-ranked ones kept arriving."""
+    """What happened to a request while better-ranked requests kept arriving."""
 
     SERVED = "served"
     STARVED = "not served"
@@ -27,7 +27,7 @@ class Outcome(Enum):
 
 
 class Waited(NamedTuple):
-    """The outcome of a request that waited in an overload."""
+    """The result of an overload test for the request that had to wait."""
 
     outcome: Outcome
     num_steps: int | None  # until its last token; ``None``: it was not served within the limit
@@ -35,14 +35,11 @@ class Waited(NamedTuple):
 
 
 def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited:
-    """Overload an engine, and find whether the last request of a full queue gets its last token
-    within ``limit`` steps, and after how many.
+    """Test whether an unfavoured request gets its last token within ``limit`` steps of an overload.
 
-    The request is long, shares no prefix, belongs to the user who was served most, and has the
-    latest deadline and the lowest priority; requests that arrive later are short, share a prefix
-    and are urgent. If it is refused it arrives again before the next step. Each step adds at most a
-    full queue of requests, counting refused ones, so the check ends whatever the policy does.
-    """
+    It arrives last in a full queue, is long, shares no prefix, belongs to the most-served user, and
+    has the lowest priority and a late deadline; all later requests are short and urgent. If it is
+    refused it arrives again before the next step."""
     simulation = Simulation(Case(setup=_setup(policy, options), events=[]), every=16)
     live, names = simulation.clients.live, map(str, count())
     for _ in range(BACKLOG):
@@ -72,7 +69,7 @@ def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited
 
 
 def _setup(policy: Any, options: dict[str, Any]) -> Setup:
-    """A simulated engine with four seats."""
+    """A small simulated engine with four seats."""
     config = SchedulerConfig(
         max_num_batched_tokens=16,
         max_num_seqs=4,

@@ -1,4 +1,4 @@
-"""Swarm: runs the random cases of many seeds, and reports broken rules."""
+"""Swarm: runs random cases of many seeds and reports those that break a rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_CLOCK = ("fcfs", "priority")  # policies that do not depend on the clock
 
 
 class Broken(NamedTuple):
-    """An error, and the place in the code where it was raised. Two failures with the same place
+    """A failure: its message and the place in the code that raised it. Failures at the same place
     count as the same."""
 
     message: str
@@ -34,7 +34,7 @@ class Broken(NamedTuple):
 
 
 class FoundCase(NamedTuple):
-    """A case that breaks a rule. ``seed`` is -1 for a case of the corpus."""
+    """A case that breaks a rule. ``seed`` is -1 for a case that was not drawn from a seed."""
 
     seed: int
     case: Case
@@ -42,7 +42,7 @@ class FoundCase(NamedTuple):
 
 
 class KeptCases(msgspec.Struct, frozen=True):
-    """A line of the corpus file: a case that once broke a rule, with a note about the rule."""
+    """One line of the corpus file: a case that once broke a rule, and a note on it."""
 
     note: str
     case: Case
@@ -50,7 +50,7 @@ class KeptCases(msgspec.Struct, frozen=True):
 
 @dataclass
 class Report:
-    """What the runs of a swarm added up to, and the cases that broke a rule."""
+    """Counts over the runs of a swarm, and the cases that broke a rule."""
 
     num_steps: int = 0
     num_runs: int = 0
@@ -62,7 +62,7 @@ class Report:
     waited: Waited | None = None  # result of the overload trial, if it ran
 
     def add(self, other: Report) -> None:
-        """Add the counts of another report."""
+        """Add the counts and cases of another report."""
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
         self.num_requests += other.num_requests
@@ -74,14 +74,13 @@ class Report:
 
 
 class Swarm:
-    """Runs a different engine and workload for every seed, with all checks.
+    """Runs a random engine and workload for each seed, with all checks.
 
-    ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, with
-    its ``options`` (``None``: drawn). ``every``: the whole state is checked once in this many
-    operations, and one in this many runs is searched for requests that are still referenced; plans,
-    outputs, tables and the end of each run are always checked. ``halves``: a function
-    that builds real drafters and grammars, which some runs use; without it, all simulate them.
-    """
+    ``policy``: a name, dotted path, class or object; ``None``: a random shipped policy.
+    ``options``: arguments of the policy; ``None``: random. ``every``: the whole state is checked
+    once in this many operations, and one in this many runs is searched for references to ended
+    requests; other checks are always made. ``halves``: makes real drafters and grammars for half of
+    the runs."""
 
     def __init__(
         self,
@@ -97,7 +96,8 @@ class Swarm:
         self.every = every
 
     def run(self, seeds: Iterable[int], num_steps: int) -> Report:
-        """Run cases of these seeds until ``num_steps`` steps are planned or a rule is broken."""
+        """Run the cases of these seeds until ``num_steps`` steps were planned or a rule was
+        broken."""
         report = Report()
         for seed in seeds:
             if report.num_steps >= num_steps:
@@ -123,9 +123,9 @@ class Swarm:
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
-        """Run a case; returns its outcome, or the rule it broke. ``twice``: also run it unchanged
-        again, and without clock jumps, and compare the plans. ``leaks``: search for requests that
-        are still referenced at the end."""
+        """Run a case; returns its outcome, or the failure that it showed. ``twice``: run it again,
+        also without clock jumps, and compare the plans. ``leaks``: search for references to ended
+        requests."""
         simulation = None
         try:
             simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
@@ -138,8 +138,8 @@ class Swarm:
 
 
 def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
-    """Check that the case gives the same plans again, and without clock jumps if its policy reads
-    no clock."""
+    """Check that another run of the case gives the same plans, and so does a run without clock
+    jumps if its policy uses no clock."""
     again = Simulation(case, every=max(1, outcome.num_steps), halves=halves).run()
     assert again == outcome, "the same case gives different plans"
     reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)
@@ -156,14 +156,14 @@ def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = Non
 
 
 def has_deadlines(case: Case) -> bool:
-    """True if a request has a deadline, so that its end depends on the clock."""
+    """True if a request of the case has a hard deadline, so that its end depends on the clock."""
     adds = [event.request for event in case.events if isinstance(event, Add)]
     return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
 
 
 def what_broke(error: Exception, num_steps: int) -> Broken:
-    """The broken rule as the message of an error, with the innermost line of its traceback as its
-    place."""
+    """The failure that an exception stands for: its message, and the innermost line of its
+    traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]
     place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -171,14 +171,14 @@ def what_broke(error: Exception, num_steps: int) -> Broken:
 
 
 def name_of(policy: Any) -> str:
-    """The name of a policy or of its class."""
+    """The name of a policy, given as a name, class or object."""
     if isinstance(policy, str):
         return policy
     return (policy if isinstance(policy, type) else type(policy)).__qualname__
 
 
 def read_corpus(path: Path = CORPUS) -> list[KeptCases]:
-    """The cases of a corpus. Raises ``ConfigError`` for a file that is no corpus."""
+    """Read the cases of a corpus file. Raises ``ConfigError`` for any other file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=KeptCases) for line in lines]
@@ -187,7 +187,7 @@ def read_corpus(path: Path = CORPUS) -> list[KeptCases]:
 
 
 def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
-    """Run all cases of a corpus; none may break a rule."""
+    """Run all cases of a corpus file; the report contains those that break a rule."""
     report = Report()
     for kept in read_corpus(path):
         swarm.enter(report, -1, kept.case)
@@ -195,8 +195,8 @@ def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
 
 
 def keep(found: FoundCase, small: Case, path: Path) -> None:
-    """Append the case to a corpus file, shrunk to ``small``. Raises ``TypeError`` for a policy that
-    is not given by name."""
+    """Append ``small``, the shrunken form of a found case, to a corpus file. Raises ``TypeError``
+    if its policy is not given by name."""
     kept = KeptCases(f"seed {found.seed}: {found.broken.message[:200]}", small)
     with path.open("a", encoding="utf-8") as lines:
         lines.write(msgspec.json.encode(kept).decode() + "\n")
@@ -209,10 +209,10 @@ def smallest(
     halves: MakeHalves | None = None,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case found that breaks the same rule; the given case if it no longer breaks it.
+    """Shrink a case that broke a rule, as long as it breaks the same rule; returned unchanged if it
+    no longer does.
 
-    ``goes_on`` is called before each run, as in ``shrink``.
-    """
+    ``goes_on``: limit of shrinking, see ``shrink``."""
     swarm = Swarm(every=1, halves=halves)
 
     def breaks(case: Case) -> bool:
@@ -225,7 +225,7 @@ def smallest(
 
 
 def reproduction(case: Case) -> str:
-    """The text of a Python program that runs the case."""
+    """A Python program, as text, that runs the case."""
     config = case.setup.config
     lines = [
         "from engine.config.sched import SchedulerConfig",

@@ -1,12 +1,11 @@
-"""Checks that a policy keeps what the engine promises its users, for the tests of its author.
+"""``check_policy``, which tests a policy in its author's test suite.
 
     from policylab.verify.testing import check_policy
 
     def test_my_policy():
         check_policy(MyPolicy)
 
-``metronome verify --policy my_package.MyPolicy`` runs the same checks for any length of time.
-"""
+``metronome verify --policy my_package.MyPolicy`` runs the same checks for any length of time."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SHRINKING_SECONDS = 20.0
 
 
 class NotShown(UserWarning):
-    """The policy broke no rule, but something could not be checked."""
+    """Warning: the policy broke no rule, but something could not be checked."""
 
 
 def check_policy(
@@ -46,29 +45,22 @@ def check_policy(
 ) -> Report:
     """Raise ``PolicyError`` if the policy breaks a rule; otherwise return what was run.
 
-    The policy runs in random engines with random requests of all features, from ``seed`` on, for
-    ``steps`` steps. In each: every token is right and sent once, every request finishes within a
-    bound on its work, none is preempted repeatedly without progress, no block, seat or request is
-    lost, hooks neither raise nor return invalid answers, better-ranked requests get blocks first,
-    and the same seed gives the same plans. Then a request waits in an overload of better-ranked
-    ones; if it is refused it arrives again, and it must be served within ``max_wait`` steps.
-    ``None`` allows starvation. Refusing it every time is allowed, but shows nothing about
-    starvation: ``waited`` of the report has the result, and a ``NotShown`` warning is raised if it
-    shows nothing, or if no request was accepted at all.
+    The policy runs for ``steps`` steps in random engines with random requests; seeds count up from
+    ``seed``. Every token must be right and sent once, every request must finish within a bound on
+    its work and must not be preempted repeatedly without progress, no block, seat or request may be
+    lost, hooks must not raise or return invalid answers, better-ranked requests must get blocks
+    first, and the same seed must give the same plans.
 
-    The policy also serves crowds, in which no request may starve and the policy must serve at least
-    half of what fcfs serves. It must keep no data that grows with finished requests, and must plan
-    the same in other processes and next to another engine in its own process. What it states in
-    ``by_design`` is no failure. A class that another process cannot find gets a ``NotShown``
-    warning.
-
-    ``length_predictor``: as for an engine; it must predict 0 or more tokens.
+    When better-ranked requests keep arriving, a request must be served within ``max_wait`` steps
+    (``None``: it may starve). In crowds of requests none may starve, and throughput must be at
+    least half of that of fcfs. The policy must keep no data that grows with finished requests, and
+    must plan the same in other processes and next to another engine. Results that it declares in
+    ``by_design`` as intended are allowed. A ``NotShown`` warning names what could not be checked.
 
     ``policy``: a class, an object (each run uses a copy), a dotted path or the name of a shipped
-    policy; ``options`` are the arguments of its constructor. The error names hook, request and
-    seed, and ends with the smallest program found that shows the failure. Raises ``ConfigError`` if
-    the policy cannot be checked at all.
-    """
+    policy; ``options``: arguments of its constructor. ``length_predictor``: as for an engine. The
+    error names hook, request and seed, and ends with the smallest program found that shows the
+    failure. Raises ``ConfigError`` if the policy cannot be checked at all."""
     __tracebackhide__ = True  # a failing test shows its own line and the message
     _check_arguments(steps, seed, max_wait)
     find_policy(policy, options or {})
@@ -94,7 +86,7 @@ def check_policy(
 
 
 def _check_arguments(steps: int, seed: int, max_wait: int | None) -> None:
-    """Raise ``ConfigError`` for numbers with which nothing would be checked."""
+    """Raise ``ConfigError`` for arguments with which nothing would be checked."""
     for name, value, least in (("steps", steps, 1), ("seed", seed, 0), ("max_wait", max_wait, 1)):
         kinds = (int, NoneType) if name == "max_wait" else (int,)
         check_kind(name, value, kinds)
@@ -114,7 +106,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _not_shown(name: str, report: Report) -> Iterator[str]:
-    """What the checks do not show, although they passed."""
+    """Sentences on what the passed checks could not show."""
     if not report.num_requests:
         yield (
             f"{name}: it accepted no request in {report.num_runs} random engines, so only refusals "

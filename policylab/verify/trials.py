@@ -1,10 +1,8 @@
-"""Trials of a policy: failures that show only over many steps, though each step keeps every rule.
+"""Trials of a policy, for failures that show only over many steps.
 
-The trials are: an overload and crowds (requests starve, or little is served or computed), a long
-series of small requests (data that grows), two engines in one process, and other interpreters. None
-depends on the speed of the machine. A policy may state that a result is intended
-(``Policy.by_design``), except in the last three.
-"""
+The trials are: an overload, and crowds of requests (starvation, low throughput); many small
+requests (growing data); two engines in one process; other interpreters. None depends on the speed
+of the machine. A policy may declare results of the first two as intended (``Policy.by_design``)."""
 
 from __future__ import annotations
 
@@ -46,9 +44,8 @@ EXCUSES = (STARVATION, THROUGHPUT, RECOMPUTING)
 
 
 class TrialFailure(NamedTuple):
-    """A failure of a policy in a trial. ``excuse``: the key with which ``by_design`` can declare it
-    intended; empty if nothing can. ``program``: the smallest program found that shows it, if
-    any."""
+    """A failure of a policy in a trial. ``excuse``: the key of ``by_design`` that can declare it as
+    intended; empty if none can. ``program``: a small program that shows it, or empty."""
 
     message: str
     excuse: str = ""
@@ -80,11 +77,9 @@ def run_trials(
 ) -> Trials:
     """Run all trials of a policy.
 
-    ``max_wait``: steps within which a request must be served while better-ranked ones keep
-    arriving; ``None``: requests may starve. ``predictor``: the engine's length predictor; ``None``:
-    "history". ``goes_on``: limit of shrinking, see ``shrink``. Raises ``ConfigError`` for invalid
-    ``by_design`` statements.
-    """
+    ``max_wait``: steps within which a request must be served in an overload; ``None``: it may
+    starve. ``predictor``: the engine's length predictor; ``None``: "history". ``goes_on``: limit of
+    shrinking, see ``shrink``. Raises ``ConfigError`` for an invalid ``by_design``."""
     stated = statements(find_policy(policy, options or {}))
     trials = Trials()
     name = name_of(policy)
@@ -111,8 +106,8 @@ def run_trials(
 
 
 def _caught(when: str, failures: Iterator[TrialFailure]) -> Iterator[TrialFailure]:
-    """Pass on the failures that a trial yields. If the trial raises an exception, that is a
-    failure, too; ``when`` says in its message what was going on."""
+    """Yield the failures of a trial; an exception becomes a failure, too. ``when``: the situation,
+    for its message."""
     try:
         yield from failures
     except Exception as error:  # any error is a finding
@@ -127,8 +122,7 @@ def _with_way_out(failure: TrialFailure) -> str:
 
 
 def statements(policy: Policy) -> dict[str, str]:
-    """What the policy states in ``by_design``, by key. Raises ``ConfigError`` for invalid
-    statements."""
+    """The policy's ``by_design``: reasons by key. Raises ``ConfigError`` if it is invalid."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
         raise ConfigError(
@@ -150,8 +144,7 @@ def statements(policy: Policy) -> dict[str, str]:
 def _in_overload(
     policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
 ) -> Iterator[TrialFailure]:
-    """Failures of the overload trial, in which a request waits while better-ranked ones keep
-    arriving."""
+    """Failures of the overload trial, in which better-ranked requests keep arriving."""
     if max_wait is None:
         return
     waited = trials.waited = wait_in_overload(policy, options, max_wait)
@@ -188,7 +181,7 @@ def _in_crowds(
 
 
 def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[TrialFailure]:
-    """Failures of a policy in serving a crowd, compared with fcfs. If most requests were refused,
+    """Failures of a policy that served a crowd, compared with fcfs. If it refused most requests,
     only starvation counts."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
@@ -219,8 +212,7 @@ def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[Trial
 
 
 def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
-    """A failure if one user's requests take much longer than those of others with the same
-    requests."""
+    """A failure if one user's requests take far longer than equal requests of other users."""
     if len(seen.steps_by_user) < len(USERS):
         return
     usual = median(seen.steps_by_user.values())
@@ -245,13 +237,12 @@ def _shown(starved: Starved) -> str:
 
 @cache
 def of_fcfs(kind: CrowdKind, num_users: int) -> SeenState:
-    """What fcfs does with a crowd of this kind. The names of the users do not matter to it, only
-    their number."""
+    """How fcfs serves this kind of crowd with ``num_users`` users."""
     return Crowd("fcfs", {}, kind, users=tuple(map(str, range(num_users)))).run()
 
 
 def names_in(policy: Any) -> tuple[str, ...]:
-    """User names for which the policy may have special rules: words in its code."""
+    """Words in the policy's code that may be user names with special treatment."""
     found: dict[str, None] = {}
     cls = type(find_policy(policy, {})) if isinstance(policy, str) else policy
     for base in (cls if isinstance(cls, type) else type(cls)).__mro__:
@@ -301,8 +292,7 @@ def _over_time(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
 
 
 def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
-    """A failure if two engines that take turns in one process plan differently from one that is
-    alone."""
+    """A failure if two engines in one process plan differently from one engine alone."""
     kind = MIXED._replace(num_steps=CROWD_STEPS)
     both = [Crowd(policy, options, kind, is_patient=True) for _ in range(2)]
     while both[0].goes_on:
@@ -373,8 +363,8 @@ def _elsewhere(
 def _differs(
     policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
 ) -> TrialFailure:
-    """The failure for a question that two interpreters answered differently. It includes the
-    smallest case found that shows this."""
+    """The failure for a question to which two interpreters gave different answers, with the
+    smallest case found."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
         case = _case(question, policy, options)
@@ -393,8 +383,8 @@ def _differs(
 
 
 def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> str:
-    """The parts of the environment on which the plans depend, as text; found by letting one part at
-    a time differ."""
+    """Text on which parts of the environment the plans depend, found by varying one part at a
+    time."""
     causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:
@@ -407,7 +397,7 @@ def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> s
 
 
 def _case(question: Question, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case that a question stands for, with all requests of a crowd as events."""
+    """The case of a question; a crowd becomes a case with all its requests as events."""
     if question.seed is not None:
         return draw_case(question.seed, policy, options)
     [kind] = [kind for kind in KINDS if kind.name == question.crowd]

@@ -1,4 +1,4 @@
-"""A policy that does random but legal things, to test all parts of the scheduler."""
+"""A policy that gives random but valid answers, to test all parts of the scheduler."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from engine.sched.request import Request
 
 
 class Wild(Policy):
-    """Every hook gives a random answer with probability ``rate`` (0 to 1).
+    """A policy whose hooks answer at random with probability ``rate`` (0 to 1), else by default.
 
-    No request is evicted twice, so that every request ends. The policy remembers its answers within
-    a step and raises ``AssertionError`` if the scheduler does not follow them.
-    """
+    It evicts no request twice, so every request ends. It raises ``AssertionError`` if the scheduler
+    does not follow its answers."""
 
     dynamic = True
     waiting_may_preempt = True
@@ -30,8 +29,7 @@ class Wild(Policy):
         self.allowed: dict[Request, int] = {}
 
     def odd(self, view: SchedView) -> bool:
-        """A random choice: True with probability ``rate``, in which case a hook answers at
-        random."""
+        """True with probability ``rate``: the hook should answer at random."""
         return view.rng.random() < self.rate
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""JumpingCore: an EngineCore that takes repeating steps in one pass."""
+"""JumpingCore: an EngineCore that simulates many identical decode steps in one call."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ from policylab.sim.jumps.stretch import Stretch
 
 
 class Repeats(Executor[Any], Protocol):
-    """An executor that knows, without computing steps, how long they take and when requests end."""
+    """An executor that can compute the times of many identical decode steps in one call."""
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
-        """Take the steps of a stretch that begin before ``stretch.until`` and before any request
-        ends.
+        """Execute the steps of ``stretch`` in order, up to ``stretch.until`` or the end of a
+        request.
 
-        ``tickets``: those of the steps in flight, oldest first; each repeated step is launched
-        after them and before the oldest is collected. Fills in the executor's fields of
-        ``Stretch``, sets the clock to ``next_begin``, and returns the tickets of the steps then in
-        flight: the same number, or one more, which is planned at ``next_begin``. If no step can be
-        taken, nothing changes.
-        """
+        ``tickets`` are the executor's handles of the steps in flight, oldest first. Returns those
+        of the steps that are in flight afterwards: the same number, or one more. The method fills
+        in ``begins``, ``ends``, ``seconds``, ``next_begin`` and ``token`` of ``stretch`` and sets
+        the clock to ``next_begin``. If no step can be executed, it changes nothing."""
         ...
 
 
 class JumpingCore(EngineCore):
-    """An engine core that jumps over repeating steps, with the same plans, block ids and times as
-    single steps.
+    """An engine core that skips over runs of identical decode steps; plans, block ids and times are
+    the same as if it took every step.
 
-    ``scheduler`` is new, without requests. If it is no ``Scheduler``, or overrides a part of the
-    step, every step is planned by itself. ``clock``: the scheduler's clock, in seconds.
-    """
+    ``scheduler`` must be new, without requests; if it is not a plain ``Scheduler``, no step is
+    skipped. ``clock`` is the scheduler's clock, in seconds."""
 
     def __init__(
         self,
@@ -55,13 +52,12 @@ class JumpingCore(EngineCore):
             self._stretches = Stretches(scheduler, clock)
 
     def step(self, until: float = inf) -> StepOutputs:
-        """Jump over all repeating steps that begin before ``until``, then take one normal step.
+        """Skip identical decode steps that begin before ``until``, then take one normal step and
+        return its outputs.
 
-        ``until`` is the time at which the next request is added, in seconds on the engine's clock.
-        The steps jumped over are in ``stretch`` and have no other outputs, since no request starts
-        or ends in them. If ``until`` comes within them, there is no further step, and {} is
-        returned.
-        """
+        ``until`` is the arrival time of the next request, in seconds on the engine's clock. The
+        skipped steps are stored in ``self.stretch``. If they last until ``until``, no normal step
+        is taken and the result is empty."""
         self.stretch = None
         if self._stretches is not None and len(self.flight) == self.depth - 1:
             self.stretch = self._jump(self._stretches, until)
@@ -70,8 +66,7 @@ class JumpingCore(EngineCore):
         return super().step()
 
     def _jump(self, stretches: Stretches, until: float) -> Stretch | None:
-        """Take the repeating steps that come next in one pass, and return them; ``None`` if there
-        are none."""
+        """Execute the next run of identical decode steps in one call; ``None`` if there is none."""
         stretch = stretches.find(until, [plan.step for plan, _ in self.flight])
         if stretch is None:
             return None

@@ -1,8 +1,7 @@
-"""Stretches: finds and settles repeating steps without planning each of them.
+"""Stretches: the scheduler's side of simulating many identical decode steps in one call.
 
-Such steps are known in advance: one token for each running request, and blocks in order of rank
-where a table grows. They end before the first step in which anything could differ.
-"""
+In such steps each running request gets one token, and KV blocks are taken in order of the policy's
+ranks. A stretch of steps ends before the first step that could differ."""
 
 from __future__ import annotations
 
@@ -36,19 +35,18 @@ STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")
 
 
 def can_jump(scheduler: SchedulerInterface) -> TypeGuard[Scheduler]:
-    """True for a ``Scheduler`` whose class overrides no part of the step."""
+    """True for a ``Scheduler`` whose class overrides no method that takes part in a step."""
     return isinstance(scheduler, Scheduler) and all(
         getattr(type(scheduler), part) is getattr(Scheduler, part) for part in STEP_PARTS
     )
 
 
 class Stretches:
-    """Finds stretches of repeating steps for a new scheduler whose KV manager is a ``RepeatingKV``,
-    and settles them.
+    """Finds stretches of identical decode steps and updates the scheduler as if it had planned each
+    of them.
 
-    After a stretch the scheduler is in the same state as after the single steps. ``clock``: the
-    scheduler's, in seconds.
-    """
+    ``scheduler`` must have no requests yet, and a ``RepeatingKV`` as its KV manager. ``clock``: the
+    scheduler's clock, in seconds."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         assert isinstance(scheduler.kv, RepeatingKV) and not scheduler.roster.by_id
@@ -72,11 +70,11 @@ class Stretches:
 
     @not_reentrant
     def find(self, until: float, in_flight: Sequence[int]) -> Stretch | None:
-        """The repeating steps that come next; ``None`` if the next step is not one.
+        """Find the identical decode steps that come next; ``None`` if the next step needs normal
+        planning.
 
-        ``until``: seconds on the clock; the stretch ends with the step in which that time comes.
-        ``in_flight``: numbers of the steps in flight, oldest first.
-        """
+        No step of the stretch begins after ``until`` (seconds on the clock). ``in_flight``: numbers
+        of the steps in flight, oldest first."""
         roster, settler, now = self._roster, self._settler, self._clock()
         if (due := self._scheduler.intake.timers.next_time()) is not None:
             until = min(until, due)
@@ -114,8 +112,8 @@ class Stretches:
         )
 
     def settle(self, stretch: Stretch) -> None:
-        """Update the scheduler's state for the stretch that ``find`` returned last, whose steps
-        have been planned and computed."""
+        """Apply the executed steps of ``stretch``, the last result of ``find``, to the scheduler's
+        state."""
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
@@ -156,8 +154,7 @@ class Stretches:
     # -- helpers
 
     def _is_contested(self) -> bool:
-        """True if the first waiting request may get a seat in the next step, judged by a cheap test
-        before the exact ones."""
+        """True if, by a cheap test, the first waiting request may be scheduled in the next step."""
         roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False
@@ -166,13 +163,11 @@ class Stretches:
         return fits and not (is_full or self._guard.overrides("limits"))
 
     def _lacks_blocks(self, req: Request) -> bool:
-        """True if the first waiting request is refused for lack of blocks in every step of the
+        """True if the first waiting request, ``req``, lacks free KV blocks in every step of the
         stretch.
 
-        During a stretch the number of free blocks only falls, and the prefix hit of ``req`` grows
-        only if a running request publishes more of its prompt. Without that the request is refused
-        again. ``keeps_headroom`` matters only if the request itself fits.
-        """
+        This holds if it lacks them now and its prefix hit cannot grow, since the number of free
+        blocks only falls during a stretch."""
         is_chunked = self._scheduler.config.enable_chunked_prefill
         if self._guard.overrides("admit") or not is_chunked:
             return False
@@ -182,8 +177,8 @@ class Stretches:
         return not kv.may_gain(req, self._roster.running_rows.list)
 
     def _is_steady(self, in_flight: Sequence[int]) -> bool:
-        """True if every step in flight has the same running requests, none is prefilling, no output
-        is pending and no plug-in must be called in each step."""
+        """True if the steps in flight and the next step have the same running requests, all of them
+        decoding, and no plug-in needs a call per step."""
         roster, settler = self._roster, self._settler
         seated = roster.running_rows
         if not seated.list or self._scheduler.pause_state is not PauseState.UNPAUSED:
@@ -201,9 +196,9 @@ class Stretches:
         return self._roster.running_rows.columns, self._settler.appender.running_members()
 
     def _first_step(self) -> Step | None:
-        """The state of the next step after each running request was granted its token. ``None`` if
-        the tokens do not all fit, or if a waiting request would be offered tokens. If something
-        closes admission in this step, it does so in each step of the stretch."""
+        """The state of the next step after each running request got one token.
+
+        ``None`` if the token budget is too small, or if a waiting request might be scheduled."""
         roster, guard, view = self._roster, self._guard, self._view
         step = Step(0, self._scheduler.config.max_num_batched_tokens, roster)
         limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
@@ -229,7 +224,7 @@ class Stretches:
         return step
 
     def _order(self) -> list[int]:
-        """For each running request, in order of rows, its place in the order of ranks."""
+        """The rank position of each running request, by ascending row in the request table."""
         roster, seated = self._roster, self._roster.running_rows
         if self._version == seated.version and not self._guard.dynamic:
             return self._places
@@ -237,7 +232,7 @@ class Stretches:
         return self._places
 
     def _count(self, stretch: Stretch) -> None:
-        """Update the scheduler's counters and its record of steps in flight for the stretch."""
+        """Update the scheduler's counters and its list of steps in flight for the stretch."""
         counters, seated = self._settler.counters, self._roster.running_rows
         num_planned, num_steps = stretch.num_planned, stretch.num_steps
         counters.num_steps += num_planned
@@ -251,9 +246,8 @@ class Stretches:
             seated.add_full_step(step)
 
     def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
-        """Tell the view the shape and duration of each settled step, as ``View.note`` does after a
-        single step. The cost model learns from each one at once if the policy has ``on_step``, else
-        later. ``num_before``: steps in flight before the stretch."""
+        """Report the shape and duration of each finished step to the policy's view, for its cost
+        model. ``num_before``: the number of steps in flight before the stretch."""
         view, seconds = self._view, stretch.seconds
         first = -num_before
         if self._guard.overrides("on_step"):
@@ -267,17 +261,17 @@ class Stretches:
 
 
 def shape_of(step: tuple[Stretch, int], seconds: float) -> StepShape:
-    """The shape of one step of a stretch. ``step``: the stretch and the step's index in it."""
+    """The shape of one step. ``step``: a stretch, and the index of the step in it."""
     stretch, index = step
     return stretch.shape(index, seconds)
 
 
 class RepeatedWaits(WaitLedger):
-    """A wait ledger that charges the waits of many plans in one call."""
+    """A ledger of waiting times that can be updated for many steps in one call."""
 
     def close_each(self, times: Sequence[float], cause: str) -> None:
-        """Call ``close`` for each of these times, with this cause and without refused requests.
-        Sums are rounded as in single calls."""
+        """Charge the waiting time up to each of these step times (seconds) to ``cause``. The sums
+        are bit-identical to those of one ``close`` call per step."""
         self.close(times[0], cause, ())
         since, total = times[0], self._totals.get(cause, 0.0)
         for now in times:

@@ -1,4 +1,4 @@
-"""The number of repeating decode steps for which a policy's answers stay the same."""
+"""For how many identical decode steps a policy need not be called."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ ALWAYS_STABLE = frozenset(
 
 
 class Stable(Protocol):
-    """What a policy implements so that its steps can be jumped over, if it is ``dynamic`` or has
-    ``limits`` or ``on_step``."""
+    """The method that a policy which is ``dynamic``, or has ``limits`` or ``on_step``, needs so
+    that the simulator can skip its identical decode steps."""
 
     def stable_for(self, view: SchedView) -> float:
-        """The number of steps from now on for which the policy's answers stay the same; ``inf``: no
-        bound. The answers meant are the ranks of running requests, ``limits`` and ``next_waiting``;
-        also, ``on_step`` need not be called in these steps. The policy may assume that the same
-        requests get one token per step and that none arrives or ends."""
+        """The number of coming steps in which the policy need not be called; ``inf``: any number.
+        The policy's ranks of running requests, ``limits`` and ``next_waiting`` must not change in
+        these steps. Each running request gets one token per step and none arrives or ends."""
         ...
 
 
 def stable_steps(guard: PolicyGuard, view: View) -> float:
-    """The number of repeating decode steps for which the policy need not be called."""
+    """The number of coming decode steps in which the policy need not be called."""
     if guard.is_rerank_due or guard.overrides(*BY_ROW_HOOKS):
         return 0
     if not (guard.dynamic or guard.overrides("limits", "on_step")):

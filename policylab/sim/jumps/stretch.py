@@ -1,4 +1,4 @@
-"""Stretch: repeating steps, described for scheduler and executor."""
+"""Stretch: a run of identical decode steps that is simulated in one call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_TIMES: Times = np.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Growth:
-    """The blocks that requests take during a stretch, one entry per block, in the order of
-    taking."""
+    """The KV blocks that requests get during a stretch of decode steps, one list entry per
+    block."""
 
     steps: list[int] = field(default_factory=list)  # 0 for the first step of the stretch
     places: list[int] = field(default_factory=list)  # index of the request within the stretch
@@ -29,18 +29,16 @@ class Growth:
 
 @dataclass(eq=False, slots=True)
 class Stretch:
-    """Repeating steps: the same requests get one token each, and nothing else happens.
+    """A run of decode steps in each of which the same requests get one token, and nothing else
+    happens.
 
-    The scheduler side chooses the steps and their largest number; the executor knows how long each
-    takes and therefore how many there are (``num_steps``). Then they are settled in one pass, as if
-    each of them had been planned, computed and settled by itself. With several steps in flight, the
-    steps planned in a stretch are not the same as those settled in it. One more step may be planned
-    than settled: the next one, in which requests may end.
+    The scheduler sets ``max_steps``; the executor computes the times of the steps and thereby their
+    number. If other steps were in flight before, they finish first, so the steps that finish during
+    a stretch are not those that are planned during it.
 
-    ``slots``, ``generations`` and ``starts`` are those of the first plan, as in ``StepPlan``; each
-    later plan starts one token further. ``until``: seconds on the engine's clock; no step is
-    planned at that time or later.
-    """
+    ``slots``, ``generations`` and ``starts`` [requests] are those of the first plan, as in
+    ``StepPlan``; ``starts`` grows by 1 per step. No step is planned at or after ``until`` (seconds
+    on the engine's clock)."""
 
     step: int  # number of the first planned step
     rows: NDArray[np.intp]  # ascending
@@ -70,16 +68,16 @@ class Stretch:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are settled."""
+        """The number of steps that finish during the stretch."""
         return len(self.ends)
 
     @property
     def num_planned(self) -> int:
-        """The number of steps that are planned: ``num_steps`` or one more."""
+        """The number of steps planned during the stretch: ``num_steps`` or one more."""
         return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
-        """The plan of the step at this index (from 0), as if it had been made by itself."""
+        """The plan of the step at this index (from 0) of the stretch."""
         ones, growth = np.ones(len(self.rows), dtype=np.int32), self.growth
         first, last = bisect_left(growth.steps, index), bisect_right(growth.steps, index)
         return StepPlan(
@@ -103,8 +101,8 @@ class Stretch:
         return map(self.plan, range(self.num_planned))
 
     def shape(self, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """The sizes of the step at this index. A negative index means a step before the stretch
-        with the same rows."""
+        """The shape of the step at this index, with ``seconds`` as its duration. A negative index
+        means a step that was in flight before the stretch."""
         count = len(self.rows)
         context = int(self.starts.sum(dtype=np.int64)) + index * count
         return StepShape(count, count, count, context, context + count, seconds)

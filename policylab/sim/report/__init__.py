@@ -1,9 +1,8 @@
-"""What runs and comparisons look like: a page, plots with their numbers, and a trace.
+"""Reports of runs and comparisons: an HTML page, plots with their numbers, and a trace.
 
-``write_report`` writes one page that needs no network, ``write_plots`` each plot as SVG and CSV
-(and PNG and PDF, with the extra ``plots``), ``write_trace`` a file for Perfetto. ``read_report``
-returns the data in a page.
-"""
+``write_report`` writes the page, ``read_report`` returns the data in it. ``write_plots`` writes
+each plot as SVG and CSV (and PNG and PDF, with the extra ``plots``), ``write_trace`` a trace file
+for Perfetto."""
 
 from policylab.sim.report.data import read_report
 from policylab.sim.report.subjects import Point, points_from

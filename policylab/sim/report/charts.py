@@ -34,14 +34,14 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A plot. ``key``: base name of the files it is written to."""
+    """A plot. ``key``: its file name without extension."""
 
     key: str
     title: str
     caption: str
 
     def rows(self) -> Iterator[list[Cell]]:
-        """The plotted numbers as rows of a table, the first of which is its head."""
+        """The plotted numbers as rows of a table; the first row has the column names."""
         raise NotImplementedError
 
     @property
@@ -86,7 +86,7 @@ class Lines(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Chart):
-    """A bar chart: in each group there is one bar for each name."""
+    """A bar chart with several groups, each of which has one bar per name in ``bars``."""
 
     y_label: str
     groups: Sequence[str]
@@ -121,7 +121,7 @@ class Grid(Chart):
 
 
 class Bar(NamedTuple):
-    """One bar of a Gantt chart: a period in which a request, shown in ``row``, was in one state."""
+    """One bar of a Gantt chart: the time that the request in line ``row`` spent in one state."""
 
     row: int
     start: float
@@ -146,5 +146,5 @@ class Gantt(Chart):
 
 
 def shown(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts that have something to plot."""
+    """The charts that are not empty."""
     return [chart for chart in charts if not chart.is_empty]

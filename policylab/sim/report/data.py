@@ -1,4 +1,4 @@
-"""The data in a report's page: the timeline, and the numbers of every plot."""
+"""The data that a report's page contains: runs, points and the numbers of every plot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data_of(
     charts: Iterable[Chart],
     left_out: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The data that the page contains, as plain values; NaN and infinity become ``None``."""
+    """The content of a report's page as plain values for JSON; NaN and infinity become ``None``."""
     return {
         "format": FORMAT,
         "left_out": dict(left_out),
@@ -44,8 +44,7 @@ def data_of(
 
 
 def encoded(data: dict[str, Any]) -> str:
-    """The data as JSON that is safe inside an HTML element: it contains no text that could end the
-    element or begin another."""
+    """The data as JSON that can be put into an HTML element: ``<``, ``>`` and ``&`` are escaped."""
     text = msgspec.json.encode(data).decode()
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
@@ -53,7 +52,7 @@ def encoded(data: dict[str, Any]) -> str:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """The data in a report's page. Raises ``ConfigError`` for a file without such data."""
+    """Read the data back from a report's page. Raises ``ConfigError`` for any other file."""
     try:
         _, _, after = Path(path).read_text(encoding="utf-8").partition(f'id="{ELEMENT}">')
         found: dict[str, Any] = msgspec.json.decode(after.partition("</script>")[0])

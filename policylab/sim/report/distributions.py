@@ -57,9 +57,9 @@ def _cdf(subject: Subject, kind: str) -> Series:
 
 
 def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
-    """A cumulative distribution: values in ascending order, and for each the share of all values
-    that do not exceed it. If there are many values, only a selection is returned, which includes
-    those at the usual percentiles."""
+    """The cumulative distribution of ``values`` that occur ``weights`` times: values in ascending
+    order, and for each the share (0 to 1) of occurrences up to it. Of many values, a selection with
+    the usual percentiles is returned."""
     if not len(values):
         return [], []
     order = np.argsort(values, kind="stable")
@@ -74,7 +74,7 @@ def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
 
 
 def slowdowns(found: Sequence[Subject]) -> Iterator[Chart]:
-    """Heat maps of the slowdown by sizes of requests."""
+    """Heat maps of the slowdown against an idle engine, by prompt and output length."""
     names = [_range(first, last) for first, last in zip(EDGES, (*EDGES[1:], None), strict=True)]
     cells = [cell for each in found for cell in each.figures.slowdown]
     columns = 1 + max((EDGES.index(cell.prompt[0]) for cell in cells), default=-1)
@@ -105,8 +105,8 @@ def _range(first: int, last: int | None) -> str:
 
 
 def bounds(found: Sequence[Subject]) -> Iterator[Chart]:
-    """A bar chart of makespan and mean E2E latency, each divided by its lower bound for any
-    scheduler."""
+    """A bar chart of makespan and mean E2E latency, each divided by a lower bound that holds for
+    every scheduler."""
     known = [each for each in found if each.figures.bounds]
     yield Bars(
         key="bounds",
@@ -124,7 +124,7 @@ def bounds(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
-    """A chart of the real time in the policy's hooks."""
+    """A bar chart of the real time per step that the policy's hooks took."""
     known = [each for each in found if each.figures.hook_seconds > 0]
     yield Bars(
         key="hooks",
@@ -142,8 +142,8 @@ def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
-    """A chart of the share of requests whose promises would be kept if all promised times were
-    multiplied by a factor."""
+    """A chart of the share of requests that would have met their latency limits if all limits were
+    multiplied by the factor on the x axis."""
     series = []
     for each in found:
         needed = scale_needed(each, slo)
@@ -165,8 +165,8 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
 
 
 def scale_needed(subject: Subject, slo: Sequence[Limit]) -> Floats:
-    """For each request with promises, the factor by which its promised times would have to be
-    multiplied so that all are just kept; infinity for failed requests [requests with promises]."""
+    """For each request with latency limits, the smallest factor by which they would have to be
+    multiplied to be met; infinity for failed requests [requests with limits]."""
     requests = subject.run.requests
     needed = np.full(len(requests), np.nan)
     if slo:

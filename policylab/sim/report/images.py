@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def write_images(chart: Chart, where: Path) -> None:
-    """Write the chart into this directory as PDF and PNG; equal charts give equal files."""
+    """Write the chart into the directory ``where`` as PDF and PNG, reproducible byte by byte."""
     import pypdfium2
 
     page = _pdf(chart)
@@ -48,8 +48,7 @@ def _pdf(chart: Chart) -> bytes:
 
 @cache
 def _register_font() -> None:
-    """Register a font file that comes with reportlab, so that charts do not depend on the system's
-    fonts."""
+    """Register the font that comes with reportlab, so that images do not depend on system fonts."""
     import reportlab
     from svglib.fonts import register_font
 

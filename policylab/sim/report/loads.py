@@ -19,7 +19,7 @@ CURVES = {
 
 
 def over_load(points: Sequence[Point]) -> Iterator[Chart]:
-    """Charts of latencies, throughput and kept promises over the load."""
+    """Charts of latencies, throughput and kept promises, with the load as x axis."""
     label = x_label(points)
     is_apart = _mark(points) == DOTS
     for kind, words in CURVES.items():
@@ -87,8 +87,8 @@ def _has_loads(points: Sequence[Point]) -> bool:
 
 
 def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
-    """For each policy, pairs of x value and point in ascending order. The x value is the load if
-    all points have one, else the rate."""
+    """For each policy, its points in ascending order of the x axis, each with its x value: the load
+    if all points have a load, else the rate."""
     has_loads = _has_loads(points)
     found: dict[str, list[tuple[float, Point]]] = {}
     for point in points:
@@ -97,8 +97,8 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """Groups of points with the same load (or rate, unless all points have a load), in ascending
-    order, each with a label such as "load 0.9"."""
+    """Points grouped by load in ascending order, each group with a label such as "load 0.9". If not
+    all points have a load, they are grouped by arrival rate."""
     found: dict[float, list[Point]] = {}
     has_loads = _has_loads(points)
     for point in points:
@@ -110,18 +110,18 @@ def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def _has(point: Point, name: str) -> bool:
-    """True if the point has the figure ``name`` to show. Latencies of an overloaded point do not
-    count: the seeds that were not overloaded are no fair sample."""
+    """True if the point has a value of the figure ``name`` to show. Latencies of an overloaded
+    point are not shown: they depend on the length of the run."""
     return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
 
 
 def _mark(points: Sequence[Point]) -> str:
-    """The style of series: lines and dots if there are three or more loads, else only dots."""
+    """The style of the series: lines and dots for three or more loads, else dots only."""
     return BOTH if len(by_load(points)) > 2 else DOTS
 
 
 def _within(value: Estimate) -> Estimate:
-    """The estimate of a share, with the ends of its interval cut to 0..1."""
+    """The estimate of a share, with its confidence interval cut to 0..1."""
     return Estimate(
         value.value,
         max(0.0, value.low) if isfinite(value.low) else value.low,
@@ -206,7 +206,7 @@ def pressure(points: Sequence[Point]) -> Iterator[Chart]:
 
 
 def errors(points: Sequence[Point]) -> Iterator[Chart]:
-    """A chart of how far simulated figures are from real ones, for points that exist as both."""
+    """A chart of the errors (percent) of simulated figures, for points that were also measured."""
     real = {(p.policy, p.rate): p for p in points if p.kind == "real"}
     has_loads = _has_loads(points)
     series = []

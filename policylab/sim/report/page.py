@@ -47,7 +47,7 @@ def page(
     sections: Sequence[tuple[str, str, Sequence[Chart]]],
     data: dict[str, Any],
 ) -> str:
-    """The HTML of the page. ``sections``: for each its heading, an explanation, and its charts."""
+    """The HTML of the report. ``sections``: heading, explanation and charts of each section."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -76,8 +76,7 @@ def _text(value: object) -> str:
 
 
 def _about(found: Sequence[Subject]) -> Iterator[str]:
-    """HTML of the settings needed to reproduce the figures; settings that all runs share come
-    first."""
+    """HTML of the settings of all runs: first the common settings, then those that differ."""
     facts = [_facts(each) for each in found]
     same = {n: v for n, v in facts[0].items() if all(f[n] == v for f in facts)} if facts else {}
     yield f'<p class="small">{_listed(same)}</p>'
@@ -226,7 +225,7 @@ this moment and request.</p>
 
 
 def _lists(found: Sequence[Subject]) -> Iterator[str]:
-    """HTML tables of the requests that waited longest or were preempted most."""
+    """HTML tables, per run, of the requests that waited longest or were preempted most."""
     if not found:
         return
     yield "<h2>Requests that waited longest or were preempted most</h2>"

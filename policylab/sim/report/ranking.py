@@ -22,8 +22,8 @@ TAILS = {
 
 
 def rankings(points: Sequence[Point]) -> list[list[str]]:
-    """Rows of a table, with its head first: for each latency figure and load, the policies in order
-    of their means. Empty if there is only one policy."""
+    """A table of the policies in order of their means, with one row per latency figure and one
+    column per load; the first row has the column names. Empty if there is only one policy."""
     loads = [(where, here) for where, here in by_load(points) if len(here) > 1]
     if not loads:
         return []
@@ -60,8 +60,8 @@ def _ranked(here: Sequence[Point], figure: str) -> list[str]:
 
 
 def _line(alike: Sequence[Point], figure: str) -> str:
-    """One entry of a ranking: the policies whose values of the figure are equal, and the verdict on
-    their difference from the policy that all are compared with."""
+    """One entry of a ranking: the policies ``alike``, which have equal values, as text with the
+    verdict on their difference from the baseline policy."""
     names = " = ".join(point.name for point in alike)
     text = f"{names}: {interval(alike[0].values[figure])}"
     one = next((point for point in alike if not point.base), alike[0])
@@ -72,7 +72,7 @@ def _line(alike: Sequence[Point], figure: str) -> str:
 
 
 def interval(value: Estimate) -> str:
-    """A value as text, with the ends of its confidence interval if it has one."""
+    """A value as text, with its confidence interval if it has one."""
     if not isfinite(value.high - value.low):
         return f"{value.value:.4g}" + (f" ({value.low:.4g} or more)" if isfinite(value.low) else "")
     if abs(value.high + value.low - 2 * value.value) < 1e-9 * max(1.0, abs(value.value)):

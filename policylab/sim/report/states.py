@@ -17,7 +17,7 @@ STATES = (WAITING, PREFILL, DECODE, PAUSED, PREEMPTED)
 
 
 class State(NamedTuple):
-    """A period that a request spent in one state; ``why``: the causes, if the state is waiting."""
+    """A period in which a request was in one state; ``why``: the causes of waiting, as text."""
 
     name: str
     start: float
@@ -26,8 +26,8 @@ class State(NamedTuple):
 
 
 def because(causes: Mapping[str, float], most: int | None = None) -> str:
-    """Causes of a wait as text, each with its seconds, the largest first. ``most``: list only this
-    many causes."""
+    """The causes of a wait as text with seconds, the longest first. ``most``: the largest number of
+    causes in the text."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
     known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
     text = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
@@ -39,8 +39,8 @@ def because(causes: Mapping[str, float], most: int | None = None) -> str:
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:
-    """The stays in the queue of the request at index ``place``; at most the first stay if the run
-    kept no history."""
+    """The periods in which the request at index ``place`` was queued; only the first one if the run
+    has no history."""
     if run.history is not None:
         return run.history.stays[place]
     requests = run.requests
@@ -71,7 +71,7 @@ class States:
             self._spans.setdefault(place, []).append((first, last, count))
 
     def of(self, place: int) -> list[State]:
-        """The states of the request at index ``place``, in order of time."""
+        """The states over time of the request at this index."""
         requests = self._run.requests
         stays = stays_in_queue(self._run, place)
         last = float(requests.times("last")[place])
@@ -86,8 +86,8 @@ class States:
         return found
 
     def _seated(self, place: int, start: float, end: float) -> Iterator[State]:
-        """The states of the request at index ``place`` between ``start`` and ``end`` (seconds),
-        during which it has a seat."""
+        """The states from ``start`` to ``end`` (seconds) of the request at index ``place``, which
+        is running for all of that time."""
         first = float(self._run.requests.times("first")[place])
         steps = self._run.steps
         if steps is None or place not in self._spans:
@@ -110,8 +110,8 @@ class States:
 
 
 def preempted_by(causes: Mapping[str, float]) -> str:
-    """The id of the request in whose favour another one was preempted; empty if not known.
-    ``causes``: those of the preempted request's wait."""
+    """The id of the request in favour of which another was preempted; empty if unknown. ``causes``:
+    the causes of the preempted request's wait."""
     for cause in causes:
         if cause.startswith(f"{AGAIN} by "):
             return cause.removeprefix(f"{AGAIN} by ")

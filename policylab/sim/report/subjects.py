@@ -1,4 +1,4 @@
-"""The subjects of a report: runs with their figures, and points of a comparison."""
+"""What a report shows: single runs with their figures, and points of a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policylab.sim.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run that is shown in a report."""
+    """A run in a report, with its figures and a unique label."""
 
     label: str
     run: Run
@@ -32,7 +32,7 @@ class Subject:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the requests that the run's figures count [requests]."""
+        """Mask of the finished requests after the warm-up [requests]."""
         came = np.zeros(len(self.run.requests), dtype=np.bool_)
         came[self.figures.window.num_warmup :] = True
         counted: NDArray[np.bool_] = came & self.run.requests.done
@@ -47,7 +47,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The results of a policy at one load (or rate), over all seeds."""
+    """The results of one policy at one load (or arrival rate), over all seeds."""
 
     policy: str
     rate: float
@@ -73,26 +73,26 @@ class Point:
     requests."""
 
     def value(self, name: str) -> float:
-        """The mean of the figure of this name; NaN without values."""
+        """The mean of the figure of this name; NaN if the point has none."""
         found = self.values.get(name)
         return nan if found is None else found.value
 
     def seeds_with(self, name: str) -> str:
-        """A text such as "2 of 8" if only some seeds have the figure; else empty."""
+        """A text such as "2 of 8" if only some of the seeds have the figure; else empty."""
         count = self.counts.get(name, 0)
         return f"{count} of {self.num_seeds}" if count else ""
 
     @property
     def name(self) -> str:
-        """The name of the policy in legends."""
+        """The policy's name as shown in legends."""
         return self.policy if self.kind == "simulated" else f"{self.policy} ({self.kind})"
 
 
 def subjects(
     runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
 ) -> list[Subject]:
-    """The runs as subjects with distinct labels. Runs without figures are left out. ``points``:
-    those of the comparison, if there is one."""
+    """Compute the figures of each run and give it a unique label. Runs without figures are left
+    out. ``points``: the points of the comparison that the runs belong to, if any."""
     runs = [run for run in runs if not run.not_own]
     found = [figures(run, slo=slo) for run in runs]
     return [
@@ -108,8 +108,8 @@ def subjects(
 
 
 def _where(run: Run, points: Sequence[Point]) -> str:
-    """Which run of the comparison this one is, as in "seed 0 at load 0.6, of 3 seeds and 2
-    loads"."""
+    """A text that identifies the run within its comparison, such as "seed 0 at load 0.6, of 3 seeds
+    and 2 loads"."""
     seed, rate = run.head.get("seed"), run.head.get("rate")
     mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
     text = "" if seed is None else f"seed {seed}"
@@ -131,8 +131,8 @@ def _where(run: Run, points: Sequence[Point]) -> str:
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:
-    """How many runs of the same policy are overloaded in the comparison, as in "2 of 3 at load
-    0.9"; empty if none is."""
+    """A text such as "2 of 3 at load 0.9" on the overloaded runs of the same policy in the
+    comparison; empty if there are none."""
     mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
     return ", ".join(
         f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
@@ -143,14 +143,13 @@ def _elsewhere(run: Run, points: Sequence[Point]) -> str:
 
 
 def which_runs(found: Sequence[Subject]) -> str:
-    """A sentence that names the seed and load of the shown runs; empty unless all runs share
-    them."""
+    """A sentence with the seed and load of the runs; empty if they have different ones."""
     alike = {each.where for each in found}
     return f"Single runs are shown: {alike.pop()}." if len(alike) == 1 and alike != {""} else ""
 
 
 def place_of(point: Point) -> str:
-    """The point's load, or else its rate, as text."""
+    """The point's load as text, or its arrival rate if the load is unknown."""
     if isfinite(point.load):
         return f"load {point.load:.4g}"
     return f"{point.rate:.4g} requests per second"
@@ -164,8 +163,8 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(labels: list[str], more: list[str]) -> list[str]:
-    """The labels. Equal ones get their texts from ``more`` appended, unless these texts are equal
-    as well."""
+    """Make labels distinct: equal labels get their text in ``more`` appended, if these texts
+    differ."""
     found = list(labels)
     for label, count in Counter(labels).items():
         places = [place for place, each in enumerate(labels) if each == label]
@@ -194,7 +193,7 @@ def _workload(run: Run) -> str:
 
 
 def points_of(found: Sequence[Subject]) -> list[Point]:
-    """A point for each run with a known rate."""
+    """The figures of each run as a point; runs without a known arrival rate are left out."""
     bases: dict[tuple[object, ...], Subject] = {}
     for each in found:
         bases.setdefault(_requests_of(each), each)
@@ -219,14 +218,14 @@ def points_of(found: Sequence[Subject]) -> list[Point]:
 
 
 def _requests_of(subject: Subject) -> tuple[object, ...]:
-    """A key that is equal for runs that served the same requests."""
+    """A key that two runs share if they served the same requests."""
     head = subject.run.head
     return (kind(subject.run), *(str(head.get(n)) for n in ("workload", "seed", "rate")))
 
 
 def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
-    """Differences between the figures of two single runs. One pair gives no interval, so the
-    verdict is that values are equal, or undecided."""
+    """For each figure, its difference between two single runs. Without an interval, the verdict can
+    only be "equal" or "undecided"."""
     found = {}
     for name in NAMES:
         one, other = ours.value(name), theirs.value(name)
@@ -244,7 +243,7 @@ def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
 
 
 def points_from(cells: Sequence[Cell]) -> list[Point]:
-    """The points of a comparison: each policy at each load and setting, over all seeds."""
+    """The points of a comparison: one for each policy, load and setting, over all seeds."""
     found = []
     for cell in cells:
         for place, name in enumerate(cell.names):

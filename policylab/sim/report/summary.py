@@ -1,4 +1,4 @@
-"""Sentences that summarise a report: waits and their causes, preemptions, collapses."""
+"""Sentences that summarise runs and comparisons: waits, preemptions, overload."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def of_run(subject: Subject) -> Iterator[str]:
 
 
 def _which(subject: Subject) -> Iterator[str]:
-    """A sentence on which of the comparison's runs is shown, and which runs of the policy are
-    overloaded."""
+    """A sentence that names the shown run of a comparison and the policy's overloaded runs."""
     if not subject.where:
         return
     text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
@@ -46,7 +45,7 @@ def _which(subject: Subject) -> Iterator[str]:
 
 
 def _period(subject: Subject) -> Iterator[str]:
-    """A sentence on which requests the figures count."""
+    """A sentence on how many requests count for the figures, and why."""
     found, window = subject.figures, subject.figures.window
     if found.is_overloaded:
         return
@@ -109,7 +108,7 @@ def _preemptions(subject: Subject) -> Iterator[str]:
 
 
 def _valley(subject: Subject) -> Iterator[str]:
-    """A sentence on the part of the run in which output was lowest while requests waited."""
+    """A sentence on the period with the lowest throughput while requests waited."""
     edges = bins(subject, NUM_VALLEYS)
     if not len(edges):
         return
@@ -133,7 +132,7 @@ def _valley(subject: Subject) -> Iterator[str]:
 
 
 def _least(subject: Subject) -> Iterator[str]:
-    """Sentences on the user who got the least service, and on the widest gap between two users."""
+    """Sentences on the user with the least service, and on the widest gap between two users."""
     service = subject.figures.service
     if service is None:
         return
@@ -166,7 +165,7 @@ def _least(subject: Subject) -> Iterator[str]:
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:
-    """Sentences on which policies are overloaded at which load, and which collapse."""
+    """Sentences on the loads at which policies are overloaded or collapse."""
     label = x_label(points)
     for where, here in by_load(points):
         over = [

@@ -54,7 +54,7 @@ class Scale(NamedTuple):
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """The ticks as text, with enough digits to differ."""
+    """The ticks as text, with enough digits to tell them apart."""
     found = [number(tick) for tick in ticks]
     for digits in range(4, 12):
         if len(set(found)) == len(found):
@@ -64,8 +64,8 @@ def labels(ticks: Sequence[float]) -> list[str]:
 
 
 def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """A scale that covers these values and maps them to coordinates from ``start`` to ``end``; it
-    begins at the value 0 if that is near."""
+    """A scale that maps the range of the values to coordinates from ``start`` to ``end``. The range
+    begins at 0 if the smallest value is below 60 % of the largest, unless ``is_log``."""
     known = [value for value in values if isfinite(value) and (value > 0 or not is_log)]
     low, high = min(known, default=1.0), max(known, default=1.0)
     if is_log:
@@ -78,7 +78,7 @@ def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = F
 
 
 def svg(chart: Chart, *, is_file: bool = False) -> str:
-    """The chart as an SVG element; ``is_file``: as a complete file."""
+    """The chart as an SVG element; with ``is_file`` as a complete SVG file."""
     height, parts = DRAWN[type(chart)](chart)
     namespace = f" {NAMESPACE}" if is_file else ""
     head = (
@@ -90,7 +90,7 @@ def svg(chart: Chart, *, is_file: bool = False) -> str:
 
 
 def _safe(text: str) -> str:
-    """The text without characters that XML forbids, escaped."""
+    """The text escaped for XML, with control characters replaced by spaces."""
     return escape("".join(c if c >= " " and c not in "\ufffe\uffff" else " " for c in text))
 
 
@@ -115,8 +115,8 @@ def _box(x: float, y: float, width: float, height: float, colour: str, text: str
 
 
 def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, list[str]]:
-    """The legend: names with the colours of their series, and the meaning of red lines. Returns its
-    height and its SVG elements."""
+    """The height and SVG elements of a legend at height ``top``: the colour of each series, and the
+    text ``red`` on what red lines mean."""
     parts, x, y = [], float(LEFT), top
     for place, name in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
@@ -216,8 +216,8 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
 
 
 def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
-    """SVG of an interval at ``x``; its ends are short lines, or arrows where it continues beyond
-    the picture."""
+    """SVG of a vertical interval at ``x``: its ends are short lines, or arrows where the axis ends
+    first."""
     bottom, top = y(min(y.high, max(y.low, low))), y(max(y.low, min(y.high, high)))
     yield _line(x, bottom, x, top, hue)
     for at, is_cut, back in ((bottom, low < y.low, -5.0), (top, high > y.high, 5.0)):
@@ -229,8 +229,8 @@ def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
-    """The ends of all intervals, for choosing the range of the axis. Ends far from the plotted
-    ``values`` are cut, so that the values do not shrink to a line."""
+    """The ends of all confidence intervals, cut so that far ends do not squeeze the plotted
+    ``values``."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     room = high - low or abs(high)
     least, most = (low / 2, high * 2) if chart.log_y else (low - room, high + room)

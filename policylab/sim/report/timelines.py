@@ -30,7 +30,7 @@ def timelines(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def bins(subject: Subject, number: int = NUM_BINS) -> Floats:
-    """The edges (seconds) of ``number`` parts of equal length into which a run is divided."""
+    """The edges, in seconds, of ``number`` equal time intervals that cover the run."""
     last = subject.figures.makespan
     return np.linspace(0.0, last, number + 1) if last > 0 else np.empty(0)
 
@@ -94,14 +94,14 @@ def _engine(subject: Subject, place: int, edges: Floats) -> Iterator[Chart]:
 
 
 def _mean(steps: Floats, column: int, edges: Floats) -> Floats:
-    """The mean over time, for each part between two ``edges``, of a column of the run's ``steps``;
-    times without a step count as 0."""
+    """The time-weighted mean of a column of ``steps`` in each interval between two ``edges``
+    (seconds); times without a step count as 0."""
     return _amount(steps, steps[:, column] * (steps[:, 1] - steps[:, 0]), edges) / np.diff(edges)
 
 
 def _amount(steps: Floats, amounts: Floats, edges: Floats) -> Floats:
-    """The sum for each part between two ``edges``, where the amount of every step (such as its
-    tokens) is spread evenly over the step's duration."""
+    """The sum of ``amounts`` (one per step) in each interval between two ``edges`` (seconds). The
+    amount of a step is spread evenly over its duration."""
     times = steps[:, :2].ravel()
     total = np.column_stack([np.cumsum(amounts) - amounts, np.cumsum(amounts)]).ravel()
     parts: Floats = np.diff(np.interp(edges, np.maximum.accumulate(times), total, left=0.0))
@@ -109,7 +109,7 @@ def _amount(steps: Floats, amounts: Floats, edges: Floats) -> Floats:
 
 
 def waiting(subject: Subject, edges: Floats) -> Floats:
-    """The mean number of requests in the queue, in each part between two ``edges``."""
+    """The mean number of queued requests in each interval between two ``edges`` (seconds)."""
     run = subject.run
     stays = [stay for p in range(len(run.requests)) for stay in stays_in_queue(run, p)]
     total = np.zeros(len(edges))
@@ -122,7 +122,7 @@ def waiting(subject: Subject, edges: Floats) -> Floats:
 
 
 def throughput(subject: Subject, edges: Floats) -> Floats:
-    """Output tokens per second, in each part between two ``edges``."""
+    """Output tokens per second in each interval between two ``edges`` (seconds)."""
     firsts = subject.run.requests.times("first")
     firsts = firsts[~np.isnan(firsts)]
     gaps = subject.run.gaps
@@ -156,7 +156,7 @@ def _gantt(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
-    """A chart of preemptions per hundred steps, by how full the KV pool was in those steps."""
+    """A bar chart of preemptions per hundred steps, grouped by KV pool usage."""
     run = subject.run
     if run.steps is None or run.history is None or not len(run.steps):
         return
@@ -177,7 +177,7 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def promises(subject: Subject) -> bool:
-    """True if the policy is VTC, which guarantees a bound on the gap between users' service."""
+    """True if the run's policy is VTC, which bounds the service gap between users."""
     return subject.run.policy.partition("(")[0] == "vtc"
 
 

@@ -1,8 +1,7 @@
-"""A run in the trace event format, which Perfetto and Chrome's viewer read.
+"""A run as a trace file for Perfetto and Chrome's trace viewer.
 
-Steps are slices with their sizes; each request is a track with its states; KV usage, waiting and
-running requests are counters. Times are microseconds since the start of the run.
-"""
+Steps are slices; each request is a track with its states; KV usage and the numbers of waiting and
+running requests are counters. Times are microseconds since the start of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Event = dict[str, Any]
 
 
 def write_trace(path: str | Path, run: Run) -> None:
-    """Write the run as a trace file. Raises ``ConfigError`` if that fails."""
+    """Write the run as a trace file. Raises ``ConfigError`` if it cannot be written."""
     whole = {"displayTimeUnit": "ms", "otherData": _facts(run), "traceEvents": list(events(run))}
     try:
         Path(path).write_bytes(msgspec.json.encode(whole, enc_hook=str))

@@ -1,4 +1,4 @@
-"""Choose the plots for runs and comparisons, and write pages and plots."""
+"""Write the report's page and its plots."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ def write_report(
     title: str = "Metronome: what a run looks like",
     left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a page about these runs.
+    """Write an HTML page about the runs.
 
-    ``points``: the points of a comparison, one for each policy and load; by default one for each
-    run with a rate. Runs that kept their steps get a timeline. ``slo``: promises to every request,
-    in place of the requests' own. ``left_out``: policies of the comparison without figures, and the
-    reasons; they are named, as are runs without figures. Raises ``ConfigError`` if
-    the file cannot be written.
-    """
+    ``points``: the results of a comparison, one for each policy and load; by default one for each
+    run with an arrival rate. ``slo``: latency limits for every request, in place of its own.
+    ``left_out``: names of policies without figures, with the reasons. A run with recorded steps
+    gets a timeline. Raises ``ConfigError`` if the file cannot be written."""
     found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
     sections = list(_sections(found, points, slo))
@@ -54,8 +52,7 @@ def write_report(
 def charts_of(
     runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
 ) -> list[Chart]:
-    """All charts of these runs that have something to plot. The arguments are those of
-    ``write_report``."""
+    """All charts of the runs that are not empty. The arguments are those of ``write_report``."""
     found = subjects(runs, slo, points)
     sections = _sections(found, list(points) or points_of(found), slo)
     return [chart for _, _, each in sections for chart in each]
@@ -64,12 +61,11 @@ def charts_of(
 def write_plots(
     directory: str | Path, charts: Sequence[Chart], *, images: bool | None = None
 ) -> list[str]:
-    """Write each chart as SVG and CSV, and with ``images`` as PNG and PDF.
+    """Write each chart as SVG and CSV, and optionally as PNG and PDF.
 
-    By default images are written if the libraries of the extra ``plots`` are installed. Returns
-    notes for the user about missing files. Raises ``ConfigError`` if the SVG and CSV files cannot
-    be written.
-    """
+    ``images``: also write PNG and PDF; ``None``: if the libraries of the extra ``plots`` are
+    installed. Returns warnings for the user about missing files. Raises ``ConfigError`` if SVG or
+    CSV files cannot be written."""
     has_images = can_draw() if images is None else images
     if has_images and not can_draw():
         raise ConfigError(f"PNG and PDF files need {NEEDED}: pip install '{EXTRA}'")

@@ -1,4 +1,4 @@
-"""Workloads by name. To add a kind, write a class and add it to ``KINDS``."""
+"""Workloads by name. A new kind of workload is a class that is added to ``KINDS``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ WORKLOADS: dict[str, type[Workload]] = {kind.kind: kind for kind in KINDS}
 
 
 def find_workload(text: str, **options: Any) -> Workload:
-    """The workload in a text such as ``name(option=value, ...)``. ``options`` apply where the text
-    sets none.
+    """Make the workload described by a text such as ``name(option=value, ...)``. ``options`` are
+    defaults for options that the text does not set.
 
-    Raises ``ConfigError`` for an unknown name or option and for values that cannot work.
-    """
+    Raises ``ConfigError`` for unknown names and options and for invalid values."""
     name, given = call(text, "--workload", "log-uniform(num_requests=1000)")
     kind = entry_of("workload", name, WORKLOADS)
     given = {**options, **given}

@@ -1,10 +1,8 @@
 """Arrival processes that do not depend on the engine (open loop).
 
-Gaps are drawn on an even clock, which is then mapped to real time by a curve of the rate: where
-more requests arrive, the even clock runs faster. So gaps have the requested distribution, modulated
-by the rate. Another mean rate scales the gaps and keeps their order; periods of a curve that are
-given in seconds stay unchanged.
-"""
+Gaps between arrivals are drawn for a constant rate and then mapped to real time by a curve of the
+arrival rate. A different mean rate scales all gaps but keeps the lengths of periods that are given
+in seconds, such as those of bursts."""
 
 from __future__ import annotations
 
@@ -31,21 +29,21 @@ RAMP_STEPS = 1000
 
 
 class Curve(NamedTuple):
-    """How the arrival rate changes over a run: at each knot the even clock shows ``even`` when the
-    time is ``seconds`` [knots]. After the last knot both clocks run equally fast."""
+    """Maps time at a constant arrival rate, ``even``, to real time, ``seconds``: linear between the
+    knots [knots], and with slope 1 after the last one."""
 
     seconds: Floats
     even: Floats
 
     def at(self, even: Floats) -> Floats:
-        """The real time in seconds at which the even clock shows these values [any shape]."""
+        """The real times, in seconds, of these constant-rate times [any shape]."""
         rest = np.maximum(even - self.even[-1], 0.0)
         return np.asarray(np.interp(even, self.even, self.seconds) + rest)
 
     @classmethod
     def of(cls, lengths: Floats, rates: Floats, seconds: float) -> Curve:
-        """The curve of consecutive periods with these lengths (seconds) and rates, cut at
-        ``seconds``. The rates are scaled so that their mean up to there is 1."""
+        """The curve for consecutive periods with these ``lengths`` (seconds) and relative
+        ``rates``, cut at ``seconds``. Rates are scaled to a mean of 1 up to the cut."""
         ends = np.concatenate([[0.0], np.cumsum(lengths)])
         done = np.concatenate([[0.0], np.cumsum(lengths * rates)])
         total = float(np.interp(seconds, ends, done))
@@ -56,8 +54,8 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals(ABC):
-    """An arrival process. ``cv``: coefficient of variation of the gaps before the rate curve is
-    applied; 1 is Poisson, 0 is evenly spaced."""
+    """An arrival process. ``cv``: coefficient of variation of the gaps at a constant rate; 1 is
+    Poisson, 0 is evenly spaced."""
 
     kind: ClassVar[str]
 
@@ -67,8 +65,8 @@ class Arrivals(ABC):
         self.check("cv", self.cv, 0.0, MAX_CV)
 
     def times(self, dice: RandomDraws, rate: float, number: int) -> Iterator[float]:
-        """Arrival times in seconds, ascending and infinite in number. ``rate``: mean arrivals per
-        second in a run of ``number`` requests; infinity: all arrive at 0."""
+        """An endless iterator of ascending arrival times in seconds. ``rate``: mean arrivals per
+        second in a run of ``number`` requests; at an infinite rate all times are 0."""
         if rate == inf:
             return repeat(0.0)
         return self._times(dice, rate, number)
@@ -83,7 +81,7 @@ class Arrivals(ABC):
             yield from times.tolist()
 
     def _gaps(self, rng: np.random.Generator) -> Floats:
-        """Random gaps between arrivals on the even clock, with mean 1 [CHUNK]."""
+        """Random gaps between arrivals with mean 1 [CHUNK]."""
         if self.cv == 1.0:
             return rng.standard_exponential(CHUNK)
         if self.cv == 0.0:
@@ -92,17 +90,17 @@ class Arrivals(ABC):
 
     @abstractmethod
     def curve(self, rng: np.random.Generator, seconds: float) -> Curve | None:
-        """How the arrival rate changes in a run of this many seconds; ``None`` if it is
+        """Draw how the arrival rate changes in a run of this many seconds; ``None`` if it is
         constant."""
 
     def check(self, name: str, value: float, least: float, most: float = inf) -> None:
-        """Raise ``ConfigError`` if the value of the option ``name`` is not from ``least`` to
+        """Raise ``ConfigError`` unless the option ``name`` has a value from ``least`` to
         ``most``."""
         check_number(f"arrivals {self.kind}: {name}", value, least, most)
 
     def periods(self, seconds: float, length: float) -> int:
-        """How many periods of this ``length`` are needed to cover a run of this many ``seconds``.
-        Raises ``ConfigError`` for too many."""
+        """The number of periods of ``length`` seconds that cover a run of ``seconds``. Raises
+        ``ConfigError`` if there are too many."""
         number = ceil(seconds / length) + 1
         if number > MAX_PERIODS:
             raise ConfigError(
@@ -138,8 +136,8 @@ class Gamma(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class OnOff(Arrivals):
-    """Requests arrive for a period, then none for a period. Both are exponential with means ``on``
-    and ``off`` seconds; a run starts with requests."""
+    """Periods with arrivals alternate with pauses, starting with arrivals. Their lengths are
+    exponential with means ``on`` and ``off`` seconds."""
 
     kind: ClassVar[str] = "onoff"
 
@@ -165,8 +163,8 @@ class OnOff(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp(Arrivals):
-    """The rate changes linearly from ``first`` to ``last`` during the run. Both are relative: their
-    mean is the rate of the run."""
+    """The arrival rate changes linearly during the run. ``first`` and ``last`` give the ratio of
+    the rates at its start and end."""
 
     kind: ClassVar[str] = "ramp"
 
@@ -188,8 +186,8 @@ class Ramp(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Burst(Arrivals):
-    """In every period of ``every`` seconds, the rate is ``times_as_many`` times higher for the last
-    ``seconds``."""
+    """A burst every ``every`` seconds: in the last ``seconds`` of each period the rate is
+    ``times_as_many`` times the rate in the rest."""
 
     kind: ClassVar[str] = "burst"
 
@@ -215,8 +213,8 @@ class Burst(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Arrivals):
-    """Arrivals like those of a trace with ``natural`` requests per second. Another rate plays the
-    whole pattern faster or slower."""
+    """Arrivals like those of a recorded trace with ``natural`` requests per second. Another rate
+    plays the whole pattern faster or slower."""
 
     natural: float
 
@@ -227,7 +225,7 @@ class Trace(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Minutes(Trace):
-    """A new rate each minute, drawn from a Gamma distribution."""
+    """The arrival rate changes every minute; each rate is drawn from a Gamma distribution."""
 
     kind: ClassVar[str] = "minutes"
 
@@ -241,8 +239,8 @@ class Minutes(Trace):
 
 @dataclass(frozen=True, kw_only=True)
 class Spells(Trace):
-    """Periods of requests, each with its own rate, with pauses in between. Lengths of both are
-    uniform from half to one and a half times their mean (seconds)."""
+    """Periods with arrivals, each with its own random rate, alternate with pauses. Their lengths
+    are uniform from 0.5 to 1.5 times the means ``on`` and ``off`` (seconds)."""
 
     kind: ClassVar[str] = "spells"
 
@@ -264,7 +262,8 @@ ARRIVALS: dict[str, type[Arrivals]] = {
 
 
 def find_arrivals(text: str) -> Arrivals:
-    """The process in a text such as ``poisson`` or ``gamma(cv=2)``. Raises ``ConfigError``."""
+    """Make the arrival process that a text such as ``gamma(cv=2)`` names. Raises
+    ``ConfigError``."""
     name, given = call(text, "arrivals", "gamma(cv=2)")
     kind = entry_of("arrival process", name, ARRIVALS)
     check_options(f"arrival process {name!r}", given, [option.name for option in fields(kind)])

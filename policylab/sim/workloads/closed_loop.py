@@ -21,12 +21,10 @@ FEW = 64  # requests per client that are drawn in one call
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoop(Workload):
-    """Clients that each have one request at a time: when it has ended, the client pauses and then
-    sends its next one.
+    """A fixed number of clients, each of which waits for an answer, pauses, and sends its next
+    request.
 
-    Each client has its share of the requests, and sends the same ones whatever the order of
-    answers.
-    """
+    Requests are divided evenly among clients; what a client sends does not depend on the others."""
 
     kind: ClassVar[str] = "closed-loop"
 
@@ -82,8 +80,8 @@ class ClosedLoop(Workload):
         return JobSource(iter(sorted(first, key=lambda job: job.arrival)), follow)
 
     def draws(self, rng: np.random.Generator) -> Iterator[tuple[float, int, int]]:
-        """For each request of a client: the pause before it (seconds), its prompt tokens and its
-        output tokens; infinite in number."""
+        """An endless iterator over a client's requests: the pause before the request (seconds), its
+        prompt tokens and its output tokens."""
         while True:
             columns = (
                 rng.exponential(self.think, FEW) if self.think else np.zeros(FEW),
@@ -94,7 +92,7 @@ class ClosedLoop(Workload):
 
 
 class _Client:
-    """A client and its remaining requests."""
+    """A client of the closed loop, with its remaining requests."""
 
     def __init__(
         self, name: str, workload: ClosedLoop, dice: RandomDraws, num_left: int, tag: dict[str, Any]
@@ -106,8 +104,8 @@ class _Client:
         self._fields = {"user": name, **tag}
 
     def after(self, time: float) -> Iterator[Job]:
-        """The client's next request, if it has any left, after its last one was answered at this
-        time."""
+        """Yield the client's next request, if any is left; ``time``: the end of its last one in
+        seconds."""
         if self._num_taken == self._num_left:
             return
         self._num_taken += 1

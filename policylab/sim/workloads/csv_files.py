@@ -20,8 +20,8 @@ PROMPT, OUTPUT, ARRIVAL = "num_prefill_tokens", "num_decode_tokens", "arrived_at
 
 @dataclass(frozen=True, kw_only=True)
 class AzureCSV(FileWorkload):
-    """A file of Azure's traces with the columns ``TIMESTAMP`` (date and time), ``ContextTokens``
-    and ``GeneratedTokens``."""
+    """Requests from a CSV file of Azure's traces, with the columns ``TIMESTAMP`` (date and time),
+    ``ContextTokens`` and ``GeneratedTokens``."""
 
     kind: ClassVar[str] = "azure-csv"
 
@@ -36,8 +36,7 @@ class AzureCSV(FileWorkload):
 
 
 def seconds_of(place: JobPlace, stamp: str) -> float:
-    """A date and time as seconds since 1970. Its fraction of a second may have any number of
-    digits."""
+    """Parse a date and time into seconds since 1970. ``place`` is named in the error message."""
     match = STAMP.fullmatch(stamp.strip())
     try:
         if match is None:
@@ -54,9 +53,9 @@ def seconds_of(place: JobPlace, stamp: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BurstGPTCSV(FileWorkload):
-    """A file of BurstGPT with the columns ``Timestamp`` (seconds), ``Model``, ``Request tokens``,
-    ``Response tokens`` and optionally ``Session ID``. The session becomes the program, the model
-    the tier. Failed requests, which have no response tokens, are left out."""
+    """Requests from a CSV file of BurstGPT, with the columns ``Timestamp`` (seconds), ``Model``
+    (becomes the tier), ``Request tokens``, ``Response tokens`` and optionally ``Session ID``
+    (becomes the program). Failed requests, which have no response tokens, are left out."""
 
     kind: ClassVar[str] = "burstgpt-csv"
 
@@ -78,9 +77,9 @@ class BurstGPTCSV(FileWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class VidurCSV(FileWorkload):
-    """A file of Vidur with the columns ``num_prefill_tokens``, ``num_decode_tokens`` and optionally
-    ``arrived_at`` (seconds). Without arrivals, requests follow ``arrivals``, one per second if no
-    rate is given."""
+    """Requests from a CSV file of Vidur, with the columns ``num_prefill_tokens``,
+    ``num_decode_tokens`` and optionally ``arrived_at`` (seconds). Without ``arrived_at``, arrivals
+    are drawn from the process ``arrivals``, by default one per second."""
 
     kind: ClassVar[str] = "vidur-csv"
 
@@ -111,5 +110,5 @@ class VidurCSV(FileWorkload):
         return Body(prompt, place.tokens(OUTPUT, cells[OUTPUT]))
 
     def _times(self, dice: RandomDraws) -> Iterator[float]:
-        """Arrival times drawn at a mean rate of one request per second."""
+        """Random arrival times in seconds, with a mean of one request per second."""
         return self._process.times(dice, 1.0, self.num_requests)

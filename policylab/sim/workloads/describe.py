@@ -24,9 +24,8 @@ TOKEN_SECONDS = 0.02
 
 
 def as_if_served(source: JobSource) -> Iterator[Job]:
-    """All jobs in order of arrival, including those that follow the end of others. To time the
-    latter, every job is assumed to get its first token after half a second, and then fifty tokens
-    per second."""
+    """All jobs in order of arrival, including those that follow the end of another job. Every job
+    is assumed to take 0.5 s to its first token and 0.02 s for each further token."""
     ends: list[tuple[float, int, Job]] = []
     number = 0
     while source.next_time < inf or ends:
@@ -44,7 +43,7 @@ def as_if_served(source: JobSource) -> Iterator[Job]:
 
 @dataclass
 class JobGroup:
-    """Counts and sums over the requests of one user or tier."""
+    """Counts of the requests and tokens of one user or tier."""
 
     num_requests: int = 0
     num_prompt: int = 0
@@ -80,7 +79,7 @@ class Description:
         self._outputs = array("q")
 
     def watch(self, jobs: Iterator[Job]) -> Iterator[Job]:
-        """Pass these jobs on, adding each of them to the statistics."""
+        """Yield the jobs unchanged, adding each of them to the statistics."""
         for job in jobs:
             self.add(job)
             yield job
@@ -117,8 +116,8 @@ class Description:
         return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.any() else nan
 
     def dispersion(self, seconds: float) -> float:
-        """Variance over mean of the number of arrivals in windows of this many seconds; 1 for
-        Poisson, NaN for fewer than two complete windows."""
+        """Variance over mean of the arrivals per window of ``seconds`` seconds: 1 for a Poisson
+        process, NaN for fewer than two complete windows."""
         times = np.array(self._arrivals)
         number = int(self.seconds // seconds)
         if number < 2:
@@ -127,8 +126,8 @@ class Description:
         return float(counts.var() / counts.mean())
 
     def lengths(self) -> dict[str, Floats]:
-        """Statistics of prompt and output lengths: for each an array of the mean, then the
-        quantiles at ``SHARES`` [1 + len(SHARES)]."""
+        """For "prompt" and "output", the mean length in tokens followed by the quantiles at
+        ``SHARES`` [1 + len(SHARES)]."""
         columns = {"prompt": self._prompts, "output": self._outputs}
         return {
             name: np.array([np.mean(column), *np.quantile(column, SHARES)])

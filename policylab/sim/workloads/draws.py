@@ -1,8 +1,7 @@
-"""Random numbers of a run, with a separate stream for each kind of draw.
+"""Random numbers of a run, with a separate stream for each purpose.
 
-Changing an option or the number of requests leaves all other streams unchanged, so runs with the
-same seed differ only in what was changed.
-"""
+Changing one option leaves the other streams unchanged, so runs with the same seed differ only in
+what was changed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ CHUNK = 4096  # numbers drawn in one call
 
 
 class RandomDraws:
-    """Random streams by name. The same seed and name give the same numbers."""
+    """Random streams by name; the same seed and name always give the same numbers."""
 
     def __init__(self, seed: int) -> None:
         if seed < 0:

@@ -1,4 +1,4 @@
-"""Our own file format of workloads, with a line per request, written by ``metronome workload``."""
+"""Metronome's own file format for workloads: JSON with one line per request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workload"):
-    """The first line of the file: how its requests were drawn."""
+    """The first line of a workload file: how its requests were drawn."""
 
     format: int
     workload: str
@@ -36,8 +36,8 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
 
 
 class JsonLine(msgspec.Struct, omit_defaults=True):
-    """A line of the file: one request. ``prompt``: spans of texts, each as name, length and start.
-    ``texts``: token ids of real texts. Other fields as in ``Job``."""
+    """One request in a workload file. ``prompt``: spans of texts as (name, length, start) in
+    tokens. ``texts``: token ids of real texts, by name. The rest as in ``Job``."""
 
     id: str
     arrival: float
@@ -59,7 +59,7 @@ FIELDS = ("user", "priority", "deadline", "ttft", "tbt", "tier", "program", "hin
 
 
 def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:
-    """Write these jobs to a file. Raises ``ConfigError`` if that fails."""
+    """Write the jobs to a workload file. Raises ``ConfigError`` if it cannot be written."""
     encode = msgspec.json.Encoder().encode
     try:
         with Path(path).open("wb") as file:
@@ -84,8 +84,8 @@ def line_of(job: Job) -> JsonLine:
 
 @dataclass(frozen=True, kw_only=True)
 class JSONL(FileWorkload):
-    """A file that ``metronome workload W --out FILE`` wrote. Requests arrive at the times in the
-    file, even those that had waited for the end of another one."""
+    """Requests from a file that ``metronome workload W --out FILE`` wrote, at the arrival times in
+    the file."""
 
     kind: ClassVar[str] = "jsonl"
     is_from_zero: ClassVar[bool] = True

@@ -1,10 +1,8 @@
-"""Lengths of prompts and outputs.
+"""Random lengths of prompts and outputs, in tokens.
 
-A trace is given by quantiles, between which the logarithm of the length is interpolated linearly;
-lengths are drawn by inverting this distribution function. Three knots are derived: the shortest
-length continues the line from P25 to P5 down to P0, and P99.9, then P97 if that is not enough, are
-placed so that the mean is that of the trace.
-"""
+The length distribution of a trace is given by quantiles, with the logarithm of the length linear in
+between. The shortest length extends the line from P25 to P5 down to P0. A value for P99.9, and if
+needed one for P97, are chosen so that the mean is that of the trace."""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ class LengthRange(Protocol):
         """The longest possible length."""
 
     def draw(self, rng: np.random.Generator, number: int) -> Counts:
-        """Draw this many lengths [number]."""
+        """Draw ``number`` random lengths [number]."""
 
 
 class LogUniformRange(NamedTuple):
-    """Log-uniform lengths from the shortest to the longest."""
+    """Log-uniform lengths from ``shortest`` to ``longest`` tokens."""
 
     shortest: int
     longest: int
@@ -52,8 +50,8 @@ class LogUniformRange(NamedTuple):
 
 
 class Quantiles:
-    """The distribution of lengths (tokens) in a trace, given by its mean and by the quantiles
-    ``values`` at the shares ``SHARES``."""
+    """The length distribution of a trace in tokens: its mean, and its quantiles ``values`` at
+    ``SHARES``."""
 
     def __init__(self, mean: float, *values: float) -> None:
         self.mean = mean
@@ -74,7 +72,7 @@ class Quantiles:
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats]:
-        """The knots of the distribution function, including both ends: shares, and logarithms of
+        """The points of the piecewise distribution function: shares (0 to 1), and logarithms of
         lengths."""
         p5, p25, p95, p99, longest = (self.values[i] for i in (0, 1, -3, -2, -1))
         slope = log(p25 / p5) / (SHARES[1] - SHARES[0])
@@ -92,9 +90,9 @@ class Quantiles:
     def _solved(
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
-        """The argument from ``low`` to ``high`` at which the rising function ``mean_at`` equals the
-        trace's mean, found by bisection; the nearer end if none fits. If ``else_`` already
-        gives that mean, it is returned instead."""
+        """Find the x between ``low`` and ``high`` at which the increasing function ``mean_at``
+        gives the trace's mean; if there is none, the nearer end. ``else_`` is returned instead if
+        it also fits."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):
@@ -104,7 +102,7 @@ class Quantiles:
 
 
 def _mean(shares: Floats, lengths: Floats) -> float:
-    """The mean of lengths whose logarithm is interpolated linearly between these knots."""
+    """The mean length, with the logarithm of the length linear between these points."""
     widths, low, high = np.diff(shares), lengths[:-1], lengths[1:]
     ratio = np.log(high / low)
     means = np.where(ratio > 1e-9, (high - low) / np.where(ratio > 1e-9, ratio, 1.0), low)
@@ -112,7 +110,7 @@ def _mean(shares: Floats, lengths: Floats) -> float:
 
 
 class Lengths(NamedTuple):
-    """Distributions of prompt and output lengths, which are independent."""
+    """Independent distributions of prompt and output lengths."""
 
     prompt: LengthRange
     output: LengthRange
@@ -145,18 +143,17 @@ ARXIV = Lengths(
 def log_uniform(
     prompt: tuple[int, int] = (16, 1024), output: tuple[int, int] = (8, 512)
 ) -> Lengths:
-    """Log-uniform lengths between the shortest and the longest, given as a pair for prompts and one
-    for outputs. Raises ``ConfigError``."""
+    """Log-uniform lengths, each given as (shortest, longest) in tokens. Raises ``ConfigError``."""
     return Lengths(bounds("prompt", prompt), bounds("output", output))
 
 
 def fixed(prompt: int = 256, output: int = 64) -> Lengths:
-    """The same prompt and output length for all requests. Raises ``ConfigError``."""
+    """One prompt and output length, in tokens, for all requests. Raises ``ConfigError``."""
     return log_uniform((prompt, prompt), (output, output))
 
 
 def bounds(name: str, given: tuple[int, int]) -> LogUniformRange:
-    """A log-uniform range from a pair of lengths. Raises ``ConfigError``."""
+    """A range of lengths from the pair in option ``name``. Raises ``ConfigError``."""
     try:
         shortest, longest = given
         is_right = 1 <= shortest <= longest <= MAX_TOKENS
@@ -178,8 +175,8 @@ MADE: dict[str, Callable[..., Lengths]] = {"log-uniform": log_uniform, "fixed": 
 
 
 def find_lengths(text: str) -> Lengths:
-    """The lengths in a text such as ``azure-conv`` or ``log-uniform(prompt=(16, 256), output=(8,
-    64))``. Raises ``ConfigError``."""
+    """Make the length distributions described by a text such as ``azure-conv`` or
+    ``fixed(prompt=256, output=64)``. Raises ``ConfigError``."""
     name, given = call(text, "lengths", "fixed(prompt=256, output=64)")
     known: dict[str, Lengths | Callable[..., Lengths]] = {**MADE, **TRACES}
     found = entry_of("length distribution", name, known)

@@ -36,7 +36,7 @@ class LogUniform(OpenLoop):
 
     @property
     def lengths(self) -> Lengths:
-        """The distributions of prompt lengths (without shared prefixes) and output lengths."""
+        """The length distributions of prompts, without shared prefixes, and of outputs."""
         return Lengths(
             bounds("prompt_tokens", self.prompt_tokens),
             bounds("output_tokens", self.output_tokens),

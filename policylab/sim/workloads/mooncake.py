@@ -17,12 +17,10 @@ NUM_OPEN = 512  # open conversations; a new one replaces any of them
 
 @dataclass(frozen=True, kw_only=True)
 class Mooncake(LikeTrace):
-    """Requests whose prompts extend earlier prompts.
+    """Requests whose prompts often begin with an earlier prompt, as in Mooncake's traces.
 
-    The length is drawn first, so that lengths are those of the trace. With probability ``reuse``
-    the prompt then starts with all of an earlier one: the longest that fits, among ``looks`` random
-    picks from the recent ones.
-    """
+    Lengths are drawn from the trace. With probability ``reuse`` a prompt then begins with a whole
+    earlier prompt: the longest that fits among ``looks`` random picks of recent prompts."""
 
     block_size: ClassVar[int] = 512
     looks: ClassVar[int]
@@ -56,8 +54,9 @@ class Mooncake(LikeTrace):
     def _earlier(
         self, opened: list[tuple[int, tuple[Span, ...]]], num_prompt: int, looks: Iterator[float]
     ) -> int | None:
-        """The index in ``opened``, the recent prompts, of the longest one that fits into
-        ``num_prompt`` tokens, among ``self.looks`` random picks; ``None`` if none of them fits."""
+        """Pick ``self.looks`` random prompts from ``opened`` (pairs of length and prompt) and
+        return the index of the longest one of at most ``num_prompt`` tokens; ``None`` if none
+        fits."""
         best, longest = None, 0
         for _ in range(self.looks):
             place = int(next(looks) * len(opened))
@@ -68,7 +67,7 @@ class Mooncake(LikeTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeConv(Mooncake):
-    """Mooncake's conversations: 12,031 requests in 3,537 s; 36.6 % of prompt tokens are cached."""
+    """Mooncake's conversation trace: 12,031 requests in 3,537 s; 36.6 % of prompt tokens cached."""
 
     kind: ClassVar[str] = "mooncake-conv"
     table: ClassVar[Lengths] = MOONCAKE_CONV
@@ -81,7 +80,7 @@ class MooncakeConv(Mooncake):
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeSynthetic(Mooncake):
-    """Mooncake's synthetic trace: 3,993 requests in 1,022 s; 64.0 % of prompt tokens are cached."""
+    """Mooncake's synthetic trace: 3,993 requests in 1,022 s; 64.0 % of prompt tokens cached."""
 
     kind: ClassVar[str] = "mooncake-synthetic"
     table: ClassVar[Lengths] = MOONCAKE_SYNTHETIC

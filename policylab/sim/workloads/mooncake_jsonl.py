@@ -1,4 +1,4 @@
-"""JSONL files of Mooncake's traces, with named blocks of 512 tokens."""
+"""Workloads from the JSONL files of Mooncake's traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 512
 
 
 class _Line(msgspec.Struct):
-    """A line of the file: one request. ``timestamp`` is in milliseconds."""
+    """One request in the file. ``timestamp`` is in milliseconds, lengths are in tokens."""
 
     timestamp: float
     input_length: int
@@ -37,12 +37,11 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeJSONL(FileWorkload):
-    """A file of Mooncake's traces: ``timestamp`` (ms), ``input_length``, ``output_length``,
-    ``hash_ids`` with one id per 512 prompt tokens; equal ids are equal text.
+    """Requests from a JSONL file of Mooncake's traces, with ``timestamp`` (ms), ``input_length``,
+    ``output_length`` and ``hash_ids``: an id per 512 prompt tokens, equal for equal text.
 
-    Timestamps of the public traces are rounded to ticks: requests of one tick are spread over it,
-    or up to the next timestamp if that is earlier.
-    """
+    Timestamps in the public traces are rounded, so requests with the same timestamp are spread over
+    the next ``tick`` seconds, or up to the next timestamp if that is earlier."""
 
     kind: ClassVar[str] = "mooncake-jsonl"
     block_size: ClassVar[int] = BLOCK

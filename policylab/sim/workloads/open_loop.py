@@ -1,4 +1,4 @@
-"""Open loop: requests that arrive independently of the engine and of each other's ends."""
+"""Open loop: requests that arrive independently of the engine and of other requests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TRACE = "trace"
 
 
 class Body(NamedTuple):
-    """The prompt and output length of a request. ``fields``: further fields of its job, which are
-    replaced where the workload's options for users, tiers and the like set them."""
+    """The prompt and output length of a request, and further ``fields`` of its job, which the
+    workload's options (users, tiers, ...) override."""
 
     prompt: tuple[Span, ...]
     num_output: int
@@ -30,8 +30,8 @@ class Body(NamedTuple):
 
 
 def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple[int, int]]:
-    """Pairs of a prompt and an output length, infinite in number. ``name``: name of the random
-    stream they are drawn from."""
+    """An endless iterator of random (prompt length, output length). ``name``: suffix of the names
+    of the random streams."""
     prompts, outputs = dice.stream(f"prompts{name}"), dice.stream(f"outputs{name}")
     while True:
         drawn = (lengths.prompt.draw(prompts, CHUNK), lengths.output.draw(outputs, CHUNK))
@@ -39,7 +39,7 @@ def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple
 
 
 def uniform(rng: np.random.Generator) -> Iterator[float]:
-    """Uniform random numbers from 0 to below 1, infinite in number."""
+    """An endless iterator of uniform random numbers in [0, 1)."""
     while True:
         yield from rng.random(CHUNK).tolist()
 
@@ -63,7 +63,7 @@ class OpenLoop(Workload):
 
     @property
     def process(self) -> Arrivals:
-        """The arrival process. Raises ``ConfigError`` for unknown arrivals."""
+        """The arrival process of option ``arrivals``. Raises ``ConfigError`` if it is unknown."""
         if self.arrivals != TRACE:
             return find_arrivals(self.arrivals)
         if self.trace is None:
@@ -79,7 +79,7 @@ class OpenLoop(Workload):
 
     @abstractmethod
     def bodies(self, dice: RandomDraws) -> Iterator[Body]:
-        """The prompt and output length of each request, infinite in number."""
+        """An endless iterator of the prompts and output lengths of requests."""
 
     def source(self, seed: int, rate: float | None = None) -> JobSource:
         return JobSource(self._jobs(RandomDraws(seed), rate or self.natural_rate))

@@ -1,4 +1,4 @@
-"""Workloads that are read from a file line by line, with one line in memory."""
+"""Base class of workloads that are read from a file, one line at a time."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class JobRow(NamedTuple):
 
 
 class JobPlace(NamedTuple):
-    """The place of a line in a file, for error messages."""
+    """A file and a line number, for error messages."""
 
     path: str
     line: int
 
     def error(self, name: str, value: object, expected: str) -> ConfigError:
-        """The error that says that ``name`` has this value in this line, but must be as
-        ``expected``."""
+        """The error for a wrong value in this line. ``name``: what has the value; ``expected``:
+        what it must be, as text."""
         shown = repr(value)
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
         return ConfigError(f"{self.path}, line {self.line}: {name} is {shown}, must be {expected}")
 
     def tokens(self, name: str, value: object, least: int = 1) -> int:
-        """Return the value if it is a number of tokens, ``least`` or more. Otherwise raises
-        ``ConfigError``, which names the line."""
+        """Convert the value to a number of tokens. Raises ``ConfigError`` if it is no whole number
+        or below ``least``."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -64,8 +64,8 @@ class JobPlace(NamedTuple):
         return int(number)
 
     def seconds(self, name: str, value: object) -> float:
-        """Return the value if it can be a time in seconds. Otherwise raises ``ConfigError``, which
-        names the line."""
+        """Convert the value to a time in seconds. Raises ``ConfigError`` if it is no finite
+        number."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -76,8 +76,8 @@ class JobPlace(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A file's number of requests, the times of the first and the last one, and the greatest prompt
-    and output lengths."""
+    """The number of requests in a file, the first and last arrival time (seconds), and the longest
+    prompt and output (tokens)."""
 
     number: int
     first: float
@@ -88,9 +88,9 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FileWorkload(Workload):
-    """The requests of a file, as recorded. The file is read once to find its size, and again for
-    each run. A rate other than the recorded one plays the file faster or slower. Users, tiers,
-    deadlines and priorities that are requested replace those of the file."""
+    """The requests recorded in a file. A rate other than the recorded one plays the file faster or
+    slower. Options for users, tiers, deadlines and priorities replace the values in the file. The
+    file is read once for its size, and again for each run."""
 
     is_from_zero: ClassVar[bool] = False
     """True if the times in the file are seconds since the start of the run; otherwise the first
@@ -111,11 +111,11 @@ class FileWorkload(Workload):
 
     @abstractmethod
     def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
-        """The requests in order of the file. Raises ``ConfigError`` for an invalid line."""
+        """The requests in the order of the file. Raises ``ConfigError`` for an invalid line."""
 
     @property
     def natural_rate(self) -> float:
-        """The recorded rate times the speed; 1 for a file in which all requests arrive at once."""
+        """The recorded requests per second times ``speed``; 1 if all requests arrive at once."""
         seconds = self.size.last - self.size.first
         number = self.size.number
         return self.speed * (number - 1) / seconds if number > 1 and seconds else 1.0
@@ -130,8 +130,8 @@ class FileWorkload(Workload):
 
     @cached_property
     def size(self) -> Size:
-        """The size of the file, found by reading all of it. Also raises ``ConfigError`` for a file
-        without requests."""
+        """The number and range of the file's requests, found by reading it. Raises ``ConfigError``
+        for an invalid line or a file without requests."""
         number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
         for time, body, _ in self._read(RandomDraws(0)):
             if not number and not self.is_from_zero:
@@ -166,7 +166,7 @@ class FileWorkload(Workload):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[str]]:
-    """Open the file as text. Raises ``ConfigError``."""
+    """Open the file as text. Raises ``ConfigError`` if it cannot be read."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             yield file
@@ -177,7 +177,7 @@ def opened(path: str) -> Iterator[IO[str]]:
 
 
 def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]:
-    """The lines of a CSV file, each with its place and its values by column name. Raises
+    """Read a CSV file: for each line, its place and its values by column name. Raises
     ``ConfigError`` if one of ``columns`` is missing."""
     with opened(path) as file:
         lines = csv.reader(file)
@@ -200,8 +200,8 @@ def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]
 def json_lines(
     path: str, file: Iterable[str], first: int, kind: type[Line]
 ) -> Iterator[tuple[JobPlace, Line]]:
-    """The lines of a JSONL file, each with its place, decoded as a struct of this kind. ``first``:
-    the number of the first line. Raises ``ConfigError`` for a line that cannot be decoded."""
+    """Decode each line of a JSONL file as a struct of this ``kind``, and yield it with its place.
+    ``first``: number of the first line. Raises ``ConfigError`` for an invalid line."""
     decode = msgspec.json.Decoder(kind).decode
     for number, text in enumerate(file, first):
         if text.strip():
@@ -214,14 +214,13 @@ def json_lines(
 
 
 def in_order(place: JobPlace, name: str, value: object, time: float, last: float) -> float:
-    """Return ``time``, if it is not before ``last``, the time of the line before. Otherwise raises
-    ``ConfigError``, which shows ``name`` and ``value`` as in the file."""
+    """Return ``time`` if it is not before ``last``, the time in the previous line; else raise
+    ``ConfigError``. ``name``, ``value``: the column and its value, for the message."""
     if time < last:
         raise place.error(name, value, "no earlier than in the line before; sort the file")
     return time
 
 
 def plain(number: int, num_prompt: int) -> tuple[Span, ...]:
-    """A prompt of this many tokens that shares nothing with other prompts. ``number``: the number
-    of the request."""
+    """A prompt of ``num_prompt`` tokens that shares no text with prompts of another ``number``."""
     return (Span(f"prompt {number}", num_prompt),)

@@ -1,5 +1,4 @@
-"""Prefix reuse: the share of prompt tokens that an unlimited prefix cache would hit, in whole
-blocks."""
+"""Prefix reuse: the share of prompt tokens that a prefix cache of unlimited size would hit."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ from policylab.sim.job import Job, Span
 
 
 class PrefixReuse:
-    """Counts the leading tokens of each prompt that an earlier prompt began with as well. Texts
-    with different names count as different; an answer counts as seen once a prompt contains it.
+    """Counts how many leading tokens of each prompt were also the beginning of an earlier prompt.
 
-    For each text after a given sequence of other texts, only its greatest length is stored.
-    """
+    Texts are compared by name. An answer counts as seen only once a later prompt contains it."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -25,12 +22,12 @@ class PrefixReuse:
 
     @property
     def share(self) -> float:
-        """The share of prompt tokens that were found."""
+        """The share (0 to 1) of prompt tokens that the unlimited prefix cache would hit."""
         return self.num_found / self.num_tokens if self.num_tokens else 0.0
 
     def add(self, job: Job) -> int:
-        """Count a job. Returns how many tokens its prompt shares with the beginning of an earlier
-        one, in whole blocks."""
+        """Count a job's prompt. Returns how many of its leading tokens, in whole blocks, are the
+        beginning of an earlier prompt."""
         common, is_known, before = 0, True, 0
         for text, length, start in merged(_parts(job, self.block_size)):
             key = hash((before, text, start))
@@ -48,8 +45,8 @@ class PrefixReuse:
 
 
 def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
-    """The spans of a job's prompt. Real tokens are divided into blocks, each a text named by its
-    content."""
+    """The spans of a job's prompt. If its token ids are known, each block of them is a span that is
+    named by a hash of its content."""
     if not job.texts:
         return job.prompt
     tokens = job.tokens()
@@ -58,7 +55,7 @@ def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
 
 
 def merged(prompt: tuple[Span, ...]) -> list[Span]:
-    """The same spans, where adjacent pieces of one text are joined."""
+    """The spans of a prompt, with adjacent spans of the same text joined."""
     found: list[Span] = []
     for span in prompt:
         last = found[-1] if found else None

@@ -1,5 +1,4 @@
-"""Sessions: each request follows the answer to the last one, and its prompt starts with everything
-before it."""
+"""Sessions, in which each prompt begins with all earlier prompts and answers of the session."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ MAX_TURNS = 10_000
 
 
 class Turn(NamedTuple):
-    """One request of a session and its answer."""
+    """One request of a session, with the length of its answer."""
 
     pause: float
     """Seconds between the previous answer and this request."""
@@ -34,8 +33,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(Workload):
-    """Sessions start at times drawn from ``arrivals``; within a session, each request follows the
-    answer to the previous one."""
+    """Base class of workloads with sessions. Sessions start by the arrival process ``arrivals``;
+    within a session, each request arrives after the answer to the previous request."""
 
     name: ClassVar[str]
     """Prefix of the sessions' names, to which a number is added."""
@@ -85,7 +84,7 @@ class Sessions(Workload):
 
     @cached_property
     def process(self) -> Arrivals:
-        """The arrival process of sessions."""
+        """The arrival process of session starts."""
         return find_arrivals(self.arrivals)
 
     @property
@@ -94,17 +93,17 @@ class Sessions(Workload):
 
     @cached_property
     def mean_turns(self) -> float:
-        """Mean number of requests per session, without those that exceed ``max_context``."""
+        """Mean number of requests per session after the cut at ``max_context``, from samples."""
         sampled = islice(self.sessions(RandomDraws(SAMPLE_SEED)), NUM_SAMPLED)
         return sum(map(len, sampled)) / NUM_SAMPLED
 
     def source(self, seed: int, rate: float | None = None) -> JobSource:
-        """The jobs, arriving at this mean rate of requests. At an infinite rate all sessions start
-        at once, without pauses."""
+        """The jobs for this seed and mean number of requests per second. At an infinite rate all
+        sessions start at once, without pauses."""
         return _LiveSessions(self, RandomDraws(seed), rate or self.natural_rate).source()
 
     def sessions(self, dice: RandomDraws) -> Iterator[list[Turn]]:
-        """The turns of each session, infinite in number."""
+        """An endless iterator of sessions, each a list of its turns."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
         pauses = uniform(dice.stream("think"))
         per_turn = log1p(-1.0 / self.turns) if self.turns > 1.0 else -inf
@@ -123,7 +122,7 @@ class Sessions(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations(Sessions):
-    """Each prompt consists of all earlier turns, their answers, and new text."""
+    """Chats: each prompt consists of all earlier prompts and answers, and new text."""
 
     kind: ClassVar[str] = "conversations"
     name: ClassVar[str] = "conversation"
@@ -131,8 +130,8 @@ class Conversations(Sessions):
 
 @dataclass(frozen=True, kw_only=True)
 class Agents(Sessions):
-    """A program starts with one of a few system prompts; each request adds the output of a tool to
-    everything before."""
+    """Agents that call tools: a session starts with one of a few shared system prompts, and each
+    request adds the output of a tool."""
 
     kind: ClassVar[str] = "agents"
     name: ClassVar[str] = "agent"
@@ -156,7 +155,7 @@ class _LiveSession:
     num_taken: int = 0
 
     def next(self, time: float) -> Job:
-        """The next request of the session, which arrives at this time."""
+        """Take the session's next request, which arrives at ``time`` (seconds)."""
         turn = self.turns[self.num_taken]
         self.num_taken += 1
         request_id = f"{self.name}.{self.num_taken}"
@@ -175,7 +174,7 @@ class _LiveSession:
 
 
 class _LiveSessions:
-    """The unfinished sessions of a run."""
+    """The unfinished sessions of a run, as a source of jobs."""
 
     def __init__(self, workload: Sessions, dice: RandomDraws, rate: float) -> None:
         self._workload = workload
@@ -187,7 +186,7 @@ class _LiveSessions:
         return JobSource(self._first(), self._follow)
 
     def _first(self) -> Iterator[Job]:
-        """The first request of each session."""
+        """Yield the first request of each session, in order of arrival."""
         workload, dice = self._workload, self._dice
         mean = workload.mean_turns
         number = ceil(workload.num_requests / mean)

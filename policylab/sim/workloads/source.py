@@ -1,5 +1,4 @@
-"""Workload, which describes requests of one kind, and JobSource, the jobs of a workload for one
-seed and rate."""
+"""Workload, the base class of all workloads, and JobSource, its jobs for one seed and rate."""
 
 from __future__ import annotations
 
@@ -18,9 +17,10 @@ MAX_REQUESTS = 100_000_000
 
 
 class JobSource:
-    """Jobs in order of arrival, drawn when they are taken. The jobs in ``jobs`` arrive by
-    themselves, in order; ``follow(job, time)`` returns the jobs that follow the end of another
-    one."""
+    """Jobs in order of arrival, drawn when they are needed.
+
+    ``jobs`` are those with a given arrival time, in order; ``follow(job, time)`` returns the jobs
+    that arrive because ``job`` ended at ``time`` (seconds)."""
 
     def __init__(self, jobs: Iterator[Job], follow: Follow | None = None) -> None:
         self._jobs = jobs
@@ -32,12 +32,12 @@ class JobSource:
 
     @property
     def next_time(self) -> float:
-        """The arrival time of the next job; infinity if no job follows."""
+        """The arrival time of the next job in seconds; infinity if none is known."""
         return self._coming[0][0] if self._coming else inf
 
     @property
     def has_followers(self) -> bool:
-        """True if jobs may follow the end of others."""
+        """True if the end of a job may cause other jobs to arrive."""
         return self._follow is not None
 
     def take(self) -> Job:
@@ -48,19 +48,19 @@ class JobSource:
         return job
 
     def ended(self, job: Job, time: float) -> None:
-        """Report the end of a job, normal or not: others may follow it."""
+        """Report the end of a job at ``time`` (seconds), for any reason; other jobs may follow
+        it."""
         if self._follow is not None:
             for follower in self._follow(job, time):
                 self._push(follower)
 
     def __iter__(self) -> Iterator[Job]:
-        """All jobs that arrive by themselves, without followers."""
+        """Take all jobs that do not depend on the end of another job."""
         while self._coming:
             yield self.take()
 
     def _draw(self) -> None:
-        """Draw the next job that arrives by itself, and add it to the heap of coming jobs. One at a
-        time is enough, since later ones do not arrive earlier."""
+        """Add the next job with a given arrival time to the heap; later ones arrive no earlier."""
         self._newest = -1
         job = next(self._jobs, None)
         if job is not None:
@@ -74,10 +74,8 @@ class JobSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """Requests of one kind. The same options and seed give the same jobs.
-
-    Without a given rate, requests arrive at ``natural_rate``.
-    """
+    """Base class of workloads: options from which requests are drawn. The same options and seed
+    give the same jobs."""
 
     kind: ClassVar[str]
     """The name of the kind."""
@@ -124,34 +122,34 @@ class Workload(ABC):
 
     @property
     def user_weights(self) -> dict[str, float]:
-        """The weight of each user for fair policies; empty if all are the same."""
+        """The weight of each user for fair policies; empty if all weights are equal."""
         weights = {name: user.weight for name, user in self.tags.users.items()}
         return weights if len(set(weights.values())) > 1 else {}
 
     @property
     @abstractmethod
     def natural_rate(self) -> float | None:
-        """Requests per second if no rate is given. ``None``: the workload cannot have a rate, since
-        requests arrive when others have ended (closed loop)."""
+        """Requests per second if no rate is given; ``None`` for a closed loop, which can have no
+        rate."""
 
     @property
     @abstractmethod
     def max_prompt(self) -> int:
-        """Tokens of the longest possible prompt."""
+        """The largest possible number of prompt tokens."""
 
     @property
     @abstractmethod
     def max_output(self) -> int:
-        """The maximum of output tokens that every request asks for, though each ends at its own
-        length."""
+        """The ``max_tokens`` of every request; requests end earlier, at their own lengths."""
 
     @abstractmethod
     def source(self, seed: int, rate: float | None = None) -> JobSource:
-        """The jobs of a seed at this mean rate (requests per second)."""
+        """The jobs for this seed and mean rate (requests per second; ``None``: the natural
+        rate)."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest possible request."""
+        """The largest possible number of prompt and output tokens of a request."""
         return self.max_prompt + self.max_output
 
     check = staticmethod(check_number)

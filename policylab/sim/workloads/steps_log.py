@@ -1,4 +1,4 @@
-"""The requests that an engine has served, from its step log."""
+"""A workload of the requests that an engine has served, from its step log."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ NOT_TAKEN = -1
 class StepsLog(FileWorkload):
     """The requests in a step log, with their token ids and their output lengths.
 
-    An aborted or failed request has as many output tokens as it got, but at least one. Refused
-    requests are left out, since their output lengths are unknown. Lengths are found by replaying
-    the log once, so the log must replay without a difference (``metronome replay``).
-    """
+    Output lengths are found by a replay, which must give the recorded plans (``metronome replay``).
+    An aborted or failed request gets the length that it reached, at least 1. Refused requests are
+    left out."""
 
     kind: ClassVar[str] = "steps-log"
 
@@ -48,13 +47,13 @@ class StepsLog(FileWorkload):
         return StepLog(self.path, allow_truncated=self.allow_truncated)
 
     def _added(self) -> Iterator[AddRequest]:
-        """Each request that was passed to the scheduler."""
+        """The requests in the log, in order, including refused ones."""
         return (record.request for record in self._log() if isinstance(record, AddCall))
 
     @cached_property
     def _outputs(self) -> array[int]:
-        """The number of output tokens of each request of ``_added``; ``NOT_TAKEN`` for refused
-        ones."""
+        """The number of output tokens of each request of ``_added``; ``NOT_TAKEN`` if it was
+        refused."""
         log = self._log()
         counted = _CountedRecords(log)
         replayed = Replay(log.header, {}, counted.came).run(counted)  # type: ignore[arg-type]
@@ -67,8 +66,8 @@ class StepsLog(FileWorkload):
 
 
 class _CountedRecords:
-    """Passes on the records of a log, and counts the output tokens of each request while the log is
-    replayed."""
+    """Iterates over the records of a step log, and counts each request's output tokens
+    meanwhile."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -87,7 +86,7 @@ class _CountedRecords:
             yield record
 
     def came(self, outputs: StepOutputs) -> None:
-        """Count the output tokens of a step, by request."""
+        """Add the output tokens of a step to the counts."""
         for batch in outputs.values():
             ids = batch.request_ids
             if batch.token_ids:

@@ -1,9 +1,8 @@
-"""Users, tiers, deadlines and priorities: options of all workloads.
+"""Options of all workloads for users, tiers, deadlines and priorities of requests.
 
 users="ann(share=3),bob(weight=2)"       num_users=100, user_skew=1.1
 tiers="chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,deadline=600,priority=1)"
-deadlines=(1, 60)                        num_priorities=3
-"""
+deadlines=(1, 60)                        num_priorities=3"""
 
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ MAX_SHARE = 1e9
 
 
 class User(NamedTuple):
-    """A user. ``share``: the share of the requests, relative to other users; ``weight``: share of
-    service for policies that use it (the engine's option ``user_weights``)."""
+    """A user. ``share``: its number of requests relative to other users; ``weight``: its service
+    relative to other users, under policies with weights."""
 
     share: float = 1.0
     weight: float = 1.0
 
 
 class Tier(NamedTuple):
-    """A class of requests. Promises in seconds: ``ttft`` to the first token, ``tbt`` between two
-    tokens, ``deadline`` from arrival to end. ``offline``: policies see that no user waits for the
-    answer."""
+    """A class of requests. ``share``: its number of requests relative to other tiers. ``ttft``,
+    ``tbt`` and ``deadline`` are latency limits in seconds. ``offline``: no user waits for the
+    answers."""
 
     share: float = 1.0
     ttft: float | None = None
@@ -46,7 +45,7 @@ class Tier(NamedTuple):
     hints: Mapping[str, Any] = {}
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields that the tier sets in each of its jobs. ``name``: the name of the tier."""
+        """The job fields that this tier, called ``name``, sets for each of its requests."""
         hints = {**({"offline": True} if self.offline else {}), **self.hints}
         set_ = {"ttft": self.ttft, "tbt": self.tbt, "deadline": self.deadline}
         found: dict[str, Any] = {k: float(value) for k, value in set_.items() if value is not None}
@@ -59,7 +58,7 @@ class Tier(NamedTuple):
 
 
 def read_users(text: str) -> dict[str, User]:
-    """Users by name. Raises ``ConfigError``."""
+    """Parse a text such as ``ann(share=3),bob``; users by name. Raises ``ConfigError``."""
     found: dict[str, User] = {}
     for name, given in _named("users", text, User._fields, "ann(share=3,weight=2)"):
         user = User(**given)
@@ -73,7 +72,7 @@ def read_users(text: str) -> dict[str, User]:
 
 
 def read_tiers(text: str) -> dict[str, Tier]:
-    """Tiers by name. Raises ``ConfigError``."""
+    """Parse a text such as ``chat(ttft=1),batch``; tiers by name. Raises ``ConfigError``."""
     found: dict[str, Tier] = {}
     for name, given in _named("tiers", text, Tier._fields, "chat(share=0.7,ttft=1,tbt=0.1)"):
         tier = Tier(**given)
@@ -106,7 +105,7 @@ def _named(
 
 
 class Tags(NamedTuple):
-    """The options for users, tiers, deadlines and priorities."""
+    """The values of a workload's options for users, tiers, deadlines and priorities."""
 
     users: dict[str, User]
     tiers: dict[str, Tier]
@@ -116,7 +115,7 @@ class Tags(NamedTuple):
     num_priorities: int = 0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for options from which no requests can be drawn."""
+        """Raise ``ConfigError`` for invalid or contradictory options."""
         check_number("num_users", self.num_users, 0, MAX_USERS)
         check_number("user_skew", self.user_skew, 0, 10)
         check_number("num_priorities", self.num_priorities, 0, 1000)
@@ -137,8 +136,8 @@ class Tags(NamedTuple):
             )
 
     def draw(self, dice: RandomDraws) -> Iterator[dict[str, Any]]:
-        """For each job, the fields (user, tier, deadline, priority) that these options set;
-        infinite in number."""
+        """An endless iterator of the job fields (user, tier, deadline, priority, ...) that these
+        options set for each request."""
         columns = list(self._columns(dice))
         while columns:
             for parts in zip(*(next(column) for column in columns), strict=True):
@@ -150,8 +149,8 @@ class Tags(NamedTuple):
             yield {}
 
     def _columns(self, dice: RandomDraws) -> Iterator[Iterator[Rows]]:
-        """For each kind of tag, an iterator over the fields it sets, for ``CHUNK`` jobs at a time.
-        Fields of later kinds replace those of earlier ones."""
+        """For each option that is set, an endless iterator of its job fields in lists of ``CHUNK``.
+        Fields from later iterators take precedence."""
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
             yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))

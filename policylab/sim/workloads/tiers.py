@@ -1,4 +1,4 @@
-"""Chats with latency promises, next to batch work."""
+"""A workload of chats with latency limits, mixed with batch work."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers(OpenLoop):
-    """Short chats with promised TTFT and time between tokens, next to long batch work. Each tier is
-    a user. A chat's deadline is the time at which tokens at the promised pace would end it. Batch
-    work has priority 1 and is marked as offline for policies."""
+    """Short chats with limits on TTFT and time between tokens, mixed with long batch requests. Each
+    tier is one user. A chat's deadline follows from its limits and length. Batch requests have
+    priority 1 and the hint ``offline``."""
 
     kind: ClassVar[str] = "tiers"
 
@@ -45,7 +45,7 @@ class Tiers(OpenLoop):
 
     @cached_property
     def _lengths(self) -> tuple[Lengths, Lengths]:
-        """The length distributions of chats and of batch work."""
+        """The length distributions of chats, and those of batch requests."""
         chat, batch = (
             Lengths(*(bounds(name, getattr(self, name)) for name in names))
             for names in (("chat_prompt", "chat_output"), ("batch_prompt", "batch_output"))

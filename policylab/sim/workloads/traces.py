@@ -1,4 +1,4 @@
-"""Independent requests with the lengths of public traces: Azure 2023 and arXiv summarisation."""
+"""Workloads with the lengths and arrivals of public traces, without shared prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from policylab.sim.workloads.open_loop import TRACE, Body, OpenLoop, pairs
 
 @dataclass(frozen=True, kw_only=True)
 class LikeTrace(OpenLoop):
-    """Requests with the length distribution of a trace, without shared prefixes."""
+    """Base class of workloads that imitate a trace's lengths, without shared prefixes."""
 
     table: ClassVar[Lengths]
 
@@ -36,7 +36,7 @@ class LikeTrace(OpenLoop):
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The distributions of prompt and output lengths, scaled by ``scale``."""
+        """The trace's length distributions of prompts and outputs, multiplied by ``scale``."""
         if self.scale == 1.0:
             return self.table
         return Lengths(*(scaled(part, self.scale) for part in self.table))
@@ -61,8 +61,8 @@ def scaled(part: object, scale: float) -> Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AzureConv(LikeTrace):
-    """Azure's conversation service of 2023: 19,366 requests in 3,502 s, with a rate that changes by
-    the minute."""
+    """Requests like those of Azure's conversation service in 2023: 19,366 in 3,502 s; the arrival
+    rate changes every minute."""
 
     kind: ClassVar[str] = "azure-conv"
     table: ClassVar[Lengths] = AZURE_CONV
@@ -73,8 +73,8 @@ class AzureConv(LikeTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class AzureCode(LikeTrace):
-    """Azure's coding service of 2023: 8,819 requests in 3,436 s, in bursts with pauses in between;
-    long prompts, short outputs."""
+    """Requests like those of Azure's coding service in 2023: 8,819 in 3,436 s, in bursts; long
+    prompts and short outputs."""
 
     kind: ClassVar[str] = "azure-code"
     table: ClassVar[Lengths] = AZURE_CODE
@@ -85,7 +85,7 @@ class AzureCode(LikeTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class Arxiv(LikeTrace):
-    """Summaries of arXiv papers. The trace has no arrival times."""
+    """Summaries of arXiv papers; the trace has no arrival times."""
 
     kind: ClassVar[str] = "arxiv"
     table: ClassVar[Lengths] = ARXIV

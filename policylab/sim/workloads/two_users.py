@@ -1,4 +1,4 @@
-"""A user who floods the engine, next to one who does not."""
+"""A workload of two users, one of whom floods the engine with requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class TwoUsers(OpenLoop):
-    """Two users, ``calm`` and ``flood``, whose requests have the same lengths; ``flood`` sends
-    ``self.flood`` times as many.
+    """Two users, ``calm`` and ``flood``, with requests of the same lengths; the user ``flood``
+    sends ``self.flood`` times as many as ``calm``.
 
-    At a load above 1 a fair policy gives both the same service, unless one requests less than that.
-    """
+    Under overload a fair policy gives both the same service, unless a user requests less."""
 
     kind: ClassVar[str] = "two-users"
 
