@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,15 +17,63 @@ class PagedKV:
 
     num_kv_heads: int
     head_dim: int
-    """Elements of a key, and of a value."""
+    """Elements of a key."""
+    value_dim: int = 0
+    """Elements of a value; 0: as many as a key has."""
     window: int = 0
     """Sliding window in tokens, 0 for full attention."""
     dtype_bytes: int = 4
 
     @property
+    def stored_dim(self) -> int:
+        """Elements stored for a key, and for a value: the shorter of the two is padded."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes stored for the key and the value of one token."""
+        return 2 * self.num_kv_heads * self.stored_dim * self.dtype_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the key and the value of one token, without padding."""
+        dims = self.head_dim + (self.value_dim or self.head_dim)
+        return self.num_kv_heads * dims * self.dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKV:
+    """A layer that reads the keys and values of an earlier layer and keeps none."""
+
+    source: int
+    """Index of the earlier layer, which keeps its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCache:
+    """A layer that keeps nothing between steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotState:
+    """A recurrent state of fixed size for each running request. Not supported yet."""
+
+    state_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedLatent:
+    """One compressed vector per token instead of a key and a value. Not supported yet."""
+
+    latent_dim: int
+
+
+LayerCache = PagedKV | SharedKV | NoCache | SlotState | PagedLatent
+"""What one layer of a model keeps between steps."""
+UNSUPPORTED: Mapping[type, str] = {
+    SlotState: "a recurrent state",
+    PagedLatent: "a compressed vector per token",
+}
 
 
 class KVLayout(NamedTuple):
@@ -35,15 +84,26 @@ class KVLayout(NamedTuple):
 
     groups: tuple[Group, ...]
     group_of: tuple[int, ...]
-    """Group of each layer."""
+    """Group of each layer. A layer that keeps nothing has group 0."""
     parts: tuple[int, ...]
-    """Place of each layer in its group's blocks."""
+    """Place of each layer in its group's blocks. A layer that keeps nothing has place 0."""
     block_bytes: int
+    parts_of: tuple[int, ...]
+    """Number of parts into which each group divides a block."""
+    is_interleaved: bool = False
+    """True if groups divide a block into different numbers of parts, so that all parts of a block
+    are stored next to each other. Otherwise each part of all blocks is a tensor of its own."""
 
     @property
-    def num_parts(self) -> int:
-        """Number of parts of a block, which is the number of layers in the largest group."""
-        return max(self.parts) + 1
+    def num_tensors(self) -> int:
+        """Number of tensors that store the pool."""
+        return 1 if self.is_interleaved else max(self.parts) + 1
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """For each group, the factor from a block's id in the pool to its index in the tensors of
+        the group's layers."""
+        return self.parts_of if self.is_interleaved else (1,) * len(self.groups)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -51,77 +111,132 @@ class KVLayout(NamedTuple):
         return tuple(group.window for group in self.groups)
 
 
-MOST_PADDED = 1.025  # most memory of a request of full length, relative to what its layers need
+MOST_PADDED = 1.025  # most memory of a request of full length, relative to what its layers store
 
 
-def one_group(layers: Sequence[PagedKV], block_size: int) -> KVLayout:
-    """The layout with a single group, in which every layer keeps the KV of all tokens. Raises
-    ``ConfigError`` as ``make_layout`` does."""
-    num = len(layers)
-    block_bytes = num * _token_bytes(layers) * block_size
-    return KVLayout((FULL,), (0,) * num, tuple(range(num)), block_bytes)
+def one_group(layers: Sequence[LayerCache], block_size: int) -> KVLayout:
+    """The layout in which all layers keep all tokens. Raises as ``make_layout``."""
+    return _one_group(_owners(layers), layers, FULL, block_size)
 
 
 def make_layout(
-    layers: Sequence[PagedKV], *, block_size: int, max_num_batched_tokens: int, max_model_len: int
+    layers: Sequence[LayerCache],
+    *,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
 ) -> KVLayout:
-    """Divide the layers into groups with the same window, and assign each layer a part of a block.
+    """Group layers that keep as many bytes of as many tokens, and place each layer in its group's
+    blocks.
 
-    All blocks have the same number of parts; a group with fewer layers leaves some unused. More
-    parts make fewer groups, which need fewer block tables, but waste more memory. So the number of
-    parts is the one with the fewest groups for which a request of ``max_model_len`` tokens takes at
-    most ``MOST_PADDED`` times the memory that its layers need. Groups of full attention come first.
+    All blocks have one size, so layers with fewer bytes per token share a block with more layers
+    of their kind. A group with fewer layers than a block has parts leaves the other parts unused.
+    Larger blocks make fewer groups, which need fewer block tables, but leave more memory unused. So
+    the block size in bytes is chosen for the fewest groups, as long as a request of
+    ``max_model_len`` tokens takes at most ``MOST_PADDED`` times the memory that its layers store.
+    Groups of full attention come first.
 
-    Raises ``ConfigError`` if layers need different numbers of bytes per token, since their blocks
-    could not come from one pool."""
-    token_bytes = _token_bytes(layers)
-    by_window: dict[int, list[int]] = {}
-    for index, layer in enumerate(layers):
-        by_window.setdefault(layer.window, []).append(index)
-    num_parts = _choose_parts({w: len(found) for w, found in by_window.items()}, max_model_len)
-    groups: list[Group] = []
-    group_of, parts = [0] * len(layers), [0] * len(layers)
-    for window, indices in sorted(by_window.items()):
+    Raises ``ConfigError`` if a layer keeps something that is not supported.
+    """
+    owners = _owners(layers)
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, layer in owners.items():
+        kinds.setdefault((layer.window, layer.token_bytes), []).append(index)
+
+    def group_with(window: int) -> Group:
         most = window_blocks(window, max_num_batched_tokens, block_size) if window else 0
+        return Group(window=window, max_blocks=most)
+
+    windows = {window for window, _ in kinds}
+    if len(windows) == 1:
+        return _one_group(owners, layers, group_with(windows.pop()), block_size)
+    token_bytes = _choose_bytes({kind: len(found) for kind, found in kinds.items()}, max_model_len)
+    groups: list[Group] = []
+    parts_of: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
+    for (window, layer_bytes), indices in sorted(kinds.items()):
+        num_parts = token_bytes // layer_bytes
         for nth, index in enumerate(indices):
-            parts[index] = nth % num_parts
-            if not parts[index]:
-                groups.append(Group(window=window, max_blocks=most))
-            group_of[index] = len(groups) - 1
-    block_bytes = num_parts * token_bytes * block_size
-    return KVLayout(tuple(groups), tuple(group_of), tuple(parts), block_bytes)
+            if nth % num_parts == 0:
+                groups.append(group_with(window))
+                parts_of.append(num_parts)
+            places[index] = (len(groups) - 1, nth % num_parts)
+    group_of, parts = zip(*_of_all(places, layers), strict=True)
+    is_interleaved = len(set(parts_of)) > 1
+    block_bytes = token_bytes * block_size
+    return KVLayout(tuple(groups), group_of, parts, block_bytes, tuple(parts_of), is_interleaved)
 
 
-def _token_bytes(layers: Sequence[PagedKV]) -> int:
-    """Bytes of the keys and values of one token in one layer. Raises ``ConfigError`` if layers
-    differ."""
-    by_bytes: dict[int, list[int]] = {}
+def padding(layers: Sequence[LayerCache], layout: KVLayout, block_size: int) -> float:
+    """The share of the pool's bytes that no key and no value uses, if all groups hold as many
+    blocks."""
+    owned = _owners(layers).values()
+    needed = sum(layer.needed_bytes for layer in owned) * block_size
+    return 1 - needed / (len(layout.groups) * layout.block_bytes)
+
+
+def _owners(layers: Sequence[LayerCache]) -> dict[int, PagedKV]:
+    """The layers that keep keys and values of their own, by index. Raises ``ConfigError`` if there
+    are none, or if a layer keeps something that is not supported."""
     for index, layer in enumerate(layers):
-        by_bytes.setdefault(layer.token_bytes, []).append(index)
-    if len(by_bytes) > 1:
-        sizes = "; ".join(f"{size} in layers {indices}" for size, indices in by_bytes.items())
-        raise ConfigError(
-            f"layers keep different numbers of bytes of KV per token ({sizes}), but all blocks of "
-            "the KV cache have one size; models with several layer sizes are not supported"
+        if type(layer) in UNSUPPORTED:
+            raise ConfigError(
+                f"layer {index} of the model keeps {UNSUPPORTED[type(layer)]} "
+                f"({type(layer).__name__}), which is not supported; layers may keep keys and "
+                "values, use those of an earlier layer, or keep nothing"
+            )
+    owners = {index: layer for index, layer in enumerate(layers) if isinstance(layer, PagedKV)}
+    if not owners:
+        raise ConfigError("no layer of the model keeps keys and values, which is not supported")
+    return owners
+
+
+def _one_group(
+    owners: Mapping[int, PagedKV], layers: Sequence[LayerCache], group: Group, block_size: int
+) -> KVLayout:
+    """The layout with one group, in which each layer has a tensor of its own."""
+    places = {index: (0, part) for part, index in enumerate(owners)}
+    group_of, parts = zip(*_of_all(places, layers), strict=True)
+    block_bytes = sum(layer.token_bytes for layer in owners.values()) * block_size
+    return KVLayout((group,), group_of, parts, block_bytes, (len(owners),))
+
+
+def _of_all(
+    places: Mapping[int, tuple[int, int]], layers: Sequence[LayerCache]
+) -> list[tuple[int, int]]:
+    """Group and part of every layer, given those of the layers that keep their own KV."""
+    sources = [
+        layer.source if isinstance(layer, SharedKV) else index for index, layer in enumerate(layers)
+    ]
+    return [places.get(source, (0, 0)) for source in sources]
+
+
+def _choose_bytes(counts: Mapping[tuple[int, int], int], max_model_len: int) -> int:
+    """Choose the bytes of a block per token. counts: (sliding window, bytes of a layer per token)
+    -> number of layers."""
+    unit = math.lcm(*(layer_bytes for _, layer_bytes in counts))
+
+    def num_groups(block: int) -> int:
+        return sum(-(-count * layer_bytes // block) for (_, layer_bytes), count in counts.items())
+
+    def held(block: int) -> int:
+        """Bytes that a request of full length takes in blocks of ``block`` bytes per token."""
+        tokens_held = {kind: min(kind[0] or max_model_len, max_model_len) for kind in counts}
+        return sum(
+            -(-count * kind[1] // block) * block * tokens_held[kind]
+            for kind, count in counts.items()
         )
-    return layers[0].token_bytes
 
-
-def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
-    """Choose the number of parts of a block (see ``make_layout``). counts: the number of layers
-    with each sliding window (0: none)."""
-    tokens = {window: min(window or max_model_len, max_model_len) for window in counts}
-
-    def num_groups(num_parts: int) -> int:
-        return sum(-(-count // num_parts) for count in counts.values())
-
-    def kept(num_parts: int) -> int:
-        """The memory of a request of ``max_model_len`` tokens, in tokens times layers."""
-        return sum(-(-n // num_parts) * num_parts * tokens[w] for w, n in counts.items())
-
-    few = range(1, max(counts.values()) + 1)
-    fits = [num_parts for num_parts in few if kept(num_parts) <= MOST_PADDED * kept(1)]
-    return min(fits, key=lambda num_parts: (num_groups(num_parts), kept(num_parts), num_parts))
+    stored = sum(
+        count * layer_bytes * min(window or max_model_len, max_model_len)
+        for (window, layer_bytes), count in counts.items()
+    )
+    largest = max(count * layer_bytes for (_, layer_bytes), count in counts.items())
+    blocks = range(unit, max(unit, largest) + unit, unit)
+    fits = [block for block in blocks if held(block) <= MOST_PADDED * stored]
+    if not fits:
+        return min(blocks, key=lambda block: (held(block), num_groups(block)))
+    return min(fits, key=lambda block: (num_groups(block), held(block), block))
 
 
 def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:

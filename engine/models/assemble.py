@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.kv.layout import PagedKV
+from engine.kv.layout import LayerCache, PagedKV
 from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu, make_linear
 from engine.layers.quantized import Weight, plain
@@ -170,7 +170,7 @@ class Assembly:
             self.tables[rope] = table.to(self.placement.device)
         return self.tables[rope]
 
-    def cache_spec(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+    def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
         a = self.spec.attention
         return tuple(
             PagedKV(

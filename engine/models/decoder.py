@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from engine.kv.layout import PagedKV
+from engine.kv.layout import LayerCache
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.sublayers import (
     Attention,
@@ -83,7 +83,7 @@ class NativeDecoder:
         blocks: Sequence[DecoderBlock],
         final_norm: ResidualNorm,
         output: OutputLayer,
-        cache_spec: tuple[PagedKV, ...],
+        cache_spec: tuple[LayerCache, ...],
     ) -> None:
         self.embedding = embedding
         self.blocks = blocks

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
-from engine.kv.layout import PagedKV
+from engine.kv.layout import LayerCache, SharedKV
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
@@ -60,20 +61,17 @@ class GeneralModel:
         self.dtype = dtype
         self.has_own_products = has_own_products
         self.vocab_size = findings.logits.shape[-1]
-        self.cache_spec = tuple(
-            PagedKV(
-                num_kv_heads=findings.num_kv_heads,
-                head_dim=findings.head_dim,
-                window=layer.window,
-                dtype_bytes=self.dtype.itemsize,
-            )
+        self.cache_spec: tuple[LayerCache, ...] = tuple(
+            replace(layer.cache, dtype_bytes=dtype.itemsize)
+            if layer.source is None
+            else SharedKV(source=layer.source)
             for layer in findings.layers
         )
         self._causal = causal
         self._backbone = findings.backbone
         self._embed: Any = causal.get_input_embeddings()
         self._output_type = findings.output_type
-        self._state = PagedState(findings.layers, findings.head_dim)
+        self._state = PagedState(findings.layers)
         causal.set_attn_implementation(PAGED)
         for layer in findings.layers:
             setattr(layer.module, STATE, self._state)

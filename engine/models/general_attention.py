@@ -21,6 +21,7 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from engine.kv.layout import PagedKV
 from engine.models.general_support import Misfit
 from kernels import AttentionMeta, paged_attention
 from kernels.reference.quant import FP8
@@ -130,8 +131,10 @@ class AttentionLayer:
     """One attention call of a forward pass, found by a trial."""
 
     module: nn.Module
-    window: int
-    """Number of keys that a query attends to, itself included; 0: no limit."""
+    cache: PagedKV
+    """Shape and window of the keys and values that the layer reads."""
+    source: int | None = None
+    """Index of the earlier layer whose keys and values it reads; ``None``: it keeps its own."""
 
 
 class AttentionStep:
@@ -145,11 +148,6 @@ class AttentionStep:
         self._rows = (attn[0].slots >= 0).nonzero().squeeze(1)  # without padding
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @property
-    def meta(self) -> AttentionMeta:
-        """The attention metadata of the layer that calls attention next."""
-        return self._attn[self.num_calls]
-
     def _places_of(self, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache block and offset of each token (padding left out), in layers of this KV group."""
         if meta.group not in self._places:
@@ -157,18 +155,26 @@ class AttentionStep:
             self._places[meta.group] = (slots // meta.block_size, slots % meta.block_size)
         return self._places[meta.group]
 
-    def next_cache(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Write keys and values [N, Hkv, D] to the next layer's cache [blocks, 2, Hkv, block, D].
-        Returns this cache."""
-        kv_layer = self._kv[self.num_calls]
-        blocks, offsets = self._places_of(self.meta)
+    def next_layer(self) -> tuple[torch.Tensor, AttentionMeta]:
+        """Go to the next layer. Returns its cache [blocks, 2, Hkv, block, D] and metadata."""
+        call = self.num_calls
         self.num_calls += 1
+        return self._kv[call], self._attn[call]
+
+    def write(
+        self,
+        kv_layer: torch.Tensor,
+        meta: AttentionMeta,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write keys and values [N, Hkv, D] to a layer's cache."""
+        blocks, offsets = self._places_of(meta)
         for half, new in enumerate((keys, values)):
             rows = new[self._rows]
             if kv_layer.dtype is FP8:  # the cast would turn larger values into NaN
                 rows = rows.clamp(-FP8_MAX, FP8_MAX)
             kv_layer[blocks, half, :, offsets] = rows.to(kv_layer.dtype)
-        return kv_layer
 
 
 @dataclass(slots=True)
@@ -177,8 +183,6 @@ class PagedState:
 
     layers: tuple[AttentionLayer, ...]
     """The model's attention layers, in the order of their calls."""
-    head_dim: int
-    """Head size of the cache: the largest head size of keys and values."""
     step: AttentionStep | None = None
 
     @contextmanager
@@ -208,15 +212,17 @@ def attend(
     layer = state.layers[state.step.num_calls]
     assert layer.module is module, "the module calls its attention layers in another order"
     options = read_options(scaling, query.shape[-1], given)
-    meta = state.step.meta
-    kv_layer = state.step.next_cache(_rows(key, state.head_dim), _rows(value, state.head_dim))
-    queries = _rows(query, state.head_dim).to(value.dtype)
+    kv_layer, meta = state.step.next_layer()
+    head_dim = layer.cache.stored_dim
+    if layer.source is None:
+        state.step.write(kv_layer, meta, _rows(key, head_dim), _rows(value, head_dim))
+    queries = _rows(query, head_dim).to(value.dtype)
     out = paged_attention(
         queries.contiguous(),
         kv_layer,
         meta,
         scale=options.scale,
-        window=layer.window,
+        window=layer.cache.window,
         softcap=options.softcap,
         sinks=options.sinks,
     )

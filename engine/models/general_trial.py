@@ -10,6 +10,7 @@ from the row, and frequencies that depend on the longest sequence of a batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.kv.layout import PagedKV
 from engine.models.general_attention import (
     STATE,
     AttentionCall,
@@ -36,9 +38,6 @@ class Findings:
     """Properties of a module found by a trial."""
 
     layers: tuple[AttentionLayer, ...]
-    num_kv_heads: int
-    head_dim: int
-    """The largest head size of keys and values."""
     backbone: nn.Module
     """The submodule that computes hidden states."""
     output_type: type
@@ -67,7 +66,6 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
     places = torch.arange(NUM_TOKENS)
     first = _run(causal, _backbones(causal), tokens, None)
     layers = _read_layers(first.calls, max_model_len)
-    num_kv_heads, head_dim = _cache_shape(first.calls)
     order = torch.tensor(ORDER)
     places[MOVED] = max_model_len - 1
     try:
@@ -77,8 +75,6 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
     _compare(first, second, order)
     return Findings(
         layers,
-        num_kv_heads,
-        head_dim,
         first.backbone,
         type(first.backbone_output),
         first.hidden,
@@ -128,9 +124,9 @@ def _run(
 
 
 def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[AttentionLayer, ...]:
-    layers = []
+    layers: list[AttentionLayer] = []
     windows: dict[MaskRule, int] = {}
-    for call in calls:
+    for index, call in enumerate(calls):
         shape = (1, call.query.shape[1], NUM_TOKENS)
         if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
             raise Misfit("its attention does not get each token exactly once")
@@ -140,7 +136,16 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
             raise Misfit("it builds its own attention masks")
         if rule not in windows:
             windows[rule] = window_of(rule, max_model_len, call.mask.device)
-        layers.append(AttentionLayer(call.module, windows[rule]))
+        cache = PagedKV(
+            num_kv_heads=call.key.shape[1],
+            head_dim=call.key.shape[-1],
+            value_dim=call.value.shape[-1],
+            window=windows[rule],
+        )
+        source = _source(call, calls[:index])
+        if source is not None and layers[source].cache != cache:
+            source = None  # its window keeps other tokens
+        layers.append(AttentionLayer(call.module, cache, source))
     return tuple(layers)
 
 
@@ -165,12 +170,20 @@ def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:
         raise Misfit("its attention mask depends on more than positions") from error
 
 
-def _cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
-    heads = sorted({call.key.shape[1] for call in calls})
-    if len(heads) > 1:
-        raise Misfit(f"its layers differ in their number of key-value heads ({heads})")
-    dims = {dim for call in calls for dim in (call.key.shape[-1], call.value.shape[-1])}
-    return heads[0], max(dims)
+def _source(call: AttentionCall, earlier: Sequence[AttentionCall]) -> int | None:
+    """Index of the first earlier call with the very same keys and values, not copies of them."""
+    for index, other in enumerate(earlier):
+        if _is_same(call.key, other.key) and _is_same(call.value, other.value):
+            return index
+    return None
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
 
 
 def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:

@@ -6,14 +6,14 @@ from typing import Protocol
 
 import torch
 
-from engine.kv.layout import PagedKV
+from engine.kv.layout import LayerCache
 from engine.layers.batch import ForwardBatch, Hidden
 
 
 class Model(Protocol):
     """A decoder over a paged KV cache. N tokens, H hidden size, V vocabulary."""
 
-    cache_spec: tuple[PagedKV, ...]
+    cache_spec: tuple[LayerCache, ...]
     """The KV cache of each layer, in forward order."""
     vocab_size: int
     dtype: torch.dtype

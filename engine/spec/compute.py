@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ from engine.worker.batches import (
     wanted_rows,
 )
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import apply_kv_dtype, make_kv_cache
+from engine.worker.memory import apply_kv_dtype, make_kv_cache, stored_as
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
@@ -85,8 +84,7 @@ class DraftModel(Feature):
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
         self._kv_dtype = apply_kv_dtype(model, requested, platform.device)
-        dtype_bytes = self._kv_dtype.itemsize
-        self._layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
+        self._layers = stored_as(model.cache_spec, self._kv_dtype)
         self._layout = one_group(self._layers, config.block_size)
         self._target = machine
         slots = machine.slots.twin(platform)

@@ -438,7 +438,7 @@ def stage_changes(
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
         new = _new_slots(plan.new, specs, starts, staging)
     if len(plan.block_ids):
-        deltas = (slots.table_rows(plan), plan.block_indices, plan.block_ids)
+        deltas = (slots.table_rows(plan), plan.block_indices, slots.table_entries(plan))
         blocks = [staging.add(column.astype(np.int32, copy=False)) for column in deltas]
     return Changes(new, blocks)
 

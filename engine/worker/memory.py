@@ -8,13 +8,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
-from engine.kv.layout import KVLayout, PagedKV
+from engine.kv.layout import KVLayout, LayerCache, PagedKV, SharedKV
 from engine.layers.linear import is_cpu
 from engine.models.decoder import NativeDecoder
 from engine.models.model import Model
@@ -113,12 +114,20 @@ def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.
     return dtype
 
 
+def stored_as(layers: Sequence[LayerCache], dtype: torch.dtype) -> list[LayerCache]:
+    """The caches of a model's layers if keys and values are stored in ``dtype``."""
+    return [
+        replace(layer, dtype_bytes=dtype.itemsize) if isinstance(layer, PagedKV) else layer
+        for layer in layers
+    ]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def make_kv_cache(
-    layers: Sequence[PagedKV],
+    layers: Sequence[LayerCache],
     layout: KVLayout,
     num_blocks: int,
     block_size: int,
@@ -126,23 +135,52 @@ def make_kv_cache(
     dtype: torch.dtype,
     zeros: Zeros,
 ) -> list[torch.Tensor]:
-    """Allocate a zeroed tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
-    Layers that ``layout`` assigns to the same part of a block share a tensor.
+    """Allocate the pool, zeroed, and return each layer's view of it: [blocks of its group, 2,
+    num_kv_heads, block_size, head_dim], empty for a layer that keeps nothing. Views of layers with
+    the same place in a block share memory.
 
     Zeroed because masked values are still multiplied, and 0 * NaN is NaN. On a CPU, physical pages
     are allocated when they are first written, so an unused pool costs nothing; see
     ``PagePrefault``. Raises ``ConfigError`` with the sizes if there is not enough memory."""
-    layer = layers[0]  # a layout has layers of one shape
-    shape = (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_dim)
+    num_elements = num_blocks * layout.block_bytes // dtype.itemsize
     try:
-        parts = [zeros(shape, dtype) for _ in range(layout.num_parts)]
+        if layout.is_interleaved:
+            tensors = [zeros((num_elements,), dtype)]
+        else:
+            owners = {
+                part: layer
+                for part, layer in zip(layout.parts, layers, strict=True)
+                if isinstance(layer, PagedKV)
+            }
+            tensors = [
+                zeros(_shape(owners[part], num_blocks, block_size), dtype)
+                for part in range(layout.num_tensors)
+            ]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         gib = num_blocks * layout.block_bytes / (1 << 30)
         raise ConfigError(
             f"not enough memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
             "lower num_kv_blocks, kv_cache_memory_bytes or memory_utilization"
         ) from error
-    return [parts[part] for part in layout.parts]
+    views = []
+    for layer, group, part in zip(layers, layout.group_of, layout.parts, strict=True):
+        owner = layers[layer.source] if isinstance(layer, SharedKV) else layer
+        if not isinstance(owner, PagedKV):
+            views.append(torch.empty(0, dtype=dtype, device=tensors[0].device))
+        elif layout.is_interleaved:
+            num = num_blocks * layout.scales[group] - part
+            shape = _shape(owner, num, block_size)
+            begin = part * math.prod(shape[1:])
+            views.append(tensors[0][begin : begin + math.prod(shape)].view(shape))
+        else:
+            views.append(tensors[part].view(_shape(owner, num_blocks, block_size)))
+    return views
+
+
+def _shape(layer: LayerCache, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Shape of a layer's keys and values."""
+    assert isinstance(layer, PagedKV)
+    return num_blocks, 2, layer.num_kv_heads, block_size, layer.stored_dim
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -174,7 +212,9 @@ class PagePrefault:
     def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PREFAULT_BYTES) -> None:
         """kv: the tensor of each layer, made by ``lazy_zeros``; num_bytes: how many bytes to fault
         in, in all tensors together."""
-        self._kv = list({layer.data_ptr(): layer for layer in kv}.values())
+        largest = sorted(kv, key=torch.Tensor.data_ptr, reverse=True)  # views of one pool overlap
+        by_memory = {layer.untyped_storage().data_ptr(): layer for layer in largest if len(layer)}
+        self._kv = list(by_memory.values())
         self._share = num_bytes // max(len(self._kv), 1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._provide, name="kv-pages", daemon=True)

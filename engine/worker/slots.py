@@ -69,9 +69,12 @@ class Slots:
         max_model_len: int,
         block_size: int,
         windows: Sequence[int] = (0,),
+        scales: Sequence[int] = (1,),
     ) -> None:
-        """windows: the sliding window of each group of layers, in tokens; 0 for full attention."""
+        """windows: the sliding window of each group of layers, in tokens; 0 for full attention.
+        scales: of each group, see ``KVLayout.scales``."""
         self.block_size = block_size
+        self._scales = np.array(scales, dtype=np.int32) if max(scales) > 1 else None
         width = -(-max_model_len // block_size)
 
         def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
@@ -104,6 +107,7 @@ class Slots:
             platform.zeros(tuple(column.shape), column.dtype)
             for column in (state.num_computed, state.block_tables[:1], state.windows[:1])
         )
+        other._scales = None
         other.state = state._replace(num_computed=lengths, block_tables=tables, windows=windows)
         return other
 
@@ -126,6 +130,14 @@ class Slots:
         if plan.block_groups is not None:
             rows = rows + plan.block_groups * np.int32(self.state.block_tables.shape[1])
         return rows
+
+    def table_entries(self, plan: StepPlan) -> Column:
+        """For each new block of a plan, its index in the cache of the layers that use it."""
+        blocks: Column = plan.block_ids
+        if self._scales is None:
+            return blocks
+        groups = 0 if plan.block_groups is None else plan.block_groups
+        return blocks * self._scales[groups]
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Enter draft tokens [D] into the slots' histories at their positions, as if they were

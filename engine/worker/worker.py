@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import KVLayout, PagedKV, make_layout, one_group
+from engine.kv.layout import KVLayout, LayerCache, PagedKV, make_layout, one_group, padding
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import NativeDecoder
@@ -40,6 +39,7 @@ from engine.worker.memory import (
     explain_shortage,
     free_host_bytes,
     make_kv_cache,
+    stored_as,
 )
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
@@ -87,7 +87,7 @@ class ModelWorker:
         self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
         self._most_mixed = MOST_RECORDED  # tokens of the largest mixed step to record
-        self._layers: list[PagedKV] = []
+        self._layers: list[LayerCache] = []
         self._layout: KVLayout | None = None
         self._driver: Driver | None = None
         self._prefault: PagePrefault | None = None
@@ -180,7 +180,7 @@ class ModelWorker:
             config.gpu.gpu_memory_utilization,
             one_request=blocks_of_one * self._block_bytes(),
             graphs=graphs,
-            num_tensors=self.layout.num_parts,
+            num_tensors=self.layout.num_tensors,
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -258,13 +258,12 @@ class ModelWorker:
 
     # -- helpers
 
-    def _lay_out(self, model: Model) -> tuple[list[PagedKV], KVLayout]:
-        """Return what each layer stores in the KV pool, and how the layers share the pool."""
+    def _lay_out(self, model: Model) -> tuple[list[LayerCache], KVLayout]:
+        """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
         config, sched = self.config, self.config.scheduler
-        dtype_bytes = self._kv_dtype.itemsize
-        layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
+        layers = stored_as(model.cache_spec, self._kv_dtype)
         keeps_all = any(feature.reads_first_group for feature in self._features)
-        if keeps_all and all(layer.window for layer in layers):
+        if keeps_all and all(layer.window for layer in layers if isinstance(layer, PagedKV)):
             return layers, one_group(layers, config.block_size)
         layout = make_layout(
             layers,
@@ -272,6 +271,9 @@ class ModelWorker:
             max_num_batched_tokens=sched.max_num_batched_tokens,
             max_model_len=sched.max_model_len,
         )
+        padded = padding(layers, layout, config.block_size)
+        if padded:
+            logger.info("%.1f %% of each KV block is padding, on average", 100 * padded)
         return layers, layout
 
     def _block_bytes(self) -> int:
@@ -382,7 +384,8 @@ def make_machine(
     sched, block_size = config.scheduler, config.block_size
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)
-    slots = Slots(platform, num_seqs, max_model_len, block_size, layout.windows)
+    shared = layout.windows, layout.scales
+    slots = Slots(platform, num_seqs, max_model_len, block_size, *shared)
     staging = Staging(platform, num_seqs, sched.max_num_batched_tokens, sched.num_steps_in_flight)
     return Machine(
         model=model,

@@ -125,7 +125,7 @@ def cut(
     """How a step's prompt chunks are divided. Cached for the step: one division for layers with
     window, softcap or ALiBi, and one for the other layers."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
-    key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
+    key = ("chunks", q.shape[1:], kv_layer.shape[2], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
         meta.scratch[key] = _cut(q, kv_layer, meta, is_bare)
     found: Chunks = meta.scratch[key]

@@ -159,6 +159,20 @@ GENERAL_CASES: dict[str, GeneralCase] = {
     # Keys wider than values, no two heads' keys alike.
     "deepseek-v2": GeneralCase("DeepseekV2Config", {**MLA, "q_lora_rank": None}),
     "deepseek-v3": GeneralCase("DeepseekV3Config", MLA),
+    # Twice the key-value heads and sinks in layers with windows; values narrower than keys.
+    "mimo-v2-flash": GeneralCase(
+        "MiMoV2FlashConfig",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "v_head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     # Two calls of attention in a layer.
     "diffllama": GeneralCase("DiffLlamaConfig", {}),
 }
@@ -175,11 +189,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "BertLMHeadModel": ("BertConfig", {"is_decoder": False}, "mask"),
     "RobertaForCausalLM": ("RobertaConfig", {"is_decoder": True}, "order"),
     "DogeForCausalLM": ("DogeConfig", {}, "mask"),
-    "MiMoV2FlashForCausalLM": (
-        "MiMoV2FlashConfig",
-        {"head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        "key-value heads",
-    ),
 }
 
 

@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from engine.kv.layout import one_group
 from engine.layers.batch import ForwardBatch
 from engine.models.model import Model
+from engine.worker.memory import make_kv_cache, stored_as
 from kernels import AttentionMeta
+
+
+def junk(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, 1e4).to(dtype)  # NaN in 8 bits
 
 
 class PagedRun:
@@ -24,14 +30,14 @@ class PagedRun:
         seed: int = 0,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        layers = model.cache_spec
-        shape = (num_blocks, 2, layers[0].num_kv_heads, block_size, layers[0].head_dim)
         self.model = model
         self.block_size = block_size
         # What was never written must never be read, so it may as well poison what reads it.
-        kept = kv_dtype or model.dtype
-        junk = torch.full(shape, 1e4).to(kept)  # NaN in 8 bits
-        self.kv = [junk.clone() for _ in layers]
+        dtype = kv_dtype or model.dtype
+        layers = stored_as(model.cache_spec, dtype)
+        self.kv = make_kv_cache(
+            layers, one_group(layers, block_size), num_blocks, block_size, dtype=dtype, zeros=junk
+        )
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[str, list[int]] = {}

@@ -16,6 +16,7 @@ from transformers.utils import is_kernels_available
 import kernels
 from engine.config.model import ModelConfig, read_model_info
 from engine.errors import ModelError
+from engine.kv.layout import SharedKV
 from engine.models.general import GeneralModel
 from engine.models.load import load_model
 
@@ -95,9 +96,14 @@ def test_cache_is_shaped_by_what_the_layers_keep(tmp_path: Path) -> None:
     mixed = load(make_general_model("cohere2-mixed", tmp_path)).cache_spec
     assert {(layer.num_kv_heads, layer.head_dim) for layer in mixed} == {(2, 16)}
     assert [layer.window for layer in mixed] == [7, 0, 7]
-    for name, head_dim in (("deepseek-v3", 24), ("gemma4-two-head-sizes", 32)):
-        layers = load(make_general_model(name, tmp_path)).cache_spec
-        assert {layer.head_dim for layer in layers} == {head_dim}
+    latent = load(make_general_model("deepseek-v3", tmp_path)).cache_spec
+    assert {(layer.head_dim, layer.value_dim) for layer in latent} == {(24, 12)}
+    sizes = load(make_general_model("gemma4-two-head-sizes", tmp_path)).cache_spec
+    assert [layer.head_dim for layer in sizes] == [16, 16, 32]
+    heads = load(make_general_model("mimo-v2-flash", tmp_path)).cache_spec
+    assert [(layer.num_kv_heads, layer.window) for layer in heads] == [(1, 0), (2, 6), (2, 6)]
+    shared = load(make_general_model("gemma3n-shared-kv", tmp_path)).cache_spec
+    assert shared[2:] == (SharedKV(source=0), SharedKV(source=1))
 
 
 def test_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:

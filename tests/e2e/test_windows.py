@@ -23,6 +23,9 @@ WINDOWS = {
     "qwen3-moe-mixed": 10,
     "cohere2-mixed": 7,
     "gpt-oss-sinks": 6,
+    "gemma3n-shared-kv": 8,
+    "gemma4-two-head-sizes": 8,
+    "mimo-v2-flash": 6,
 }
 NUM_NEW = 40
 BUDGET = 16

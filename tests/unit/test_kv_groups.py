@@ -257,13 +257,6 @@ def test_the_worker_with_the_least_memory_decides():
     assert agreed_num_blocks([120, 100, 110]) == 100
 
 
-@pytest.mark.behaviour(80)
-def test_layers_that_keep_different_amounts_are_named():
-    layers = [PagedKV(num_kv_heads=heads, head_dim=64) for heads in (8, 8, 2)]
-    with pytest.raises(ConfigError, match=r"4096 in layers \[0, 1\]; 1024 in layers \[2\]"):
-        make_layout(layers, block_size=16, max_num_batched_tokens=512, max_model_len=8192)
-
-
 def layout_of(windows, max_model_len=32768):
     layers = [PagedKV(num_kv_heads=2, head_dim=64, window=window) for window in windows]
     sizes = {"block_size": 16, "max_num_batched_tokens": 512, "max_model_len": max_model_len}
@@ -273,7 +266,7 @@ def layout_of(windows, max_model_len=32768):
 def test_layers_with_the_same_window_form_groups():
     """Layers of a group lie in different parts of a block; those of another lie in the same."""
     layout = layout_of((1024, 1024, 0) * 4 + (1024,))
-    assert layout.windows == (0, 1024, 1024, 1024) and layout.num_parts == 4
+    assert layout.windows == (0, 1024, 1024, 1024) and layout.num_tensors == 4
     places = list(zip(layout.group_of, layout.parts, strict=True))
     assert len(set(places)) == 13 and [places[layer] for layer in (2, 5, 8, 11)] == [
         (0, part) for part in range(4)
@@ -295,8 +288,8 @@ def test_layers_with_the_same_window_form_groups():
 )
 def test_a_request_takes_what_its_layers_need(windows, shape):
     layout = layout_of(windows)
-    assert (layout.num_parts, len(layout.groups)) == shape
-    kept = sum(layout.num_parts * min(w or 32768, 32768) for w in layout.windows)
+    assert (layout.num_tensors, len(layout.groups)) == shape
+    kept = sum(layout.num_tensors * min(w or 32768, 32768) for w in layout.windows)
     assert kept <= 1.025 * sum(min(w or 32768, 32768) for w in windows)
 
 

@@ -1,0 +1,74 @@
+"""How layers that keep different things share one pool of KV blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.kv.layout import (
+    NoCache,
+    PagedKV,
+    PagedLatent,
+    SharedKV,
+    SlotState,
+    make_layout,
+    one_group,
+    padding,
+)
+from engine.worker.memory import make_kv_cache
+
+
+def zeros(shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.behaviour(80)
+def test_layers_that_keep_different_amounts_share_one_pool():
+    """A block holds more layers of the kind that keeps less. Every layer has bytes of its own in
+    each block of its group."""
+    full, local = {"num_kv_heads": 4, "head_dim": 192}, {"num_kv_heads": 8, "head_dim": 192}
+    layers = [PagedKV(**full), *[PagedKV(**local, window=128) for _ in range(5)]] * 8
+    layers[3] = SharedKV(source=2)
+    sizes = {"block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 32768}
+    layout = make_layout(layers, **sizes)
+    assert layout.windows == (0, *[128] * (len(layout.groups) - 1))
+    assert layout.parts_of[0] == 2 * layout.parts_of[1] == 8 and layout.is_interleaved
+    assert layout.block_bytes == 8 * 2 * 4 * 192 * 4 * 16
+    assert 0 < padding(layers, layout, 16) < 0.1
+    kv = make_kv_cache(layers, layout, 5, 16, dtype=torch.float32, zeros=zeros)
+    assert kv[3].data_ptr() == kv[2].data_ptr()
+    base, taken = kv[0].untyped_storage().data_ptr(), set()
+    for layer, (group, part) in enumerate(zip(layout.group_of, layout.parts, strict=True)):
+        for block in range(5):
+            held = kv[layer][block * layout.scales[group]]
+            begin = held.data_ptr() - base
+            assert block == begin // layout.block_bytes
+            assert block == (begin + held.nbytes - 1) // layout.block_bytes
+            assert layer == 3 or (group, begin, held.nbytes) not in taken
+            taken.add((group, begin, held.nbytes))
+            assert begin % layout.block_bytes == part * held.nbytes
+
+
+@pytest.mark.parametrize("layer", [SlotState(state_bytes=64), PagedLatent(latent_dim=64)])
+def test_what_no_layer_may_keep_yet_is_named(layer):
+    layers = [PagedKV(num_kv_heads=1, head_dim=8), layer]
+    with pytest.raises(ConfigError, match=rf"layer 1 .*{type(layer).__name__}.* not supported"):
+        one_group(layers, 16)
+
+
+def test_layers_that_keep_nothing_take_no_memory():
+    layers = [NoCache(), PagedKV(num_kv_heads=1, head_dim=8), SharedKV(source=1)]
+    layout = one_group(layers, 16)
+    assert layout.block_bytes == 2 * 8 * 4 * 16 and layout.parts == (0, 0, 0)
+    kv = make_kv_cache(layers, layout, 3, 16, dtype=torch.float32, zeros=zeros)
+    assert [one.numel() for one in kv] == [0, 3 * 256, 3 * 256]
+    with pytest.raises(ConfigError, match="no layer of the model keeps keys and values"):
+        one_group([NoCache()], 16)
+
+
+def test_layers_of_different_sizes_without_windows_need_no_padding():
+    layers = [PagedKV(num_kv_heads=heads, head_dim=64) for heads in (8, 5, 2)]
+    layout = one_group(layers, 16)
+    assert not layout.is_interleaved and padding(layers, layout, 16) == 0
+    assert make_layout(layers, block_size=16, max_num_batched_tokens=8, max_model_len=99) == layout
