@@ -1,4 +1,4 @@
-"""Promises: latency limits of requests, and whether they were kept.
+"""Promises: the latency limits of requests, and whether they were met.
 
 An SLO such as ``ttft<1,tpot<0.1`` applies to every request. Without an SLO each request has the
 limits in its job: seconds to the first token, between two tokens, and to the end."""
@@ -111,7 +111,7 @@ def slo(text: str) -> list[Limit]:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPromises:
-    """How many requests had promises, and for how many of them all promises were kept."""
+    """The number of requests with latency limits, and the number that met all their limits."""
 
     num_promised: int
     num_kept: int
@@ -123,17 +123,17 @@ class KeptPromises:
 
     @property
     def attainment(self) -> float:
-        """The share of the requests with promises for which all promises were kept."""
+        """The share of requests with latency limits that met them all; NaN if there are none."""
         return self.num_kept / self.num_promised if self.num_promised else np.nan
 
     @property
     def goodput(self) -> float:
-        """The number of requests per second for which all promises were kept."""
+        """Requests per second that met all their latency limits; NaN if no request has limits."""
         return self.num_kept / self.seconds if self.seconds and self.num_promised else np.nan
 
 
 def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> KeptPromises:
-    """Count the requests with promises, and those of them whose promises were all kept. Only
+    """Count the requests with latency limits, and those that finished and met them all. Only
     requests in the mask ``counted`` [requests] count. ``seconds``: length of the measured period.
     ``slo``: limits for every request; if empty, each request's own limits apply."""
     promised, good = _of_slo(requests, slo) if slo else _own(requests)

@@ -125,7 +125,7 @@ def growing(requests: Requests) -> str:
 
 
 def _starves(inside: Floats) -> bool:
-    """True if the number of requests of a class in the engine, ``inside`` [arrivals], keeps
+    """True if ``inside``, the number of a class's requests in the engine [arrivals], keeps
     growing."""
     if len(inside) >= MIN_ARRIVALS:
         return is_growing(inside, SLOPE_OF_CLASS, MIN_RISING_OF_CLASS)

@@ -20,16 +20,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The simulated engine of a case.
 
     ``windows``: sliding window of each group of layers; 0: full attention. ``needs``: sizes of
-    simulated resources by name (see ``needs.py`` and ``remote.py``). ``seed``: seed of the
-    scheduler, of the worker and of the order of calls; with an odd seed the worker computes a step
-    only when its result is collected. ``is_steady``: steps are launched and settled as by the
-    engine core, otherwise in random order. ``tick``: seconds between two plans, a binary fraction,
-    so that sums of times are exact.
+    simulated resources by name. ``seed``: seed of the scheduler, of the worker and of the order of
+    calls; with an odd seed the worker computes a step only when its result is collected.
+    ``is_steady``: steps are launched and settled as by the engine core, otherwise in random order.
+    ``tick``: seconds between two plans, a binary fraction, so that sums of times are exact.
 
-    If ``config.speculative_config`` is set, the engine's real drafter is used. ``grammar_ticks``:
-    real grammars are used, each compiled within this many plans; -1: no real grammars.
-    ``num_tokens_used``: the model generates only this many different tokens; few of them make texts
-    repeat."""
+    With ``config.speculative_config``, the engine's real drafter is used. ``grammar_ticks``: real
+    grammars are used, each compiled within this many plans; -1: no real grammars.
+    ``num_tokens_used``: the number of different tokens that the model generates."""
 
     config: SchedulerConfig
     num_blocks: int

@@ -154,7 +154,7 @@ class Crowd:
 
     @property
     def goes_on(self) -> bool:
-        """True while new requests arrive: until enough steps are done or a request has starved."""
+        """True as long as new requests arrive."""
         return self.simulation.num_steps < self.kind.num_steps and self.starved is None
 
     def run(self) -> SeenState:
@@ -178,7 +178,7 @@ class Crowd:
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> SeenState:
-        """Serve the remaining requests; returns what was measured before."""
+        """Serve the remaining requests; returns what was measured while requests arrived."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()

@@ -36,8 +36,8 @@ class Guide(Protocol):
         """Advance the grammar's state by these generated tokens."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of the allowed tokens in ``masks`` [1 + drafts, words] (int32, initially 0):
-        next, and after each of the drafts."""
+        """Set the bits of allowed tokens in ``masks`` [1 + drafts, words] (int32, initially 0): row
+        0 is for the next token, row i for the token after i drafts."""
 
 
 class NoGuide:

@@ -219,7 +219,7 @@ class CacheTruth:
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that paused requests do not run, and that no request outlives a deadline [18]."""
+    """Check that a pause stops requests, and that no request outlives a deadline [18]."""
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         assert not plan.num_tokens, "tokens are computed in a pause"
     if scheduler.pause_state is not PauseState.UNPAUSED:

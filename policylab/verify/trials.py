@@ -106,8 +106,8 @@ def run_trials(
 
 
 def _caught(when: str, failures: Iterator[TrialFailure]) -> Iterator[TrialFailure]:
-    """Yield the failures of a trial; an exception becomes a failure, too. ``when``: the situation,
-    for its message."""
+    """Yield the failures of a trial. An exception in the trial becomes a failure whose message
+    contains ``when``, a text such as "in an overload"."""
     try:
         yield from failures
     except Exception as error:  # any error is a finding
@@ -144,7 +144,7 @@ def statements(policy: Policy) -> dict[str, str]:
 def _in_overload(
     policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
 ) -> Iterator[TrialFailure]:
-    """Failures of the overload trial, in which better-ranked requests keep arriving."""
+    """Failures of the trial in which a request waits while better-ranked requests keep arriving."""
     if max_wait is None:
         return
     waited = trials.waited = wait_in_overload(policy, options, max_wait)

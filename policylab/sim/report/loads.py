@@ -1,4 +1,4 @@
-"""Charts over the load, with a line for each policy."""
+"""Charts of a comparison with the load as x axis and a line for each policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CURVES = {
 
 
 def over_load(points: Sequence[Point]) -> Iterator[Chart]:
-    """Charts of latencies, throughput and kept promises, with the load as x axis."""
+    """Charts of latencies, throughput, attainment and goodput, with the load as x axis."""
     label = x_label(points)
     is_apart = _mark(points) == DOTS
     for kind, words in CURVES.items():
