@@ -1,4 +1,4 @@
-"""Lengths, positions and KV cache places of a step's tokens, for attention and KV writes."""
+"""Lengths, positions and KV cache slots of a step's tokens, for attention and KV writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """A step with S sequences and N tokens; token t of sequence s is row query_start[s] + t of the
-    step's tensors.
+    """The sequences (S) and tokens (N) of a step. Token t of sequence s is row query_start[s] + t
+    of the step's tensors.
 
     The KV cache of a layer is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; index 0 of
     the second axis is K, 1 is V. Block 0 is the null block, whose contents are never used.

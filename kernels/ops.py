@@ -1,7 +1,8 @@
 """The operations of layers; the device of the tensors selects the implementation.
 
 N tokens, H hidden size, Hq query heads, Hkv key and value heads, D head size. Arithmetic is in
-float32 for every dtype and rounded where transformers' modules round, so that greedy tokens agree.
+float32 for every dtype; values are rounded at the same points as in transformers, so that greedy
+tokens agree.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_rms_norm(
     *,
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual). x, residual: [N, H], both unchanged."""
+    """Returns (rms_norm(x + residual), x + residual), both new tensors. x, residual: [N, H]."""
     return _bodies(x).add_rms_norm(x, residual, weight, eps, add_one=add_one)
 
 
@@ -50,11 +51,8 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias: x [.., K], weight [N, K], bias [N] -> [.., N] of x's dtype.
-
-    Uses torch, except for one row of 16-bit numbers on a GPU: that product is memory-bound, and
-    torch's libraries reach only 50 to 90 % of the bandwidth.
-    """
+    """x @ weight.T + bias: x [.., K], weight [N, K], bias [N] -> [.., N] of x's dtype."""
+    # torch reaches only 50 to 90 % of the bandwidth in this memory-bound product of one row.
     body = triton_for(x)
     if body is not None and is_one_row(x, weight):
         return body.matvec(x, weight, bias)
@@ -62,7 +60,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if x is one row for which `linear` uses its own kernel on a GPU."""
+    """True if x is a single row for which `linear` on a GPU uses our kernel instead of torch."""
     is_one = x.numel() == x.shape[-1] and x.is_contiguous()
     return is_one and weight.dtype.itemsize == 2 and weight.stride(1) == 1
 
@@ -70,8 +68,8 @@ def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Like `linear`, but a row's result does not depend on the other rows, to the last bit. Only
-    for GPUs; CPU layers always have this property."""
+    """Like `linear`, but a row's result is bit-identical whatever the other rows are. Only for
+    GPUs; on CPUs, `linear` itself has this property."""
     body = triton_for(x)
     assert body is not None, "invariant_linear() is only for GPUs"
     return body.invariant_linear(x, weight, bias)
@@ -85,8 +83,8 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """Mixture of experts: the weighted sum of the outputs of each token's experts, x [N, H] -> [N,
-    H]. See `kernels.reference.grouped`."""
+    """Mixture of experts: the weighted sum of each token's expert outputs, x [N, H] -> [N, H]. The
+    arguments are described in `kernels.reference.grouped.mixture`."""
     body = triton_for(x) or grouped
     return body.mixture(x, gate_up, down, chosen, weights, act)
 
@@ -109,12 +107,12 @@ def qkv_rope_write(  # noqa: PLR0913
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, and write K and V to the cache. Returns q [N, Hq, D].
 
-    qkv: [N, (Hq + 2 Hkv) * D]. kv_layer: [num_blocks, 2, Hkv, block, D], written at meta.slots
-    (-1: padding, not written). cos_sin: [max_pos, rot], each row cosines, then sines, with
-    rot <= D; None: no rotation. interleaved: rotated pairs are (2i, 2i + 1) instead of
-    (i, i + rot / 2). q_norm, k_norm: weights [D] to normalise each head, or [Hq * D] and [Hkv * D]
-    for the full width (OLMo-2). kv_scales: [2, Hkv] float32, scales of keys and values; the cache
-    stores x / scale. Values too large for an 8-bit cache are clamped.
+    qkv: [N, (Hq + 2 Hkv) * D]. kv_layer: [num_blocks, 2, Hkv, block_size, D], written at meta.slots
+    (-1: not written). cos_sin: [max_pos, rot], each row cosines, then sines, rot <= D; None: no
+    rotation. interleaved: rotated pairs are (2i, 2i + 1) instead of (i, i + rot / 2). q_norm,
+    k_norm: norm weights, [D] for each head, or [Hq * D] and [Hkv * D] for all heads together
+    (OLMo-2). kv_scales: [2, Hkv] float32, scales of keys and values; the cache stores x / scale.
+    Values too large for an 8-bit cache are clamped.
     """
     rope = reference.Rope(cos_sin, interleaved)
     norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)

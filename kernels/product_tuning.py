@@ -1,8 +1,8 @@
-"""Launch settings of batch-invariant products, in a table as in kernels.tuning.
+"""Launch settings of batch-invariant products, in a table by architecture, dtype and sizes.
 
-A row's sums must not depend on the number of rows. Therefore outputs and inputs per tile depend
-only on the weight, and tiles of any number of rows use the same instruction over the inputs in the
-same order. Speed has not been measured yet."""
+A row's sums must not depend on the number of rows. So the outputs and inputs of a tile depend only
+on the weight, and tiles of any number of rows use the same instruction and order of inputs. Speed
+has not been measured yet."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ALIGNED = 16  # sizes that are multiples of this allow the widest loads
 
 
 class ProductTile(NamedTuple):
-    """Tile of one program (rows of x, outputs, inputs per step), and its warps and pipeline
-    stages."""
+    """The tile that one program computes (rows of x, outputs, inputs per step), and the program's
+    warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -45,8 +45,8 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 
 
 def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> ProductTile:
-    """The tile for a product of `num_rows` rows. weight: (outputs, inputs); itemsize: bytes of an
-    element of x."""
+    """Returns the tile for a product of `num_rows` rows. weight: (outputs, inputs); itemsize: bytes
+    of an element of x."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
     fills = [outputs for outputs in table if num_outputs >= outputs * PROCESSORS[arch]]

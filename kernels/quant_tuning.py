@@ -1,6 +1,6 @@
-"""Launch settings of weight-only products, in a table as in kernels.tuning.
+"""Launch settings of products with quantised weights, in a table by architecture and dtype.
 
-Chosen so that the compiled kernels do not spill registers; speed has not been measured yet.
+They are chosen so that compiled kernels do not spill registers; speed has not been measured yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
 
 class QuantTile(NamedTuple):
-    """Tile of one program (rows of x, outputs), and its warps and pipeline stages."""
+    """The tile that one program computes (rows of x, outputs), and its warps and pipeline
+    stages."""
 
     rows: int
     outputs: int
@@ -55,16 +56,17 @@ _GATHERED_TILES = {"sm_90": {2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 4)}
 
 
 def most_fused_rows(itemsize: int) -> int:
-    """Maximum number of rows for which the product unpacks weights in registers; with more, they
-    are dequantised first. itemsize: bytes of an element of x."""
+    """Returns the largest number of rows for which a product unpacks weights in registers. For more
+    rows, the weight is dequantised to memory first. itemsize: bytes of an element of x."""
     return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
 def product_tile(
     arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False
 ) -> QuantTile:
-    """The tile for a product of `num_rows` rows. itemsize: bytes of an element of x; is_gathered:
-    True if each element of x has its own address (inputs in another order)."""
+    """Returns the tile for a product of `num_rows` rows. itemsize: bytes of an element of x;
+    is_gathered: True if inputs are in another order than in x, so that each element is loaded by
+    itself."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
@@ -73,11 +75,9 @@ def product_tile(
 
 
 def num_splits(arch: str, tile: QuantTile, num_programs: int, num_steps: int) -> int:
-    """Number of parts into which the `num_steps` steps over the inputs are split, so that the
-    programs fill the device.
-
-    A processor runs one program of eight warps, or two of four. Partial sums of many rows are as
-    large as the weights, so there are no more parts than fill the device once.
-    """
+    """Returns the number of parts into which the `num_steps` steps over the inputs are split, so
+    that the programs fill the device once. num_programs: programs without a split."""
+    # A processor runs one program of eight warps, or two of four. Partial sums of many rows are as
+    # large as the weights, so there are no more parts.
     wanted = -(-(8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1))
     return max(1, min(wanted, num_steps // LEAST_STEPS, MAX_SPLITS))

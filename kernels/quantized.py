@@ -17,7 +17,7 @@ LEAST_PIECE = 16
 
 
 class Quantized(NamedTuple):
-    """weight[n, k] = (values[n, k] - zeros[n, g]) * scales[n, g], with g the group of input k."""
+    """A quantised matrix [N, K]: weight = (values - zeros) * scales, by groups of inputs."""
 
     values: torch.Tensor  # [N, K] uint8, or float8_e4m3fn, which has no zeros
     scales: torch.Tensor  # [N, G], any floating type
@@ -32,11 +32,10 @@ class Quantized(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A matrix for weight-only products: rows of bytes in which groups are contiguous.
+    """A quantised matrix in the layout of our kernels: each row's groups are contiguous bytes.
 
-    With 4 bits, byte i * piece + j of a row has input 2 * i * piece + j in its low half and the
-    input `piece` later in its high half, so a program unpacks both without moving values between
-    lanes.
+    With 4 bits, inputs form pieces of `piece` inputs. Each byte has an input of one piece in its
+    low half, and the input at the same index of the next piece in its high half.
     """
 
     values: torch.Tensor  # [N, K] uint8 or float8_e4m3fn; 4 bits: [N, pieces / 2 * piece] uint8
@@ -62,26 +61,26 @@ class Packed(NamedTuple):
         )
 
     def of_outputs(self, ids: torch.Tensor) -> Packed:
-        """The rows of the matrix for the outputs ``ids`` [I], as a matrix."""
+        """Returns the matrix with only the outputs ``ids`` [I]."""
         zeros = None if self.zeros is None else self.zeros[:, ids]
         return self._replace(values=self.values[ids], scales=self.scales[:, ids], zeros=zeros)
 
     def at(self, index: int) -> Packed:
-        """Matrix ``index`` of a stack of matrices (see `stack`)."""
+        """Returns matrix number ``index`` of the matrices joined by `stack`."""
         return self._replace(**{name: tensor[index] for name, tensor in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """The same matrix, with its order of inputs as a tensor even if that is the usual order."""
+        """Returns the same matrix with ``order`` as a tensor, even for inputs in usual order."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)
         return self._replace(order=own)
 
     def _layout(self) -> tuple[object, ...]:
-        """Everything that must be equal in two matrices for them to be stacked."""
+        """Returns everything in which two matrices must agree to be stacked."""
         tensors = {name: (one.shape, one.dtype) for name, one in self._tensors().items()}
         return tensors, self.bits, self.group_size, self.num_inputs, self.piece
 
@@ -93,7 +92,7 @@ def can_stack(matrices: Sequence[Packed]) -> bool:
 
 
 def stack(matrices: Sequence[Packed]) -> Packed:
-    """Stack matrices: each tensor gets a first axis [E]. See `can_stack`."""
+    """Join matrices for which `can_stack` is true: each tensor gets a new first axis [E]."""
     if any(matrix.order is not None for matrix in matrices):
         matrices = [matrix._ordered() for matrix in matrices]
     tensors = [matrix._tensors() for matrix in matrices]
@@ -104,15 +103,15 @@ def stack(matrices: Sequence[Packed]) -> Packed:
 
 
 def piece_of(bits: int, group_size: int, num_groups: int) -> int:
-    """Number of inputs that a kernel multiplies in one step ("piece"), chosen so that all are in
-    one group."""
+    """Returns the number of inputs that a kernel multiplies in one step (a "piece"), all in one
+    group."""
     widest = WIDEST_PIECE[bits]
     return widest if num_groups == 1 else gcd(widest, group_size)
 
 
 def can_pack(matrix: Quantized) -> bool:
-    """True if the matrix can be packed: groups are large enough and, after inputs are sorted by
-    group, of equal size."""
+    """True if `pack` supports the matrix: its groups have enough inputs for tensor cores and are
+    equally large, except perhaps the last."""
     num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
     if piece_of(matrix.bits, matrix.group_size, num_groups) < LEAST_PIECE:
         return False
@@ -123,7 +122,7 @@ def can_pack(matrix: Quantized) -> bool:
 
 
 def pack(matrix: Quantized) -> Packed:
-    """Pack a matrix for weight-only products; `can_pack` must be true."""
+    """Pack a matrix for weight-only products. Requires that `can_pack` is true."""
     values, order = matrix.values, None
     if matrix.groups is not None:
         order = matrix.groups.argsort(stable=True)

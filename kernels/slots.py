@@ -1,4 +1,4 @@
-"""Operations on device state by slot, so that the host need not know what was sampled.
+"""Operations on request state stored by slot on the device; the host need not know sampled tokens.
 
 The device of the tensors selects the implementation. Signatures and results: `kernels.reference`,
 in `index` (a step's inputs, block tables, advancing), `sampling` (tokens) and `logits` (masks,
@@ -56,8 +56,8 @@ T = TypeVar("T")
 
 
 def _by_device(reference: Callable[P, T], cpu: ModuleType) -> Callable[P, T]:
-    """A function that calls the operation of this name for the device of its first argument, which
-    is a tensor or a tuple that begins with one."""
+    """Returns a function that runs this operation on the device of its first argument, which is a
+    tensor or a tuple that begins with a tensor."""
     name = reference.__name__
 
     @wraps(reference)

@@ -21,7 +21,7 @@ SOURCE = "#include <Python.h>\nint nothing;\n"
 
 
 def why_triton_cannot_start() -> str | None:
-    """Says what is missing for Triton and how to get it; ``None`` if Triton can launch kernels
+    """Returns what is missing for Triton and how to get it; ``None`` if Triton can launch kernels
     here."""
     try:
         triton = importlib.import_module("triton")
@@ -38,8 +38,8 @@ def why_triton_cannot_start() -> str | None:
 
 
 def missing_for_build(compiler: str | None) -> str | None:
-    """What is missing to build a C extension module; ``None`` if one can be built. compiler: the
-    value of ``CC``, or ``None`` to search ``PATH``."""
+    """Returns what is missing to build a C extension module; ``None`` if one can be built.
+    compiler: the value of ``CC``; ``None``: search ``PATH``."""
     command = compiler or next(filter(shutil.which, COMPILERS), None)
     if command is None or shutil.which(command) is None:
         fault = f"CC is {compiler!r}, which does not exist" if compiler else "none is in PATH"

@@ -1,7 +1,7 @@
 """Launch settings of the Triton attention kernels, in tables that are read before each launch.
 
-There is no autotuner, because it cannot run during graph capture, and because two runs of a program
-could use different kernels and so differ in the last bits. Measured settings are entered by hand.
+There is no autotuner: it cannot run during graph capture, and two runs of a program could use
+different kernels and so differ in the last bits. Measured settings are entered by hand.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_PART_ROWS = 4096
 
 
 class Tile(NamedTuple):
-    """Tile of one program (query tokens x heads as rows, keys per step), and its warps and pipeline
-    stages."""
+    """The tile of one attention program (rows: query tokens x heads; keys per step), and its warps
+    and pipeline stages."""
 
     rows: int
     keys: int
@@ -47,25 +47,25 @@ class Kind(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Number of equal shares into which the keys of all sequences together are split, and the
-    minimum number of keys of a share."""
+    """How to split the keys of all sequences together: into ``num`` equal shares of at least
+    ``least_keys`` keys."""
 
     num: int
     least_keys: int
 
     def most_items(self, num_seqs: int) -> int:
-        """Maximum number of work items: one per share, plus one per sequence, since a share is
-        split where a sequence begins inside it."""
+        """Returns the maximum number of work items: one per share and one per sequence, since a
+        share with keys of several sequences is divided into an item for each."""
         return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
-        """Maximum number of work items that have only a part of their sequence's keys."""
+        """Returns the maximum number of work items with only a part of a sequence's keys."""
         return self.most_items(min(num_seqs, self.num))
 
 
 class Splits(NamedTuple):
-    """Maximum number of parts into which each sequence's keys are split, and the minimum number of
-    keys of a part."""
+    """How to split the keys of each sequence: into at most ``num`` parts of at least ``least_keys``
+    keys."""
 
     num: int
     least_keys: int
@@ -142,8 +142,8 @@ _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 @contextmanager
 def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
-    """Context in which "decode" or "prefill" launches (``kernel``) of up to ``tile.rows`` rows use
-    this tile, so that settings for the tables above can be measured."""
+    """Context in which launches of ``kernel`` ("decode" or "prefill") with up to ``tile.rows`` rows
+    use this tile, so that it can be measured."""
     table = _KERNELS[kernel][arch]
     before = table[kind]
     table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
@@ -164,7 +164,7 @@ def pad_power(size: int, least: int = 16) -> int:
 
 
 def heads_a_program(group: int, most: int) -> int:
-    """Query heads per program: the largest divisor of `group` that is at most `most`."""
+    """Returns the query heads per program: the largest divisor of `group` up to `most`."""
     return next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
 
 
@@ -193,8 +193,8 @@ def most_decode_rows(arch: str, kind: Kind) -> int:
 
 
 def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> Tile:
-    """The tile for a sequence of `rows` packed rows (query tokens x heads; a power of two).
-    is_lone: True if the batch does not fill the device."""
+    """Returns the decode tile for `rows` rows (query tokens x heads, padded to a power of two).
+    is_lone: the batch does not fill the device."""
     lone = _LONE_DECODE.get(arch, {}).get(kind, {})
     if is_lone and rows in lone:
         return Tile(rows, *lone[rows])
@@ -202,30 +202,29 @@ def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> T
 
 
 def is_lone(arch: str, num_programs: int) -> bool:
-    """True if decodes with this many programs (sequences x blocks of heads) do not fill the
-    device."""
+    """True if this many decode programs (sequences x blocks of heads) do not fill the device."""
     return num_programs < PROGRAMS_A_PROCESSOR * PROCESSORS[arch]
 
 
 def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
-    """The tile for sequences of up to `longest` packed rows (query tokens x heads). is_fixed: True
-    if the tile must not depend on `longest`."""
+    """Returns the prefill tile for sequences of up to `longest` rows (query tokens x heads).
+    is_fixed: the tile must not depend on `longest`."""
     wanted = MAX_PREFILL_ROWS if is_fixed else min(pad_power(longest), MAX_PREFILL_ROWS)
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
 def split_tile(arch: str, kind: Kind, tile: Tile) -> Tile:
-    """The tile to use in place of `tile` if keys are split; it has as many rows."""
+    """Returns the prefill tile to use instead of `tile` if keys are split, with as many rows."""
     rows = _SPLIT_PREFILL.get(arch, {}).get(kind, {})
     return Tile(tile.rows, *rows[tile.rows]) if tile.rows in rows else tile
 
 
 def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: int) -> Shares | None:
-    """How to split keys for `num_programs` programs (sequences x `num_blocks` blocks of heads).
-    ``None``: each sequence is read by one program per block of heads.
+    """Returns how to split keys in decode attention, for `num_programs` programs (sequences x
+    `num_blocks` blocks of heads); ``None``: one program reads all keys of its sequence.
 
-    If programs are few, the keys are shared among all processors. If they are many, only long
-    sequences are split, so that no program takes much longer than the others.
+    If programs are too few to fill the device, all keys are shared among all processors. Otherwise
+    only long sequences are split, so that no program takes much longer than the others.
     """
     processors = PROCESSORS[arch]
     if is_lone(arch, num_programs):
@@ -240,9 +239,9 @@ def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: in
 def prefill_splits(
     arch: str, tile: Tile, num_programs: int, max_seq_len: int, *, is_fixed: bool
 ) -> Splits:
-    """How to split the keys of sequences for `num_programs` programs (work items x blocks of
-    heads). A processor runs one program of eight warps, or two of four. is_fixed: do not split, so
-    that results do not depend on the batch."""
+    """Returns how to split the keys of prompt chunks for `num_programs` programs (work items x
+    blocks of heads). is_fixed: do not split, so that results do not depend on the batch."""
+    # A processor runs one program of eight warps, or two of four.
     wanted = max(1, 8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1)
     useful = max_seq_len // LEAST_PREFILL_KEYS
     if is_fixed or min(wanted, useful) < 2:
@@ -251,10 +250,10 @@ def prefill_splits(
 
 
 def write_heads(num_tokens: int, num_kv_heads: int) -> int:
-    """Heads per program of the KV write: one if there are too few tokens to fill the device."""
+    """Returns the heads per program of the KV write: one if tokens are few, to fill the device."""
     return 1 if num_tokens < 64 else min(8, pad_power(num_kv_heads, 1))
 
 
 def write_warps(num_elements: int) -> int:
-    """Number of warps for a program that writes this many elements."""
+    """Returns the number of warps for a program that writes this many elements to the KV cache."""
     return max(1, min(8, num_elements // 256))

@@ -1,9 +1,9 @@
 """Compiled loops ("kernels") that get addresses instead of arrays.
 
-A *body* is a Python function of one argument, the address of a row of 64-bit parameters, compiled
-by Numba to machine code. Every thread of the team runs it and takes work items from an atomic
-counter in parameter 0, so a slow thread takes fewer items. With addresses a call costs about a
-microsecond, and each body is compiled once for all shapes.
+A *body* is a Python function, compiled by Numba to machine code. Its only argument is the address
+of an array of 64-bit parameters. Every thread of the team runs it and takes work items from an
+atomic counter in parameter 0, so a slow thread takes fewer items. A call costs about a microsecond,
+and each body is compiled once for all shapes.
 
 Numba's parallel loops are not used, because they bring a second OpenMP runtime besides torch's, and
 two sets of spinning threads cost more than the loops gain.
@@ -42,7 +42,8 @@ _SIGNATURE = types.void(types.intp)
 
 
 def _array_at(dtype: types.Type) -> Callable[..., Any]:
-    """An intrinsic ``array(address, shape)`` through which a body reads and writes memory."""
+    """Make the intrinsic ``array(address, shape)``, which gives compiled code an array at an
+    address."""
     size = dtype.bitwidth // 8
 
     @intrinsic
@@ -73,8 +74,7 @@ u8, u16, u64 = _array_at(types.uint8), _array_at(types.uint16), _array_at(types.
 
 @intrinsic
 def next_item(typing_context, counter):
-    """Increment the item counter at an address and return its old value, the next work item of the
-    calling thread."""
+    """Increment the work item counter at the address ``counter`` and return its old value."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _I64.as_pointer())
@@ -85,7 +85,7 @@ def next_item(typing_context, counter):
 
 @intrinsic
 def float_of_bits(typing_context, bits):
-    """The float32 with these 32 bits."""
+    """Returns the float32 that has these 32 bits."""
 
     def build(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
@@ -105,7 +105,7 @@ def bits_of_float(typing_context, value):
 
 @lru_cache(maxsize=256)
 def bits(value: float) -> int:
-    """A float as a 64-bit parameter, which bodies read with :func:`f64`."""
+    """Returns a float's bits as an integer parameter, which bodies read with :func:`f64`."""
     return struct.unpack("q", struct.pack("d", value))[0]
 
 
@@ -122,7 +122,7 @@ _FILLED_UP = [
 
 
 def prepare_launches() -> None:
-    """Compile the launchers of bodies or load them from the cache."""
+    """Compile the functions that start kernel bodies, or load them from the disk cache."""
     for number in _NUMBERS:
         for launched in (launch, launch_nogil):
             launched.compile((types.int64,) * 4 + (types.UniTuple(types.int64, number),))
@@ -130,7 +130,7 @@ def prepare_launches() -> None:
 
 
 class NativeLaunch(NamedTuple):
-    """A recorded launch of a body: what is needed to run it again."""
+    """A recorded launch of a kernel body, with all that is needed to repeat it."""
 
     body: int
     threads: int
@@ -142,7 +142,7 @@ _NOTES: dict[int, list[NativeLaunch]] = {}  # recorded launches by thread id
 
 @contextmanager
 def noted() -> Iterator[list[NativeLaunch]]:
-    """Context that records the body launches of this thread in the list that it yields."""
+    """Context that yields a list, to which this thread's launches of kernel bodies are appended."""
     thread = threading.get_ident()
     notes = _NOTES[thread] = []
     try:
@@ -200,8 +200,8 @@ class Kernel:
         return text
 
     def run(self, threads: int, *parameters: int) -> None:
-        """Run the body with up to ``threads`` threads. Parameter i is at index i + 1 of the row of
-        parameters that the body gets."""
+        """Run the body with up to ``threads`` threads. The body finds ``parameters[i]`` at index i
+        + 1 of its parameters, after the item counter."""
         if threads > TEAM.size:
             TEAM.grow(threads)
         if not self._address:

@@ -1,7 +1,7 @@
 """Loads or compiles the kernels that every decoder needs before a request waits for them.
 
-Usually they are on disk. At the first start on a type of processor, a second process compiles half
-of them and this one the other half, because Numba compiles one function at a time per process.
+Usually the kernels are in the disk cache. At the first start on a type of processor they are
+compiled by two processes, since Numba compiles one function at a time per process.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def prepare(
     kind: AttentionKind | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Load the kernels of a decoder whose weights have this dtype; run it in a thread while the
-    weights are read. Otherwise the first operation would take almost a second to load Numba.
+    """Load or compile the kernels of a decoder whose weights have this dtype. Run it in a thread
+    while the weights are read, since it takes almost a second even if nothing must be compiled.
 
-    kind: parameters of attention, if known. tell: called with a message before something slow.
+    kind: parameters of attention, if known. tell: called with a message before compilation.
     """
     size = 2 if dtype is torch.bfloat16 else 4
     first, *others = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
@@ -64,15 +64,15 @@ def prepare(
 
 
 def prepare_rest(kind: AttentionKind | None) -> None:
-    """Load the kernels that ``prepare`` leaves to the second process: attention, operations by
-    slot, edits of logits."""
+    """Load or compile the kernels of the helper process: attention, operations on slots and edits
+    of logits."""
     for kernel in _rest(kind):
         kernel.prepare()
     logits.prepare()
 
 
 def help_with(kind: AttentionKind | None) -> None:
-    """Run ``prepare_rest`` in the second process, which ends when the first one does."""
+    """Main function of the helper process: run ``prepare_rest``; exit when the parent does."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
@@ -90,8 +90,8 @@ def _rest(kind: AttentionKind | None) -> list[Kernel]:
 def _start_helper(
     kind: AttentionKind | None, tell: Callable[[str], None] | None
 ) -> subprocess.Popen[bytes] | None:
-    """Start the second process; ``None`` if this process has only one thread or the second one
-    could not help."""
+    """Start the helper process, which compiles half of the kernels. ``None`` if it cannot start,
+    could not save compiled kernels, or if this process has only one thread."""
     if tell is not None:
         tell(f"first start with {isa.LEVEL} kernels: compiling them takes about 20 seconds")
     is_python = Path(sys.executable or "").name.startswith("python") and not hasattr(sys, "frozen")
@@ -119,8 +119,8 @@ def _start_helper(
 
 
 def _wait_for(helper: subprocess.Popen[bytes], kernel: Kernel | None = None) -> None:
-    """Wait until the second process has compiled this kernel, or all if ``None``. If it fails, this
-    process compiles what is missing. The second process is killed if the program ends."""
+    """Wait until the helper process has compiled this kernel; if ``None``, until it has ended. The
+    helper is killed if it takes too long or if this program ends."""
     until = time.monotonic() + _MAX_SECONDS
     while helper.poll() is None and not (kernel and kernel.is_kept):
         if time.monotonic() > until or not threading.main_thread().is_alive():

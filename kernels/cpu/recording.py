@@ -1,16 +1,15 @@
 """Records the kernel launches of a CPU step and replays them in one call, like a CUDA graph.
 
 A decode step has a hundred launches, and Python's overhead for each is as long as the smallest
-kernels. A recording stores the launches of a step with the memory that they use. A later step with
-as many tokens copies its input to the same address, updates the attention plan, and runs all
-launches without Python.
+kernels. A recording stores a step's launches and the memory that they use. For a later step with
+the same number of tokens, the input is copied to the same address, the attention plan is updated,
+and all launches run without Python.
 
-Steps with prompt chunks have any number of tokens. On processors with tiles, which compute 16 rows
-at once, such a step is padded to a multiple of 16, so that there are few sizes.
+On processors that multiply tiles of 16 rows, a step with prompt chunks is padded to a multiple of
+16 tokens, so that there are few sizes to record.
 
 Intermediate tensors are in one arena, shared by all recordings, since only one runs at a time. A
-step is recorded only if it consists of launches of our kernels: anything computed by torch would be
-missing in a replay.
+step in which torch computes anything is not recorded, since a replay would miss it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _NEW = {"empty", "empty_like", "new_empty"}
 
 
 class Recording:
-    """The recorded kernel launches of a step, in order."""
+    """The recorded kernel launches of one step, in order."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Recording:
         self._jobs = _jobs_of(launches)
 
     def replay(self, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute the step's result for another input. The next step overwrites the result."""
+        """Compute the step for another input. The next step overwrites the returned tensor."""
         self._given.copy_(given)
         kept = plan_again(meta, self._plans)
         launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
@@ -71,7 +70,7 @@ class Recording:
 
 
 class Recorder:
-    """Runs a model's steps: the second step of each kind is recorded, and later ones are replayed.
+    """Runs a model's steps: records the second step of each kind, and replays it for later steps.
 
     most_mixed: maximum tokens of a recorded step with prompt chunks; 0: only decodes are recorded.
     """
@@ -82,8 +81,8 @@ class Recorder:
         self.forget()
 
     def mixed_size(self, num_tokens: int) -> int:
-        """Number of tokens to which a step with prompt chunks is padded for recording; 0 if such a
-        step is not recorded."""
+        """Returns the number of tokens to which a step with prompt chunks is padded for recording;
+        0 if a step of this size is not recorded."""
         size = -(-num_tokens // MIXED_STEP) * MIXED_STEP
         return size if size <= self._most_mixed else 0
 
@@ -94,10 +93,11 @@ class Recorder:
         self._unfit: set[_Kind] = set()
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute ``work`` on an input [N, ...], which may be overwritten. The work must be the
-        same in every call, except for N and for what attention reads.
+        """Compute ``work`` on an input [N, ...], directly or by a replay. The input may be
+        overwritten, and the next step overwrites the result. Result rows of padding tokens are
+        undefined.
 
-        The next step overwrites the result; rows of padding are undefined.
+        Every call must give the same work; only N and what attention reads may change.
         """
         kind = _kind_of(len(given), meta)
         recording = self._kept.get(kind)
@@ -116,9 +116,8 @@ class Recorder:
         return result
 
     def _room_for(self, recording: Recording | None) -> int:
-        """Tokens of the largest step for which the arena has memory, estimated from a recorded
-        step; 0 without one. Fixed by the first recording, so that steps of one size are always
-        computed the same way."""
+        """Returns the most tokens of a step for which the arena has memory, estimated from a
+        recorded step; 0 if the step could not be recorded."""
         return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
 
 
@@ -140,8 +139,8 @@ def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
 def record(
     work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
-    """Compute the work and record it, if it consists only of kernel launches. Returns the result
-    and the recording, or ``None``. memory: the arena, uint8."""
+    """Compute the work and record its kernel launches. memory: the arena, uint8. Returns the result
+    and the recording, or ``None`` if torch computed anything or the arena is too small."""
     watch = _Watch(memory)
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:
@@ -186,8 +185,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def placed(self, made: torch.Tensor) -> torch.Tensor:
-        """A tensor in the arena to use in place of a new tensor; the new tensor itself if there is
-        no room."""
+        """Returns a tensor in the arena to use in place of the new tensor ``made``; if that is
+        impossible, returns ``made`` and sets ``is_fit`` to False."""
         if not self.is_fit or not made.is_contiguous():
             self.is_fit = False
             return made
@@ -208,7 +207,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Arena:
-    """A first-fit allocator of parts of a memory; each part counts its holders."""
+    """Allocates parts of a memory of ``size`` bytes, first fit, and counts their holders."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -217,8 +216,8 @@ class Arena:
         self._holders: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocate a part and return its offset; ``None`` if there is no room. The part has no
-        holders yet."""
+        """Allocate a part without holders and return its offset in bytes; ``None`` if there is no
+        room."""
         before = 0
         for start, end in [*self._used, (self.size, 0)]:
             if start - before >= num_bytes:
@@ -230,13 +229,13 @@ class Arena:
         return None
 
     def hold(self, offset: int) -> int:
-        """Add a holder to the part that contains an offset. Returns the part's start."""
+        """Add a holder to the part that contains byte ``offset``. Returns where the part starts."""
         start = self._used[bisect_right(self._used, (offset, self.size)) - 1][0]
         self._holders[start] += 1
         return start
 
     def drop(self, start: int) -> None:
-        """Remove a holder from the part at offset ``start``; a part without holders is free."""
+        """Remove a holder from the part that starts at ``start``; without holders it is freed."""
         self._holders[start] -= 1
         if not self._holders[start]:
             del self._holders[start]

@@ -26,8 +26,8 @@ def qkv_rope_write(
     rope: Rope,
     norm: HeadNorm,
 ) -> torch.Tensor:
-    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D). qkv and norm weights: contiguous,
-    float32 or bfloat16; the rotary table is float32, kv_layer either."""
+    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D). qkv, the norm weights and kv_layer are
+    float32 or bfloat16 and contiguous; the rotary table is float32."""
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
@@ -64,8 +64,8 @@ def _inverse_rms(x, eps):
 
 @njit(**INLINE)
 def _normalise(x, weight, eps, extra):
-    """Normalise x in place, in parts that are as long as the weight (one head, or the full width).
-    An empty weight leaves x unchanged. extra: added to the weight."""
+    """Apply RMS norm to x in place, separately to each part as long as the weight (one head, or the
+    full width). An empty weight leaves x unchanged. extra: number added to each weight."""
     size = weight.shape[0]
     if size == 0:
         return
@@ -78,7 +78,7 @@ def _normalise(x, weight, eps, extra):
 
 @njit(**INLINE)
 def _rotate(x, cos, sin, interleaved):
-    """Rotate the first 2 * len(cos) dimensions of a head in place."""
+    """Rotate the first 2 * len(cos) dimensions of a head. interleaved: pairs are adjacent."""
     half = cos.shape[0]
     if interleaved:
         for i in range(half):
@@ -94,7 +94,7 @@ def _rotate(x, cos, sin, interleaved):
 
 
 def _qkv_body(token: int, cell: int):
-    """Make the body for activations of `token` bytes and a cache of `cell` bytes per element."""
+    """Make the body for activations of `token` bytes and a KV cache of `cell` bytes per element."""
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))

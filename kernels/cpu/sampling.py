@@ -1,13 +1,11 @@
 """Samples tokens on the CPU without sorting, and without noise for every token.
 
-First the largest logit of each block of 64 tokens is computed. It shows which blocks can contain
-candidates of top-k or top-p, and which can still win with noise:
+The largest logit of each block of 64 tokens shows which blocks can be skipped:
 
-* min-p, top-k and top-p gather the few possible candidates and then find the exact cut by bisection
-  on the bits of a float;
-* in the choice with noise, a block's largest logit and the best score so far give the smallest
-  Gumbel value that would win, and so a limit on the hash. Blocks are hashed eight tokens at a time,
-  and logarithms are computed only for hashes below the limit.
+* min-p, top-k and top-p gather the few possible candidates and find the exact cut by bisection on
+  the bits of a float;
+* the choice with Gumbel noise skips a block if even the largest possible noise could not beat the
+  best score so far. In other blocks, logarithms are computed only for hashes that may win.
 
 Results and noise equal those of `kernels.reference.sampling`.
 """
@@ -51,8 +49,7 @@ def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
 def sample_allowed(
     rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample_allowed`. Only the logits of allowed tokens are read;
-    grammars usually allow few."""
+    """See `kernels.reference.sampling.sample_allowed`. Reads only the logits of allowed tokens."""
     return _sample(rows, columns, (masks, mask_of_row))
 
 
@@ -148,7 +145,8 @@ def _choose_body(row):
 
 @njit(**INNER)
 def _allowed(x, words):
-    """Logits and ids of the tokens that a mask allows."""
+    """Returns (logits, ids) of the tokens whose bits are set in the mask ``words``; x: all
+    logits."""
     num_words = 0
     for word in words:
         num_words += word != 0
@@ -168,8 +166,9 @@ def _allowed(x, words):
 
 @njit(**INNER)
 def _choose(x, ids_of_x, temperature, truncation, key):
-    """Sample a token id from one row or a part of it; -1 if a logit is invalid. ids_of_x: token ids
-    of x; truncation: (top_k, top_p, min_p); key: of the row's noise."""
+    """Sample a token id from the logits x; -1 if they have NaN or +inf or are all -inf. ids_of_x:
+    token id of each logit; truncation: (top_k, top_p, min_p); key: hash of the row's seed and
+    position."""
     block_max = sweeps.block_maxima(x)
     peak = sweeps.largest(block_max)
     if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
@@ -203,8 +202,8 @@ def _choose(x, ids_of_x, temperature, truncation, key):
 
 @njit(**INNER)
 def _keep_top_k(values, ids, top_k):
-    """Keep the top_k largest values and their ids; of equal values at the cut, those with lower
-    ids."""
+    """Returns the top_k largest values and their ids. Of equal values, those with lower ids are
+    preferred."""
     if len(values) <= top_k:
         return values, ids
     cut = _kth_largest(values, top_k)
@@ -213,8 +212,8 @@ def _keep_top_k(values, ids, top_k):
 
 @njit(**INNER)
 def _keep_top_p(values, ids, weights, target):
-    """Keep the smallest set of largest values whose weights reach `target`, and their ids; of equal
-    values at the cut, those with lower ids."""
+    """Returns the smallest set of largest values whose weights add up to at least `target`, and
+    their ids. Of equal values, those with lower ids are preferred."""
     low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -234,7 +233,8 @@ def _keep_top_p(values, ids, weights, target):
 
 @njit(**INNER)
 def _keep(values, ids, cut, num_ties):
-    """Keep the values above `cut` and the first `num_ties` that equal it, with their ids."""
+    """Returns the values above `cut` and the first `num_ties` values equal to `cut`, with their
+    ids."""
     kept_values = np.empty(len(values), dtype=np.float32)
     kept_ids = np.empty(len(values), dtype=np.int32)
     size = 0
@@ -261,7 +261,7 @@ def _kth_largest(values, k):
 
 @njit(**INNER)
 def _gather(x, ids_of_x, block_max, floor):
-    """Values and ids of all tokens whose logit is at least `floor`."""
+    """Returns the logits that are at least `floor`, and their token ids. block_max: see sweeps."""
     size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
     ids = np.empty(size, dtype=np.int32)
@@ -282,8 +282,8 @@ def _gather(x, ids_of_x, block_max, floor):
 
 @njit(**INNER)
 def _race(values, ids, block_max, temperature, key):
-    """The id with the largest score (logit plus noise). The token with the largest logit is scored
-    first, which excludes most others."""
+    """Returns the token id with the largest logit + temperature * noise."""
+    # The token with the largest logit is scored first, which excludes most others.
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]
     best = values[first] + temperature * _gumbel(_steps(key, winner))
@@ -313,7 +313,7 @@ def _gumbel(steps):
 
 @njit(**INNER)
 def _steps(key, token):
-    """The uniform random number of a token, as a whole number below UNIFORM_STEPS."""
+    """Returns a token's uniform random number: a whole number below UNIFORM_STEPS, as a float64."""
     return np.float64(_hash(key, token) >> UNUSED_BITS)
 
 

@@ -1,6 +1,5 @@
-"""Operations on state by slot on the CPU; see `kernels.reference.index`. The loops over a step's
-sequences are compiled and use one thread, which is faster than waking a second one.
-"""
+"""CPU versions of the operations on per-slot state in `kernels.reference.index`. The loops are
+compiled and use one thread, which is faster than waking a second one."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 
 @njit(inline="always")
 def _nobody(input_ids, positions, first, end):
-    """Fill tokens [first, end) with padding."""
+    """Set tokens [first, end) to padding (id 0, position 0) and return `end`."""
     for n in range(first, end):
         input_ids[n] = positions[n] = 0
     return end

@@ -1,6 +1,6 @@
 """Vectorised passes over logits, and integer keys that are ordered like floats.
 
-A row is divided into blocks of `BLOCK` logits; `block_max` has the largest of each.
+A row of logits is divided into blocks of `BLOCK`; `block_max` has the largest logit of each block.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
 
 @njit(inline="always")
 def _key(bits):
-    """An integer that is ordered like the float with these bits. The casts to int32 let the
-    compiler use full vectors."""
+    """Returns an int32 that is ordered like the float32 with these bits."""
+    # The casts to int32 let the compiler use full vectors.
     return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
 
 
 @njit(**INNER)
 def block_maxima(x):
-    """The largest logit of each block, [ceil(len / BLOCK)]. Compares integer keys, since the
-    compiler does not vectorise float maxima."""
+    """Returns the largest logit of each block, [ceil(len(x) / BLOCK)]."""
+    # Integer keys are compared, since the compiler does not vectorise float maxima.
     bits = x.view(np.int32)
     maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
     for block in range(len(maxima)):
@@ -53,8 +53,8 @@ def block_maxima(x):
 
 @njit(**INNER)
 def argmax(x):
-    """Index of the largest value, the first of equal ones; -1 if there is NaN, +inf or only
-    -inf."""
+    """Returns the index of the largest value, the first of equal ones; -1 if x has NaN or +inf, or
+    only -inf."""
     bits = x.view(np.int32)
     best, where, magnitude = LOWEST, 0, np.int32(0)
     for first in range(0, len(x), SPAN):
@@ -101,8 +101,8 @@ def has_nan(x):
 
 @njit(**INNER)
 def first_at(x, block_max, value):
-    """Index of the first element of x that equals `value`, which must be the largest of some
-    block."""
+    """Returns the index of the first element of x that equals `value`, one of the maxima in
+    block_max."""
     for block in range(len(block_max)):
         if block_max[block] == value:
             for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
@@ -113,7 +113,7 @@ def first_at(x, block_max, value):
 
 @njit(**INNER)
 def count_from(values, floor):
-    """Number of values that are at least floor."""
+    """Returns the number of values that are at least `floor`."""
     count = 0
     for i in range(len(values)):
         count += values[i] >= floor
@@ -122,7 +122,7 @@ def count_from(values, floor):
 
 @njit(**INNER, fastmath={"reassoc"})
 def weight_from(values, weights, floor):
-    """Sum of the weights of values that are at least floor."""
+    """Returns the sum of the weights whose values are at least `floor`."""
     total = 0.0
     for i in range(len(values)):
         total += np.float64(weights[i]) if values[i] >= floor else 0.0
@@ -141,7 +141,7 @@ def weight(x, floor, peak, temperature):
 
 @njit(**INNER)
 def weights(values, peak, temperature):
-    """Weights of values: their probabilities relative to that of the value `peak`."""
+    """Returns exp((value - peak) / temperature) for each value."""
     scale = np.float32(LOG2_E / temperature)
     weights = np.empty(len(values), dtype=np.float32)
     for i in range(len(values)):
@@ -182,7 +182,7 @@ def above(value):
 
 @njit(**INNER)
 def at_least(limit):
-    """The smallest finite float32 that is not below a float64."""
+    """Returns the smallest finite float32 that is at least the float64 `limit`."""
     if limit < LOWEST_FINITE:
         return LOWEST_FINITE
     rounded = np.float32(limit)

@@ -1,9 +1,9 @@
-"""Helper threads for bodies. A job only waits for helpers that took part in it.
+"""Helper threads that run a kernel body (a job) together with the thread that starts it.
 
 OpenMP ends a loop when *every* thread has arrived, even one that found no work. If another program
 uses a core, each operation then waits a scheduling quantum, and a step of a few milliseconds takes
-a hundred. Here a job is open while its leading thread works. Helpers that notice it in time join
-and take items; then it is closed, and the leader waits only for those inside.
+a hundred. Here helpers may join a job only while its leading thread still works on it, and the
+leader waits only for helpers that joined.
 
 Idle helpers spin for some hundred microseconds for the next job and then sleep.
 """
@@ -103,20 +103,20 @@ def _share(control, syscall, body, threads, row):
 
 
 def _launch(control, syscall, body, threads, *parameters):
-    """Run a body on the row that it expects (a zero item counter, then the parameters), with up to
-    threads - 1 helpers."""
+    """Run a body on an item counter of 0, followed by the parameters, with up to threads - 1
+    helpers."""
     _run(control, syscall, body, threads, parameters)
 
 
 def _launch_nogil(control, syscall, body, threads, *parameters):
-    """`_launch` without the GIL. It is a second function, since the disk cache finds functions by
-    name."""
+    """Like `_launch`, but without the GIL. (A separate function, because Numba's disk cache
+    identifies functions by name.)"""
     _run(control, syscall, body, threads, parameters)
 
 
 def _launch_all(control, syscall, jobs, num):
-    """Run bodies one after the other. jobs: address of `num` rows of JOB_WORDS int64: body,
-    threads, item counter, parameters."""
+    """Run bodies one after the other. jobs: address of `num` records of JOB_WORDS int64, each with
+    the body, the number of threads, the item counter and the parameters."""
     for index in range(num):
         place = jobs + index * (JOB_WORDS * 8)
         job = carray(_words(place), (3,))
@@ -132,7 +132,7 @@ with cache_of_these_sources() as is_writable:
 
 
 class Team:
-    """The control block and the helper threads of this process."""
+    """The helper threads of this process, and the memory through which they get jobs."""
 
     def __init__(self) -> None:
         self.syscall = atomics.syscall_address()
@@ -143,8 +143,8 @@ class Team:
     num_threads = 0  # threads of a large kernel; 0: torch's number
 
     def _start(self) -> None:
-        """Reset the control block to no helpers. This also happens in a forked process, which
-        inherits memory but no threads."""
+        """Reset to no helpers. A forked process does this, too, since it inherits memory but no
+        threads."""
         self._lock = threading.Lock()
         self._block = np.zeros(_BLOCK_BYTES // 8 + 8, np.int64)
         self.control = self._block.ctypes.data + -self._block.ctypes.data % 64

@@ -1,8 +1,8 @@
 """Matrix products on small tiles in vector registers, generated as LLVM code.
 
-For loops over arrays the compiler decides what stays in registers, and it does not keep the sums of
-several rows there. Here the tile size is a literal, and its sums are LLVM values. A vector of 16
-floats becomes one, two or four machine registers. Addresses and strides are in bytes.
+A compiled loop over arrays would not keep the sums of several rows in registers. Here the tile size
+is a literal, and the sums are LLVM values. A vector of 16 floats becomes one, two or four machine
+registers. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_VECTORS = 4 if _MAX_SUMS == 24 else 2
 
 
 def lanes_of(width: int) -> int:
-    """The largest power of two up to LANES that divides `width`."""
+    """Returns the largest power of two that divides `width`, at most LANES."""
     return min(LANES, width & -width)
 
 
@@ -82,7 +82,8 @@ def _prefetch(builder, address):
 
 
 def _halves(builder, words):
-    """The first and the second bfloat16 of each word, as two vectors of float32."""
+    """Split words of two bfloat16 into two float32 vectors: the first of each, the second of
+    each."""
     floats = ir.VectorType(_F32, words.type.count)
     count = words.type.count
     first = builder.shl(words, ir.Constant(words.type, [16] * count))
@@ -107,7 +108,7 @@ def fma(builder, a, b, c):
 
 
 def _fence(builder, value):
-    """Prevent the compiler from reassociating sums with this value."""
+    """Returns this value in a form whose sums the compiler does not reassociate."""
     suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
     name = f"llvm.arithmetic.fence.{suffix}"
     function = builder.module.globals.get(name)
@@ -131,7 +132,7 @@ def _chunks(total: int, size: int) -> list[range]:
 
 
 class _FloatTile:
-    """Emits sums[row][vector] += a[row, k] * b[k, vector], with one float per step k."""
+    """Emits one step k of a tile, for one input: sums[row][vector] += a[row, k] * b[k, vector]."""
 
     element = _F32  # type of a sum
     zero = 0.0
@@ -170,8 +171,7 @@ class _Float16Tile(_FloatTile):
 
 
 class _PairTile(_FloatTile):
-    """Takes two inputs per step: a is float32, and each lane of b has two bfloat16, widened in
-    registers."""
+    """Emits steps of two inputs: a is float32, b has pairs of bfloat16, widened to float32."""
 
     left_bytes = 8
 
@@ -192,7 +192,7 @@ class _PairTile(_FloatTile):
 
 
 class _DotTile(_FloatTile):
-    """Takes two bfloat16 inputs per step on both sides; one instruction multiplies and adds a
+    """Emits steps of two inputs, bfloat16 in a and b, with one multiply-add instruction for the
     pair."""
 
     @staticmethod
@@ -216,8 +216,8 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """Emulates `_DotTile` without its instruction. Like the instruction, it adds the second product
-    of a pair first."""
+    """Emits the steps of `_DotTile` without its instruction, with the additions in the same order:
+    the second product of a pair first."""
 
     @staticmethod
     def multiply(builder, pair, pairs, total):
@@ -228,7 +228,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """Takes four byte inputs per step: unsigned a, signed b, sums of 32 bits."""
+    """Emits steps of four inputs: unsigned bytes in a, signed bytes in b, and 32-bit sums."""
 
     element = _I32
     zero = 0
@@ -254,7 +254,7 @@ class _ByteTile:
 
 
 class _Tile(NamedTuple):
-    """Emits one tile of a product c += a @ b: a loop over the depth, with the sums in registers."""
+    """Emits one tile of a product c += a @ b, with the sums in registers."""
 
     builder: ir.IRBuilder
     kind: Any  # _FloatTile or another class of this interface
@@ -300,8 +300,8 @@ class _Tile(NamedTuple):
         return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
 
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
-        """Address of a matrix (a, b or c), and byte offset of one vector of a row. size: bytes per
-        element."""
+        """Returns (address of a matrix, byte offset of one vector of a row). matrix: a, b or c;
+        size: bytes of an element."""
         address, stride = matrix
         start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
         return address, self.builder.add(start, _I64(vector * self.lanes * size))
@@ -321,8 +321,8 @@ class _Tile(NamedTuple):
 
 
 def _emit_product(builder, kind, args, literals, ahead=None):
-    """Emit a product, divided into tiles that fit the registers. literals: rows, vectors, lanes,
-    is_fresh."""
+    """Emit a product c += a @ b, divided into tiles that fit the registers. literals: rows, vectors
+    per row, lanes per vector, and whether c is overwritten instead of added to."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
@@ -343,8 +343,9 @@ def _product_intrinsic(kind):
 
 
 def _typed_product(kinds, literals):
-    """Signature and code generator of a product intrinsic. literals: rows, vectors, lanes,
-    is_fresh, and, if there are several kinds of tiles, the index of the kind."""
+    """Returns the Numba signature and the code generator of a product; None if a literal is
+    missing. literals: as in `_emit_product`, and, if there are several kinds of tiles, the index of
+    the kind."""
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     *values, which = [given.literal_value for given in literals] + [0] * (5 - len(literals))
@@ -367,9 +368,9 @@ byte_tile_product = _product_intrinsic(_ByteTile)
 def panel_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, ahead, rows, size
 ):
-    """c[rows, 64] += a[rows, depth] @ b[depth, 64], with elements of b of `size` bytes: 4, or 2 for
-    float16; the last two arguments are literals. lda, ldb, ldc: row strides. Prefetches `depth`
-    cache lines from address `ahead` on into the L2 cache."""
+    """Add a[rows, depth] @ b[depth, 64] to c, and prefetch `depth` cache lines from address `ahead`
+    on. lda, ldb, ldc: row strides in bytes; size: bytes of an element of b, 4 (float32) or 2
+    (float16). rows and size are literals."""
     if not isinstance(size, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind = _FloatTile if size.literal_value == 4 else _Float16Tile
@@ -391,16 +392,16 @@ _PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
 def pair_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, how
 ):
-    """c = a @ b if `is_fresh`, else c += a @ b, for a tile of `rows` rows and `vectors` vectors of
-    `lanes` outputs, over `depth` pairs of inputs. a is float32 if `how` is WIDENED, else
-    bfloat16."""
+    """Set c to a @ b if `is_fresh`, else add a @ b to c, for one tile and `depth` pairs of inputs.
+    A row of c has `vectors` vectors of `lanes` float32. b is bfloat16; a is float32 if `how` is
+    WIDENED, else bfloat16."""
     return _typed_product(_PAIR_KINDS, (rows, vectors, lanes, is_fresh, how))
 
 
 @intrinsic(prefer_literal=True)
 def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  # noqa: PLR0913
-    """c[rows, 64] += a[rows, depth pairs] @ b[depth, 64, 2], as `pair_tile_product`, with the
-    prefetch of `panel_product`; rows of b and c have 256 bytes."""
+    """Add a @ b to c for one panel: a [rows, 2 * depth], b [depth, 64, 2] bfloat16, c [rows, 64].
+    `how` is as in `pair_tile_product`, `ahead` as in `panel_product`."""
     if not isinstance(how, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind, literals = _PAIR_KINDS[how.literal_value], (rows.literal_value, 4, LANES, 0)
@@ -418,8 +419,8 @@ def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  
 def add_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, size
 ):
-    """c += a @ b, for a tile of `rows` rows and `vectors` vectors of `lanes` outputs. size: bytes
-    of an element of b: 4, or 2 for bfloat16."""
+    """Add a @ b to c for one tile; a row of c has `vectors` vectors of `lanes` float32. size: bytes
+    of an element of b, 4 (float32) or 2 (bfloat16)."""
     literals = (rows, vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -438,8 +439,8 @@ HAS_BYTE_PRODUCT = isa.has("avx512vnni")
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing_context, address, vectors, lanes, size):
-    """Prefetch vectors * lanes elements of `size` bytes, from an address on, into the L2 cache.
-    These three arguments are literals."""
+    """Prefetch vectors * lanes elements of `size` bytes each, from `address` on, into the L2 cache.
+    All arguments but the address are literals."""
     literals = (vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -455,8 +456,7 @@ def prefetch(typing_context, address, vectors, lanes, size):
 
 @intrinsic
 def largest(typing_context, address, count, start):
-    """The largest of `start` and the `count` float32 at an address; NaN is ignored. Generated here,
-    because the compiler does not vectorise float maxima."""
+    """Returns the largest of `start` and the `count` float32 at `address`; NaN is ignored."""
 
     def build(context, builder, signature, args):
         address, count, start = args
@@ -502,8 +502,8 @@ def largest(typing_context, address, count, start):
 
 @intrinsic
 def round16(typing_context, source, target):
-    """Round the 16 float32 at `source` to nearest even, as bfloat16 at `target`, with AVX-512 BF16;
-    denormal numbers become zero."""
+    """Convert 16 float32 at `source` to bfloat16 at `target`, rounded to nearest even, with AVX-512
+    BF16. Denormal numbers become zero."""
 
     def build(context, builder, signature, args):
         floats = _load(builder, args[0], _I64(0), ir.VectorType(_F32, LANES))
@@ -517,7 +517,7 @@ def round16(typing_context, source, target):
 
 @intrinsic
 def fused(typing_context, a, b, c):
-    """Fused a * b + c of float32, rounded once."""
+    """Returns a * b + c of float32, rounded only once."""
 
     def build(context, builder, signature, args):
         name = "llvm.fma.f32"
@@ -531,8 +531,7 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def in_order(typing_context, value):
-    """Returns the same float32, in such a way that the compiler does not reassociate sums with
-    it."""
+    """Returns the same float32, but the compiler does not reassociate sums with it."""
 
     def build(context, builder, signature, args):
         return _fence(builder, args[0])

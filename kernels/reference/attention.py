@@ -24,7 +24,7 @@ class AttentionOptions(NamedTuple):
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> torch.Tensor:
-    """q [N, Hq, D] -> [N, Hq * D]. Rows that belong to no sequence are zeros."""
+    """Attention over the paged cache: q [N, Hq, D] -> [N, Hq * D]; zeros for no sequence."""
     out = torch.zeros_like(q)
     starts = meta.query_start.tolist()
     for s, seq_len in enumerate(meta.seq_lens.tolist()):
@@ -41,7 +41,7 @@ def paged_attention(
 def gather(
     kv_layer: torch.Tensor, blocks: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the keys and values of one sequence from the cache, each [Hkv, seq_len, D]."""
+    """Read one sequence's keys and values, each [Hkv, seq_len, D], from its cache blocks."""
     used = -(-seq_len // kv_layer.shape[3])
     pages = kv_layer[blocks[:used].long()]  # [used, 2, Hkv, block, D]
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
@@ -51,8 +51,8 @@ def gather(
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionOptions
 ) -> torch.Tensor:
-    """Causal attention of one sequence of L positions: q [T, Hq, D] of its last T positions; keys,
-    values [Hkv, L, D] -> [T, Hq, D]."""
+    """Causal attention of a sequence's last T of L positions: q [T, Hq, D]; keys, values: [Hkv, L,
+    D]. Returns [T, Hq, D]."""
     num_new, num_heads, _ = q.shape
     group, length = num_heads // keys.shape[0], keys.shape[1]
     q = wide(q)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: products in which each row selects its matrices."""
+"""Mixtures of experts in plain torch: each token is multiplied by the matrices of its experts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def mixture(
 ) -> torch.Tensor:
     """Weighted sum of the outputs of each token's experts: x [N, H] -> [N, H].
 
-    gate_up [E, 2F, H], down [E, H, F]; chosen [N, k] int32: expert ids, -1: none; weights [N, k]
-    float32. The sum over k is computed in float32, in order.
+    gate_up [E, 2F, H], down [E, H, F]: matrices of the E experts. chosen [N, k] int32: ids of each
+    token's experts, -1: none; weights [N, k] float32. Outputs are added in float32, in order of k.
     """
     rows = []
     for token, experts, factors in zip(x, chosen.tolist(), weights, strict=True):
@@ -40,8 +40,8 @@ def mixture(
 
 
 def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
-    """The matrix of expert ``index``, dequantised if it is packed, in the dtype that x is computed
-    in."""
+    """Returns the matrix of expert ``index``, dequantised if it is packed: float64 if x is float64,
+    otherwise float32."""
     if isinstance(experts, Packed):
         return dequantize(unpack(experts.at(index)), torch.float32).to(wide(x).dtype)
     return wide(experts[index])

@@ -1,8 +1,8 @@
-"""Builds a step's inputs on the device, which has the sampled tokens and the lengths of sequences
-by slot.
+"""Builds a step's inputs on the device, where sampled tokens and sequence lengths are stored by
+slot.
 
-The host sends the slots of the step's sequences, the number of tokens that each computes, the known
-token ids, and new entries of block tables.
+The host sends the slot of each sequence in the step, the number of tokens that it computes, the
+token ids that the host knows, and new entries of block tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_TILE = 256  # the most keys that a kernel reads together
 
 
 class SlotState(NamedTuple):
-    """State of the sequence in each slot."""
+    """Device tensors with the state of the sequence in each slot."""
 
     num_computed: torch.Tensor  # [slots] int32, tokens whose keys and values are in the cache
     history: torch.Tensor  # [slots, max_len] int32, sampled tokens by position
@@ -28,8 +28,8 @@ class SlotState(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A step's inputs: S sequences, N tokens, G groups of layers. Padding has id 0, position 0,
-    cache slot -1, length 0."""
+    """Input tensors of a step: S sequences, N tokens, G groups of layers. Padding has token id 0,
+    position 0, cache slot -1, length 0."""
 
     input_ids: torch.Tensor  # [N] int32
     positions: torch.Tensor  # [N] int64
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The R tokens sampled in a step; those of its sequence s are rows starts[s]:starts[s + 1]."""
+    """The R tokens sampled in a step; sequence s sampled tokens starts[s]:starts[s + 1]."""
 
     tokens: torch.Tensor  # [R] int32; -1: the row got no token
     slots: torch.Tensor  # [R] int32; -1: the row does not sample
@@ -55,8 +55,8 @@ def preparation(
     inputs: Inputs,
     block_size: int,
 ) -> Callable[[], None]:
-    """A function without arguments that calls `prepare_inputs` with these tensors. They must keep
-    their addresses."""
+    """Returns a function without arguments that calls `prepare_inputs` with these tensors, whose
+    addresses must not change."""
     return partial(prepare_inputs, state, slots, query_start, host_ids, inputs, block_size)
 
 
@@ -69,10 +69,10 @@ def prepare_inputs(
     block_size: int,
 ) -> None:
     """Fill `inputs` in place. slots [S] int32: slot of each sequence, -1: padding; query_start [S +
-    1] int32; host_ids [N] int32: the token ids that the host knows.
+    1] int32: index of each sequence's first token; host_ids [N] int32: token ids.
 
-    An id that the host does not know (`UNKNOWN`) is taken from the slot's history. Only those
-    entries of block tables are copied that attention reads, see `first_read`.
+    A token id `UNKNOWN` is replaced by the token in the slot's history. Of block tables, only the
+    entries that attention reads are copied (see `first_read`).
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -100,11 +100,11 @@ def prepare_inputs(
 
 
 def first_read(context: int, window: int, block_size: int) -> int:
-    """Index of the first entry of a block table that attention reads for queries from position
-    ``context`` on.
+    """Returns the index of the first block table entry that attention reads for queries from
+    position ``context`` on. window: tokens that a query attends to; 0: all.
 
-    Kernels read whole tiles of keys and mask those before the window, so this is the entry with the
-    first key of a tile.
+    Kernels read whole tiles of keys, so this is the block of the first key in the window's first
+    tile.
     """
     begin = max(0, context - window + 1) if window else 0
     return begin // LARGEST_TILE * LARGEST_TILE // block_size
@@ -114,8 +114,8 @@ def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
     """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1 is
-    skipped. With several groups of layers, their tables are stacked: row group * number of slots +
-    slot."""
+    skipped. The tables of several groups of layers are stacked: slots[i] is then group * number of
+    slots + slot."""
     real = slots >= 0
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 
@@ -128,15 +128,15 @@ def remember(
 
 
 def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-    """Advance slots [S] by the tokens computed and sampled for them; query_start [S + 1].
+    """Advance slots [S] by the tokens computed and sampled in a step; query_start [S + 1].
 
-    A sequence that samples has one row of ``drawn`` for each of its drafts and one more. Drafts are
-    accepted as long as each equals the token sampled at its position. (This accepts a draft with
-    the probability that the model gives it, and a seeded request gets the same tokens with and
-    without drafts.) Rows after a rejected draft become ``REJECTED``. So does a row that failed
-    (token -1) after accepted drafts: the next step computes it again as its sequence's first row,
-    and only a first row reports a failure, as without drafts. Accepted tokens are entered into the
-    history; for a failed first row, 0.
+    A sequence that samples has one row of ``drawn`` for each of its drafts and one more. A draft is
+    accepted if it and all earlier drafts equal the tokens sampled at their positions, so a seeded
+    request gets the same tokens without drafts. Accepted tokens are entered into the history.
+
+    Rows after a rejected draft become ``REJECTED``. If a row failed (token -1), it and all later
+    rows become ``REJECTED``, and the next step computes it again; only a failed first row stays -1,
+    with token 0 in the history.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):

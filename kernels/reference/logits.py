@@ -1,7 +1,7 @@
 """Edits of logits before sampling, and log-probabilities.
 
-The state of requests is on the device by slot, so the host need not know the sampled tokens. Logits
-are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
+Logits are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row's request, -1:
+padding. The state of requests is on the device, so the host need not know the sampled tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ WORD = 32  # tokens per word of a bit mask
 
 
 class Penalties(NamedTuple):
-    """Token counts and penalties of the requests that have penalties. These requests have P slots
-    of their own."""
+    """Token counts and penalties. Only requests that have penalties use one of these P slots."""
 
     prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32, bit mask of tokens in the prompt
     counts: torch.Tensor  # [P, V] int32, occurrences of each token in the output
@@ -25,8 +24,7 @@ class Penalties(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Values added to logits of single tokens. The edits of slot s are entries starts[s]:starts[s +
-    1].
+    """Values added to logits of single tokens; slot s has the edits starts[s]:starts[s + 1].
 
     Within a slot, a token id may occur once with a finite value, and any number of times with -inf.
     """
@@ -46,7 +44,7 @@ class BadWords(NamedTuple):
 
 
 def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -> Penalties:
-    """Penalties with empty counts and neutral values."""
+    """Returns empty token counts and penalties that change nothing, for ``num_slots`` requests."""
     bits = torch.zeros((num_slots, -(-vocab_size // WORD)), dtype=torch.int32, device=device)
     counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
     ones = torch.ones(num_slots, dtype=torch.float64, device=device)
@@ -54,8 +52,8 @@ def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    """Set the token counts of a slot for a request. token_ids [n] int32: its prompt of
-    ``num_prompt`` tokens and its output so far."""
+    """Set the token counts of a slot for a request. token_ids [n] int32: ``num_prompt`` prompt
+    tokens, followed by the output so far."""
     prompt, output = token_ids[:num_prompt].long().unique(), token_ids[num_prompt:].long()
     state.prompt_bits[slot] = 0
     state.prompt_bits[slot].index_add_(0, prompt // WORD, bit_of(prompt))
@@ -65,8 +63,8 @@ def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) 
 def count_tokens(
     state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """Count the first num_tokens[r] tokens of each row r of token_ids [R, K] as output of the row's
-    slot."""
+    """Add the first num_tokens[r] tokens of row r of token_ids [R, K] to the output counts of
+    slots[r]."""
     for slot, tokens, num in zip(slots.tolist(), token_ids, num_tokens.tolist(), strict=True):
         if slot >= 0:
             state.counts[slot].index_add_(0, tokens[:num].long(), torch.ones_like(tokens[:num]))
@@ -75,12 +73,12 @@ def count_tokens(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """Apply penalties to logits. drafts [R, K] int32: draft tokens that also count as output of
-    their row (-1: none).
+    """Apply penalties to logits in place. drafts [R, K] int32: draft tokens that count as output of
+    the row, too; -1: none.
 
     Logits of tokens in the prompt or output are divided by the repetition penalty if they are
-    positive, otherwise multiplied by it. For output tokens, the presence penalty and the frequency
-    penalty times the number of occurrences are then subtracted.
+    positive, otherwise multiplied by it. From logits of output tokens, the presence penalty and the
+    frequency penalty times the token's count are then subtracted.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):
@@ -99,13 +97,13 @@ def penalise_rows(
 
 
 def are_sound(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """For each of the rows ``places`` [E], True if its logits have no NaN or +inf and are not all
-    -inf; [E] bool."""
+    """Returns [E] bool: True for each row index in ``places`` [E] whose logits have no NaN or +inf
+    and are not all -inf."""
     return torch.isfinite(logits[places].amax(dim=1))
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
-    """Forbid tokens not in a mask [M, ceil(V / 32)] int32: token t is allowed if bit t % 32 of word
+    """Forbid tokens by bit masks [M, ceil(V / 32)] int32: token t is allowed if bit t % 32 of word
     t // 32 is set. mask_of_row [R] int32: mask index of each row; -1: the row is unchanged."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, mask in enumerate(mask_of_row.tolist()):
@@ -116,8 +114,8 @@ def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.
 def apply_edits(
     logits: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Apply edits of single tokens. positions [R]: position of the token that the row will
-    sample."""
+    """Add the edits of each row's slot to its logits. positions [R]: position of the token that the
+    row will sample; an edit applies only at positions before its ``until``."""
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -135,7 +133,7 @@ def forbid_words(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> None:
-    """Forbid the last token of each word whose other tokens are the end of the output so far.
+    """Forbid the last token of a word if the output so far ends with the word's other tokens.
 
     history [slots, max_len] int32: tokens by position, valid before positions[r]; num_prompt
     [slots] int32: number of prompt tokens.
@@ -154,9 +152,9 @@ def forbid_words(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probabilities of token_ids [R, M] int64, and for the first token of each row
-    its rank [R] int32 (1: the most likely). logits: any float type. Rows that are not finite yield
-    NaN."""
+    """Returns the log-probabilities [R, M] of token_ids [R, M] int64, and the rank [R] int32 of
+    each row's first token (1: the most likely). logits: any float type; a row with NaN or +inf
+    yields NaN."""
     x = logits.double()
     values = x.gather(1, token_ids)
     ranks = (x > values[:, :1]).sum(dim=1) + 1
@@ -164,6 +162,6 @@ def token_logprobs(
 
 
 def bit_of(ids: torch.Tensor) -> torch.Tensor:
-    """For each token id, an int32 with only the token's bit within its mask word set."""
+    """Returns, for each token id, an int32 in which only the token's bit of a mask word is set."""
     bits = torch.ones_like(ids) << (ids % WORD)
     return torch.where(bits >= 2**31, bits - 2**32, bits).int()

@@ -1,6 +1,6 @@
 """Quantisation, dequantisation and products of quantised weights in plain torch.
 
-The formula is that of the tools that write these formats: w = (q - z) * s.
+As in the tools that write these formats, w = (q - z) * s, with value q, zero point z, scale s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-    """The weight viewed by groups of inputs, and a function that broadcasts a tensor [N, G] to that
+    """Returns a view of the weight [N, K] and a function that broadcasts a tensor [N, G] to that
     view."""
     num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
     groups = matrix.groups
@@ -40,7 +40,7 @@ def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Ca
 
 
 def zeros_of(matrix: Quantized) -> torch.Tensor:
-    """The zero points [N, G] uint8 of a matrix; the default ones if it stores none."""
+    """Returns a matrix's zero points [N, G] uint8; 2 ** (bits - 1) if it stores none."""
     if matrix.zeros is not None:
         return matrix.zeros
     return torch.full_like(matrix.scales, 1 << matrix.bits - 1, dtype=torch.uint8)
@@ -49,7 +49,7 @@ def zeros_of(matrix: Quantized) -> torch.Tensor:
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias: x [M, K], bias [N] -> [M, N] of x's dtype."""
+    """x @ weight.T + bias with a packed weight: x [M, K], bias [N] -> [M, N] of x's dtype."""
     product = wide(x) @ dequantize(unpack(packed), torch.float32).to(wide(x).dtype).T
     return (product if bias is None else product + bias).to(x.dtype)
 

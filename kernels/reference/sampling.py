@@ -1,10 +1,10 @@
 """Samples tokens: temperature, min-p, top-k, top-p, then Gumbel noise.
 
-The noise of a token depends only on (seed, position, token id). Seed and position are hashed to a
-key, key and token id to 64 bits (the finaliser of splitmix64 on its Weyl sequence; Steele, Lea,
-Flood 2014), whose upper 52 bits give a uniform number v strictly inside (0, 1). Then
--log(-log1p(-v)) is Gumbel distributed. It grows as v approaches 0, where floats are densest, so
-large values, which decide the choice, are exact up to 36.
+The noise of a token depends only on (seed, position, token id), which are hashed to 64 bits by the
+finaliser of splitmix64 (Steele, Lea, Flood 2014): seed and position to a key, key and token id to
+the noise. The upper 52 bits give a uniform number v strictly inside (0, 1), and -log(-log1p(-v)) is
+Gumbel distributed. Large noise comes from small v, where floats are densest, so the values that
+decide the choice are exact, up to 36.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNIFORM_BITS = 52  # the most for which (k + 1/2) / 2**bits is exact in float64
 
 
 class SamplingColumns(NamedTuple):
-    """Sampling options by slot, on the device. See `choose_tokens`."""
+    """Sampling options of each slot, on the device. See `choose_tokens` for their meaning."""
 
     temperature: torch.Tensor  # float64
     top_k: torch.Tensor  # int32
@@ -34,7 +34,7 @@ class SamplingColumns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits, and the slot and position of each of their rows. Slot -1: padding, which yields token
+    """Logits, and the slot and position of each row of them. Slot -1 is padding, which yields token
     -1."""
 
     logits: torch.Tensor  # [R, V], any float type, contiguous rows
@@ -43,8 +43,8 @@ class Rows(NamedTuple):
 
 
 def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
-    """Sample one token per row. Returns ids [R] int32, -1 for a row that has none (padding or
-    invalid logits)."""
+    """Sample one token per row. Returns token ids [R] int32; -1 for padding and for rows with
+    invalid logits."""
     chosen = torch.full_like(rows.slots, -1)
     real = (rows.slots >= 0).nonzero()[:, 0]
     if len(real):
@@ -78,12 +78,12 @@ def choose_tokens(
 ) -> NDArray[np.int32]:
     """Sample one token id for each row of logits [R, V]; all other arguments are columns [R].
 
-    Temperature 0 takes the largest logit. Otherwise logits are divided by it, and the candidates
-    are: tokens with at least min_p times the largest probability (0: off); of these, the top_k
-    largest (< 1: off); of these, the smallest set of largest tokens whose renormalised
-    probabilities reach top_p (1: off). Of equal logits the lower id comes first. The choice among
-    them uses noise that depends only on (seed, position, token id), not on the batch. Tokens at
-    -inf are never chosen. A row with NaN, +inf or only -inf yields -1; other rows are not affected.
+    Temperature 0 takes the largest logit. Otherwise logits are divided by the temperature and
+    truncated in this order: min_p keeps tokens with at least min_p times the largest probability
+    (0: off); top_k keeps the k largest (< 1: off); top_p keeps the smallest set of largest tokens
+    whose renormalised probabilities reach top_p (1: off). Of equal logits the lower id comes first.
+    The noise of the final choice depends only on (seed, position, token id), not on the batch. A
+    row with NaN, +inf or only -inf yields -1.
     """
     device = logits.device
     x = logits.double()
@@ -102,8 +102,8 @@ def choose_tokens(
 def truncate(
     x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Set the logits in x [R, V] float64 that min-p, top-k or top-p exclude to -inf. The three
-    parameters are columns [R, 1]."""
+    """Returns x [R, V] float64 with -inf for the logits that min-p, top-k or top-p exclude. The
+    other arguments are columns [R, 1]."""
     x = x.masked_fill(x - x.amax(dim=1, keepdim=True) < min_p.log(), -torch.inf)
     values, ids = x.sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(x.shape[1], device=x.device)
@@ -133,7 +133,7 @@ def gumbel_noise(
 def row_keys(
     seeds: NDArray[np.uint64], positions: NDArray[np.int32], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """For each row, a 64-bit hash of its seed and position."""
+    """Returns a 64-bit hash of each row's seed and position."""
     seed = torch.from_numpy(seeds.view(np.int64)).to(device)
     position = torch.from_numpy(positions.astype(np.int64)).to(device)
     return mix(mix(seed + signed(GOLDEN)) + (position + 1) * signed(GOLDEN))
@@ -152,6 +152,6 @@ def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def signed(word: int) -> int:
-    """A 64-bit word as the signed integer with the same bits. Torch has no unsigned arithmetic, but
-    its signed one wraps around to the same bits."""
+    """Returns the signed integer with the same bits as a 64-bit word, for torch, which has no
+    unsigned arithmetic."""
     return word - 2**64 if word >= 2**63 else word

@@ -18,7 +18,7 @@ ACTS = ("silu", "gelu_tanh", "gelu")
 
 @triton.jit
 def activate(gate, ACT: tl.constexpr):
-    """The activation function ACT of float32 values."""
+    """Returns ACT(gate) of float32 values; ACT: "silu", "gelu_tanh" or "gelu", a literal."""
     if ACT == "silu":
         result = gate / (1.0 + tl.exp(-gate))
     elif ACT == "gelu_tanh":
@@ -34,8 +34,8 @@ def activate(gate, ACT: tl.constexpr):
 def act_mul_kernel(
     gate_up, out, stride, F: tl.constexpr, TILE: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """One program per (row, part of the columns). The activation is rounded before the
-    multiplication."""
+    """One program per (row, block of TILE columns): out = ACT(gate) * up. ACT(gate) is rounded to
+    the dtype of gate_up before the multiplication."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < F

@@ -1,5 +1,5 @@
-"""Paged attention of a step: the decode kernel for few query tokens, the prefill kernel for
-chunks."""
+"""Paged attention of a step: the decode kernel for sequences with few query tokens, the prefill
+kernel for prompt chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def paged_attention(
 
 
 def _room_for_output(q: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-    """A new contiguous output tensor. It is zeroed if some rows may belong to no sequence."""
+    """Returns a new contiguous output tensor, zeroed if some rows may belong to no sequence."""
     owns_all = len(q) == len(meta.seq_lens) == meta.num_decodes
     return q.new_empty(q.shape) if owns_all else q.new_zeros(q.shape)
 
@@ -47,8 +47,8 @@ def launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """The kernel launches of a step's attention in one layer, in order. All layers share their
-    scratch memory."""
+    """Returns the kernel launches of one layer's attention in a step, in order. All layers use the
+    same scratch memory."""
     if meta.batch_invariant:  # one kernel, tile and order of keys for every token
         chunks = replace(meta, num_decodes=0, is_mixed=False)
         return prefill_launches(q, kv_layer, chunks, variant, out)
@@ -72,8 +72,8 @@ def mixed_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Launches of the decode and the prefill kernel over the same sequences: each of the two skips
-    the sequences that the other computes."""
+    """Returns launches of the decode and the prefill kernel for all sequences. On the device, the
+    decode kernel skips those with many query tokens, and the prefill kernel those with few."""
     step, sizes = (q, kv_layer, meta, variant), (len(meta.seq_lens), tuning.MAX_DECODE_TOKENS)
     chunks = cut(q, kv_layer, meta, variant)
     parts = Parts.of(out, chunks.splits)

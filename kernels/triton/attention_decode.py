@@ -1,8 +1,8 @@
-"""Attention of sequences with few query tokens: several programs share the keys of a sequence, and
-their results are merged.
+"""Attention of sequences with few query tokens: the keys of a sequence are divided among several
+programs, and the programs' results are merged.
 
-This is bound by reading the cache, so there must be enough programs with equal amounts of keys.
-`shares.py` plans once per step which program reads which keys.
+Reading the cache takes most of the time, so there must be enough programs with equal numbers of
+keys. `shares.py` plans once per step which program reads which keys.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ def decode_kernel(  # noqa: PLR0913
     stride_q, stride_block, stride_table, most_tokens,
     S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (item of the plan, block of heads); without a plan (items None), per
-    (sequence, block of heads).
+    """One program per (work item of the plan, block of heads); without a plan (items None), per
+    (sequence, block of heads). An item is all or a part of the keys of a sequence.
 
-    The output of a sequence with one item is written to out [tokens, Hq, D]; an item that is a part
-    of its sequence writes to parts [slots, most_tokens, Hq, D], and the logarithms of its softmax
-    sums to lse [slots, most_tokens, Hq]. Sequences with more than most_tokens query tokens are
-    skipped; the prefill kernel computes them.
+    A sequence with one item is written to out [tokens, Hq, D]. Otherwise each item is written to
+    parts [slots, most_tokens, Hq, D], and the logarithms of its softmax sums to lse [slots,
+    most_tokens, Hq]. Sequences with more than most_tokens query tokens are skipped.
     """
     item = tl.program_id(0)
     seq = item
@@ -101,8 +100,8 @@ def decode_launches(
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Launches for the first num_seqs sequences, each with at most MAX_DECODE_TOKENS query tokens.
-    q, out: [n, Hq, D], the rows of these sequences only. Rows that belong to no sequence are not
+    """Returns the launches for the first num_seqs sequences, each with at most MAX_DECODE_TOKENS
+    query tokens. q, out: [n, Hq, D], the rows of these sequences. Rows of no sequence are not
     written."""
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
@@ -115,8 +114,8 @@ def decode_launches(
 def tile_of(
     q: torch.Tensor, kv_layer: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[tuning.Tile, int]:
-    """The tile, and the number of query heads per program. sizes: number of sequences, and maximum
-    query tokens of a sequence."""
+    """Returns the tile of the decode kernel and the number of query heads per program. sizes:
+    (number of sequences, maximum query tokens of a sequence)."""
     num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
     group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
@@ -133,11 +132,11 @@ def launches_of(
     *,
     fills: bool,
 ) -> list[Launch]:
-    """The plan's launch (at its first use in a step), that of attention, and that of the merge if
-    some sequences may be split into parts.
+    """Returns the launches of decode attention: plan (at its first use in a step), attention, and
+    the merge if sequences may be split.
 
-    step: queries, cache, meta, options; sizes: number of sequences, and maximum query tokens of a
-    sequence. fills: see ``Launch.fills_registers``.
+    step: (queries, cache, meta, options); sizes: (number of sequences, maximum query tokens of a
+    sequence). fills: see ``Launch.fills_registers``.
     """
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes

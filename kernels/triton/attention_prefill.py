@@ -1,9 +1,9 @@
-"""Attention of sequences with many query tokens, on tensor cores: the rows of a tile (64 or 128)
-are query tokens x query heads of one KV head.
+"""Attention of sequences with many query tokens, on tensor cores. A tile has 64 or 128 rows, one
+per query token and query head of one KV head.
 
-This is bound by arithmetic, so tiles must be large enough for warpgroup instructions, and the loop
-over keys that all rows attend to has no mask. A few tokens after a long context have too few tiles
-to fill a device; then the keys are split among programs, as for decodes.
+Arithmetic takes most of the time, so tiles must be large enough for warpgroup instructions, and the
+loop over keys that all rows attend to has no mask. A few tokens after a long context have too few
+tiles to fill a device; then the keys are split among programs, as for decodes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def prefill_kernel(  # noqa: PLR0913
     S: tl.constexpr,
 ):  # fmt: skip
     """One program per (work item, block of heads, split of the keys). Writes out [splits, num_rows,
-    Hq, D] and, if keys are split, lse [splits, num_rows, Hq], the logarithms of softmax sums.
+    Hq, D] and, if keys are split, the logarithms of softmax sums: lse [splits, num_rows, Hq].
 
-    work [items, 2]: sequence (-1: none), first query token. Row 0 of out belongs to row out_row0 of
-    q.
+    work [items, 2]: sequence (-1: none) and first query token of each item. Row 0 of out is for row
+    out_row0 of q.
     """
     seq = tl.load(work + tl.program_id(0) * 2)
     if seq < 0:
@@ -85,9 +85,9 @@ def prefill_kernel(  # noqa: PLR0913
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """Work items [n, 2] int32 (sequence or -1, first query token) of all sequences except decodes,
-    those with most keys first. Computed on the device without synchronisation, so n is an upper
-    bound."""
+    """Returns the work items of all sequences except decodes, those with most keys first: [n, 2]
+    int32, sequence (-1: none) and first query token. n is an upper bound, since only the device
+    knows the number of items."""
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
     num_others = len(query_lens) - meta.num_decodes
@@ -110,8 +110,8 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
 
 
 class Chunks(NamedTuple):
-    """How prompt chunks are divided: tile and query heads per program, work items, splits of
-    keys."""
+    """How prompt chunks are divided among programs: tile and query heads of a program, work items
+    of the step, splits of the keys."""
 
     tile: tuning.Tile
     heads: int
@@ -122,8 +122,8 @@ class Chunks(NamedTuple):
 def cut(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> Chunks:
-    """How a step's prompt chunks are divided. Cached for the step: one division for layers with
-    window, softcap or ALiBi, and one for the other layers."""
+    """Returns how a step's prompt chunks are divided among programs. Computed once per step for
+    layers with window, softcap or ALiBi, and once for the others."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.shape[2], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
@@ -151,7 +151,7 @@ def _cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, is_bare: 
 
 
 def _work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """`make_work`, computed once per step."""
+    """Returns the result of `make_work`, computed once per step."""
     key = ("work", tokens_a_program)
     if key not in meta.scratch:
         meta.scratch[key] = make_work(meta, num_tokens, tokens_a_program)
@@ -166,7 +166,7 @@ def prefill_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Launches for the sequences after the first num_decodes ones. q, out: [N, Hq, D]."""
+    """Returns the launches for all sequences except the num_decodes first. q, out: [N, Hq, D]."""
     chunks = cut(q, kv_layer, meta, variant)
     first = meta.num_decodes if chunks.splits.num > 1 else 0
     parts = Parts.of(out[first:], chunks.splits, first_row=first)
@@ -178,8 +178,8 @@ def prefill_launch(
     chunks: Chunks,
     parts: Parts,
 ) -> Launch:
-    """The launch of `prefill_kernel`. step: queries, cache, meta, options; parts: where it
-    writes."""
+    """Returns the launch of `prefill_kernel`. step: (queries, cache, meta, options); parts: where
+    the kernel writes."""
     q, kv_layer, meta, variant = step
     tile = chunks.tile
     shape = Shape.of(q, kv_layer, variant, chunks.heads, tile)

@@ -1,8 +1,8 @@
-"""Bins of logits, whose counts show in which of them the cut of top-k or top-p lies.
+"""Bins of logits. The number of tokens in each bin shows which bins may contain the smallest logit
+that top-k or top-p keeps (the cut).
 
-A window is (largest logit, bins per unit); the last bin contains all lower logits. The bin of a
-logit is computed by a subtraction, a product and a floor, which are monotonic even with rounding,
-so all logits of a bin are larger than those of later bins.
+A window is (largest logit, bins per unit); the last bin contains all lower logits. Bins are
+computed by operations that are monotonic even with rounding, so the bins are in order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def bin_of(x, window, BINS: tl.constexpr):
 
 @triton.jit
 def mass_bounds(counts, window, scale, BINS: tl.constexpr):
-    """For each bin, a lower and an upper bound of the sum of its tokens' weights. counts: tokens
-    per bin."""
+    """Returns a lower and an upper bound of each bin's sum of token weights. counts: tokens in each
+    bin; scale: weights are proportional to 2 ** (scale * logit)."""
     bin = tl.arange(0, BINS)
     depth = bin.to(tl.float32) / window[1]
     heaviest = tl.exp2(-depth * scale).to(tl.float64) * (UNIT * (1 + SLACK))
@@ -40,8 +40,8 @@ def mass_bounds(counts, window, scale, BINS: tl.constexpr):
 
 @triton.jit
 def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
-    """The first and the last bin that may contain the cut. total: sum of weights of all tokens that
-    pass min-p; limits: (top_k, top_p, whether top_k is on)."""
+    """Returns the first and the last bin that may contain the cut. total: sum of the weights of all
+    tokens that pass min-p; limits: (top_k, top_p, whether top_k is on)."""
     top_k, top_p, has_top_k = limits
     bin = tl.arange(0, BINS)
     first = tl.zeros([], tl.int32)

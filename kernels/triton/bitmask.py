@@ -38,8 +38,8 @@ def bitmask_kernel(
 def edit_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, ids, values, until, stride, TILE: tl.constexpr
 ):  # fmt: skip
-    """One program per row adds its edits to the logits, atomically, since a token id may have two
-    edits; their order does not change the result."""
+    """One program per row adds the edits of the row's slot to its logits. Additions are atomic,
+    since a token id may have two edits."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -59,8 +59,8 @@ def words_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, token_starts, token_ids, history, num_prompt,
     stride, stride_history, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Forbids the last token of a word if the word's other tokens are the end
-    of the output."""
+    """One program per row. Sets the logit of a word's last token to -inf if the output ends with
+    the word's other tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -146,7 +146,7 @@ def words_launch(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> Launch:
-    """The launch of `words_kernel`. rows: (slots, positions)."""
+    """Returns the launch of `words_kernel`. rows: (slots [R], positions [R])."""
     args = {
         "logits": logits,
         "slots": rows[0],

@@ -1,8 +1,7 @@
 """Finds where top-k and top-p cut a row, by bisection on the bits of a float and without sorting.
 
-A cut is a value and an id: tokens above the value remain, and those equal to it up to the id.
-Weights are integers, so sums do not depend on the order and the program that adds them, and the sum
-above the candidates is known exactly.
+A cut is a value and an id: tokens with a larger logit remain, and so do tokens with this logit up
+to this id. Weights are integers, so sums are exact in any order of addition.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def to_key(value):
-    """An integer that is ordered like the float32 value; the keys of 0.0 and -0.0 are equal."""
+    """Returns an integer that is ordered like the float32 value; 0.0 and -0.0 give the same."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -31,7 +30,7 @@ def from_key(key):
 
 @triton.jit
 def at_least(limit):
-    """The smallest finite float32 that is at least a float64."""
+    """Returns the smallest finite float32 that is at least the float64 `limit`."""
     bounded = tl.maximum(limit, LOWEST)
     rounded = bounded.to(tl.float32)
     above = from_key(to_key(rounded) + 1)
@@ -40,36 +39,36 @@ def at_least(limit):
 
 @triton.jit
 def load_part(source, start, end, TILE: tl.constexpr):
-    """Load TILE logits from index `start` on as float32; -inf from index `end` on."""
+    """Load TILE logits from index `start` on as float32; -inf for indices from `end` on."""
     place = start + tl.arange(0, TILE)
     return tl.load(source + place, mask=place < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def softmax_of(peak, heat):
-    """The parameters of `weigh` for a row: (its largest logit, the factor on logits). heat:
-    temperature."""
+    """Returns the parameters of `weigh` for a row: (largest logit, factor on logits). peak: the
+    largest logit; heat: the temperature."""
     return peak, tl.minimum(1.0 / heat * LOG2E, 1e30).to(tl.float32)
 
 
 @triton.jit
 def weigh(x, softmax):
-    """Integer weights of logits, proportional to probabilities; the largest logit has weight
-    UNIT."""
+    """Returns integer weights of logits, proportional to probabilities; the largest logit has
+    weight UNIT. softmax: from `softmax_of`."""
     return (tl.exp2((x - softmax[0]) * softmax[1]) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def target_of(top_p, total):
-    """The weight that the top-p tokens must reach. It is rounded down, so that rounding adds no
-    token."""
+    """Returns the sum of weights that the tokens of top-p must reach, rounded down so that rounding
+    adds no token. total: sum of the weights of all tokens."""
     return tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def kth_of_tile(values, k, peak):
-    """The k-th largest of a tile's values, or the lowest finite number if fewer than k are finite.
-    peak: the largest value."""
+    """Returns the k-th largest of `values`, whose largest is `peak`; the lowest finite float32 if
+    fewer than k are finite."""
     low = to_key(tl.full([], LOWEST, tl.float32))
     high = to_key(peak)
     while low < high:
@@ -87,8 +86,7 @@ def kth_of_tile(values, k, peak):
 
 @triton.jit
 def load_candidates(part, start, S: tl.constexpr):
-    """Load a tile of logits of a part of the row, from index `start` on; -inf for those that are
-    not candidates."""
+    """Load a tile of the candidates of `part` from index `start` on, with -inf for other logits."""
     source, size, lowest, window, between = part
     x = load_part(source, start, size, S.TILE)
     bin = bin_of(x, window, S.BINS)
@@ -98,7 +96,7 @@ def load_candidates(part, start, S: tl.constexpr):
 
 @triton.jit
 def key_range(part, S: tl.constexpr):
-    """The keys (see `to_key`) of the smallest and of the largest candidate."""
+    """Returns the keys (see `to_key`) of the smallest and of the largest candidate."""
     smallest = tl.full([], float("inf"), tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, part[1], S.TILE):
@@ -110,7 +108,7 @@ def key_range(part, S: tl.constexpr):
 
 @triton.jit
 def count_from(part, floor, S: tl.constexpr):
-    """Number of candidates whose logit is at least `floor`."""
+    """Returns the number of candidates whose logit is at least `floor`."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         count += tl.sum((load_candidates(part, start, S) >= floor).to(tl.int32))
@@ -119,7 +117,7 @@ def count_from(part, floor, S: tl.constexpr):
 
 @triton.jit
 def mass_from(part, floor, softmax, S: tl.constexpr):
-    """Sum of the weights of the candidates whose logit is at least `floor`."""
+    """Returns the sum of the weights of the candidates whose logit is at least `floor`."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, part[1], S.TILE):
         x = load_candidates(part, start, S)
@@ -129,7 +127,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """Find the cut that leaves k candidates: (value, number of tokens equal to it that remain)."""
+    """Returns the cut that leaves k candidates: (value, number of ties that remain)."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -142,9 +140,9 @@ def cut_top_k(part, k, S: tl.constexpr):
 
 @triton.jit
 def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
-    """Find the cut that leaves the smallest set of largest candidates whose weights reach `target`:
-    (value, number of tokens equal to it that remain). Only candidates at or above `floor` count,
-    and only num_ties of those that equal it."""
+    """Returns the cut that leaves the smallest set of largest candidates whose weights reach
+    `target`: (value, number of candidates of this value that remain). Candidates below `floor` do
+    not count, and of those equal to `floor` only num_ties."""
     low, high = key_range(part, S)
     low = tl.maximum(low, to_key(floor))
     while low < high:
@@ -162,7 +160,7 @@ def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
-    """Sum of the weights of the candidates above a cut and of the first num_ties that equal it."""
+    """Returns the weight of the candidates above a cut and of num_ties that equal it."""
     above = from_key(to_key(cut) + 1)
     num_equal = count_from(part, cut, S) - count_from(part, above, S)
     ties = tl.minimum(num_ties, num_equal).to(tl.int64) * weigh(cut, softmax)
@@ -171,9 +169,9 @@ def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def count_ties(part, ids, cut, last, S: tl.constexpr):
-    """Number of candidates that equal the cut and have an id of at most `last`. ids: (address of
-    the candidates' ids, whether ids are read from there or are the candidates' indices, vocabulary
-    size)."""
+    """Returns the number of candidates that equal the cut and have an id of at most `last`. ids:
+    (address of the candidates' ids, whether to read them or to use the candidates' indices as ids,
+    vocabulary size)."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         place = start + tl.arange(0, S.TILE)
@@ -185,8 +183,8 @@ def count_ties(part, ids, cut, last, S: tl.constexpr):
 
 @triton.jit
 def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
-    """The id of the num_ties-th candidate that equals the cut, or the vocabulary size if there are
-    no more than num_ties."""
+    """Returns the id of the num_ties-th candidate that equals the cut; the vocabulary size if no
+    more than num_ties equal it. ids: see `count_ties`."""
     high = tl.full([], ids[2], tl.int32)
     low = tl.where(count_ties(part, ids, cut, high, S) <= num_ties, high, 0)
     while low < high:
@@ -200,10 +198,11 @@ def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
 
 @triton.jit
 def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
-    """Find the cut of a row: (value, highest id of the tokens equal to it that remain).
+    """Returns the cut of a row: (value, highest id of the tokens of this value that remain).
 
-    known: number of tokens above the candidates, sum of their weights, sum of weights of all tokens
-    that pass min-p; limits: top_k, top_p, whether top_k is on, whether it excludes candidates.
+    known: (number of tokens above the candidates, sum of their weights, sum of the weights of all
+    tokens that pass min-p); limits: (top_k, top_p, whether top_k is on, whether it excludes
+    candidates).
     """
     num_above, mass_above, total = known
     top_k, top_p, has_top_k, cuts_top_k = limits

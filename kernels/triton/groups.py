@@ -1,8 +1,8 @@
-"""Sorts pairs (token and expert, or row and adapter) by group (expert or adapter) into blocks, so
-that all pairs of a block are of one group.
+"""Sorts pairs (token and expert, or row and adapter) by group (expert or adapter) into blocks. All
+pairs of a block are of one group.
 
 The sort is stable and uses no atomics, so two runs of a batch are bit-identical. Grid sizes are
-upper bounds, which the host knows without the groups.
+upper bounds, since the host does not know the groups.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LABELLED = 16  # blocks per labelling program
 
 
 class Groups(NamedTuple):
-    """P pairs sorted by group, where each group is padded to full blocks of M pairs; at most B
-    blocks."""
+    """P pairs sorted by group into at most B blocks of M pairs. A block has pairs of one group, and
+    padding if they do not fill it."""
 
     pairs: torch.Tensor  # [B * M] int32, indices of pairs; P: padding
     block_groups: torch.Tensor  # [B] int32, group of each block; -1: unused
@@ -37,8 +37,8 @@ class Groups(NamedTuple):
 
 @triton.jit
 def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constexpr):
-    """Load TILE pairs from index `start` on: (their indices [TILE], whether each pair is in each
-    group [TILE, PAD])."""
+    """Load the groups of TILE pairs from index `start` on. Returns (indices of the pairs [TILE],
+    whether each pair is in each group [TILE, PAD])."""
     pair = start + tl.arange(0, TILE)
     found = tl.load(groups + pair, mask=pair < num_pairs, other=-1)
     return pair, found[:, None] == tl.arange(0, PAD)[None, :]
@@ -48,8 +48,7 @@ def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constex
 def count_kernel(
     groups, counts, num_pairs, num_groups, chunk, TILE: tl.constexpr, PAD: tl.constexpr
 ):
-    """One program per chunk of pairs: counts[chunk, group] = number of the chunk's pairs in each
-    group."""
+    """One program per chunk of pairs: counts[chunk, group] = pairs of this group in the chunk."""
     first, group = tl.program_id(0) * chunk, tl.arange(0, PAD)
     count = tl.zeros([PAD], tl.int32)
     for start in range(first, tl.minimum(first + chunk, num_pairs), TILE):
@@ -60,8 +59,8 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Returns the number of pairs in each group [PAD], over all chunks, and the same over the
-    chunks before number ``before``."""
+    """Returns the number of pairs in each group [PAD], over all chunks and over the chunks before
+    chunk ``before``."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):
@@ -78,8 +77,8 @@ def place_kernel(  # noqa: PLR0913
     groups, counts, pairs, block_groups, num_pairs, num_groups, chunk, num_chunks, num_blocks,
     M: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr, LABELLED: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first num_chunks programs writes the pairs of one chunk to their places; the
-    other programs write the groups of blocks and fill up incomplete blocks."""
+    """Each of the first num_chunks programs writes one chunk's pairs to their sorted places. The
+    other programs write the group of each block and fill incomplete blocks with padding."""
     program = tl.program_id(0)
     total, earlier = counted(counts, program, num_chunks, num_groups, PAD)
     blocks = (total + M - 1) // M
@@ -107,8 +106,8 @@ def place_kernel(  # noqa: PLR0913
 
 
 def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
-    """Sort pairs by group. chosen: the group of each of P pairs, int32 of any shape; -1: no group.
-    block: pairs per block."""
+    """Sort pairs by group. chosen: the group of each pair, int32 of any shape, -1: none; block:
+    pairs per block."""
     groups, launches = align_launches(chosen.reshape(-1).contiguous(), num_groups, block)
     for launch in launches:
         launch.run()

@@ -1,4 +1,4 @@
-"""Builds a step's inputs on the device, so the host need not know the last tokens."""
+"""Builds a step's inputs on the device, so the host need not know the last sampled tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def prepare_kernel(  # noqa: PLR0913
     stride_group, stride_seq_group, stride_slots,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, group of layers), where one more sequence stands for the padding
-    tokens. The programs of the first group also write the tensors that all groups share."""
+    """One program per (sequence, group of layers), plus one per group for the padding tokens. The
+    programs of group 0 also write the tensors that all groups share."""
     seq = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     is_first = group == 0
@@ -87,8 +87,8 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
 def advance_kernel(  # noqa: PLR0913
     slots, query_start, starts, row_slots, tokens, drafts, num_computed, history, stride_history,
 ):  # fmt: skip
-    """One program per sequence. drafts: [R], the draft tested by each row, or None without
-    drafts."""
+    """One program per sequence. drafts: [R], the draft token to compare with each row's sampled
+    token, or None without drafts."""
     seq = tl.program_id(0)
     slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:

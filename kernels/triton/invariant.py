@@ -27,8 +27,8 @@ def invariant_kernel(  # noqa: PLR0913
     x, weight, bias, out, num_rows, num_outputs, num_inputs, stride_x, stride_weight,
     T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tile of rows, tile of outputs), in an order that shares cached data: by
-    bands of several tiles of rows. weight [outputs, inputs]."""
+    """One program per (tile of rows, tile of outputs), ordered by bands of several tiles of rows,
+    which share cached weights. weight: [outputs, inputs]."""
     row_tiles = tl.cdiv(num_rows, T.rows)
     in_band = BAND * tl.cdiv(num_outputs, T.outputs)
     first = tl.program_id(0) // in_band * BAND
@@ -78,8 +78,8 @@ def invariant_linear(
 def invariant_launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> Launch:
-    """The launch of `invariant_kernel`. x [N, inputs], weight [outputs, inputs], out contiguous.
-    Raises ``ValueError`` for other layouts."""
+    """Returns the launch of `invariant_kernel`. x [N, inputs], weight [outputs, inputs], out
+    contiguous. Raises ``ValueError`` for other layouts."""
     if x.dtype is not weight.dtype or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("batch-invariant products need contiguous rows and weights of one dtype")
     num_outputs, num_inputs = weight.shape

@@ -40,8 +40,8 @@ class Write(NamedTuple):
 
 @triton.jit
 def partners(dims, S: tl.constexpr):
-    """For each dimension of a head: the other dimension of its rotated pair, the index of the
-    pair's angle, and the sign of the sine."""
+    """Returns, for each dimension of a head, the other dimension of its rotated pair, the index of
+    the pair's angle, and the sign of the sine."""
     if S.IS_INTERLEAVED:
         partner = dims ^ 1
         angle = dims // 2
@@ -55,7 +55,7 @@ def partners(dims, S: tl.constexpr):
 
 @triton.jit
 def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
-    """Multiply x by the norm's factor 1 / rms(x) and its weight, rounded as in Llama or Gemma."""
+    """Apply an RMS norm: x * factor (1 / rms(x)) * weight[where], rounded as in Llama or Gemma."""
     w = tl.load(weight + where, mask=mask, other=0.0).to(tl.float32)
     if S.ADD_ONE:
         y = (x * factor * (1 + w)).to(dtype)
@@ -66,8 +66,8 @@ def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
 
 @triton.jit
 def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.constexpr):
-    """Load, normalise and rotate HEADS heads of one token: [HEADS, PAD_D]. `source`: address of
-    head 0."""
+    """Load, normalise and rotate HEADS heads of one token. Returns [HEADS, PAD_D]. source: address
+    of the token's head 0; head: indices of the heads."""
     dtype = source.dtype.element_ty
     dims = tl.arange(0, S.PAD_D)
     mask = (head < num_heads)[:, None] & (dims < S.D)[None, :]
@@ -100,11 +100,10 @@ def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.
 
 @triton.jit
 def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
-    """Write keys (half 0) or values (half 1) to the cache; `cell`: address of the token's slot in
-    the first head of its block.
+    """Write a token's keys (half 0) or values (half 1) to the cache. cell: address of the token's
+    slot in the block's head 0.
 
-    An 8-bit cache stores x / scale, clamped. NaN stays NaN, so that errors show as in a 16-bit
-    cache.
+    An 8-bit cache stores x / scale, clamped. NaN stays NaN, so that errors show.
     """
     dims = tl.arange(0, S.PAD_D)
     mask = (head < S.KV_HEADS)[:, None] & (dims < S.D)[None, :]
@@ -124,8 +123,8 @@ def write_kernel(  # noqa: PLR0913
     qkv, kv, positions, slots, q_out, cos_sin, q_norm, k_norm, kv_scales,
     stride_qkv, stride_block, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (token, block of heads): first the blocks of queries, then of keys, then of
-    values."""
+    """One program per (token, block of heads); the blocks of query heads come first, then those of
+    keys, then those of values."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (S.Q_HEADS + S.HEADS - 1) // S.HEADS
@@ -227,8 +226,8 @@ def write_launch(
 
 
 def _norm_kind(norm: HeadNorm, head_dim: int) -> int:
-    """How queries and keys are normalised: 0 not at all, 1 with a weight per dimension of a head, 2
-    with weights for the full width."""
+    """Returns how queries and keys are normalised: 0: not at all; 1: each head by itself, with
+    weights [D]; 2: all heads together, with weights [heads * D]."""
     weights = [weight for weight in (norm.q, norm.k) if weight is not None]
     if not weights:
         return 0

@@ -10,8 +10,7 @@ import triton
 
 
 class Launch(NamedTuple):
-    """A launch to `run` on its tensors' device, or to `compile` for a target that may not be
-    present.
+    """A kernel launch, which can be run on its tensors' device or only compiled for another target.
 
     fills_registers: let the kernel use all registers. NVIDIA's assembler otherwise spills a few, to
     fit one more program on a processor.
@@ -71,8 +70,7 @@ def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
 
 
 def _specialised(value: Any) -> Any:
-    """The properties of an argument by which Triton specialises a kernel, and possibly some that it
-    ignores."""
+    """Returns all properties of an argument by which Triton may specialise a kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
@@ -83,8 +81,8 @@ def _specialised(value: Any) -> Any:
 
 
 def needs_triton() -> bool:
-    """True if a launch must go through Triton itself, not through our cache: in its interpreter,
-    with a profiler's hooks, and on ROCm."""
+    """True if launches must go through Triton itself instead of our cache of compiled kernels: in
+    Triton's interpreter, with a profiler's hooks, and on ROCm."""
     if is_interpreting() or torch.version.hip:
         return True
     runtime = triton.knobs.runtime
@@ -104,8 +102,8 @@ def is_interpreting() -> bool:
 
 
 def arch_of(x: torch.Tensor) -> str:
-    """The architecture (a key of the tables in kernels.tuning) of a launch on this tensor. In the
-    interpreter it is sm_90; for a CPU tensor, used to compile ahead, the driver's target."""
+    """Returns the architecture (a key of the tables in kernels.tuning) for launches on this tensor.
+    In the interpreter it is sm_90; for a CPU or meta tensor, that of the driver's target."""
     if is_interpreting():
         return "sm_90"
     return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
@@ -129,9 +127,10 @@ def _arch_of_target() -> str:
 
 
 def family_of(capability: int, max_shared: int) -> str:
-    """The architecture whose settings an NVIDIA device uses. capability: 90 for 9.0; max_shared:
-    its shared memory per program in bytes, which decides for devices newer than 9.0, since they
-    have as much as 9.0 (10.0) or less (12.0). Raises ``ValueError`` for an unsupported device."""
+    """Returns the architecture whose settings an NVIDIA device uses: sm_90 from capability 9.0 on,
+    if there is as much shared memory as on 9.0, otherwise sm_80. capability: 90 for 9.0;
+    max_shared: bytes of shared memory per program. Raises ``ValueError`` for a device that is too
+    old or has too little shared memory."""
     if capability < 80:
         raise ValueError(
             f"compute capability {capability / 10} is not supported; 8.0 is the minimum"

@@ -21,7 +21,8 @@ def sum_kernel(  # noqa: PLR0913
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, block of the vocabulary). Writes the block's largest logit, its sum of
-    exponentials relative to that, and the number of logits above that of the row's first token."""
+    exponentials relative to that, and its number of logits above that of the row's first token
+    id."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     chosen = tl.load(logits + row * stride + tl.load(token_ids + row * num_ids)).to(tl.float32)
@@ -39,8 +40,7 @@ def gather_kernel(  # noqa: PLR0913
     logits, token_ids, peaks, sums, above, logprobs, ranks, stride, num_blocks, num_ids,
     PAD_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Combines the results of `sum_kernel` to log-probabilities and the
-    rank."""
+    """One program per row. Combines the results of `sum_kernel` to log-probabilities and rank."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD_BLOCKS)
     here = row * num_blocks + place

@@ -1,7 +1,7 @@
 """Merges the results of attention over parts of the keys, in float32 and in the order of the parts.
 
-In `merge_kernel`, every row has the same number of parts; `spans_kernel` reads the number for each
-sequence from a plan.
+For `merge_kernel` all rows have the same number of parts; `spans_kernel` reads each sequence's
+number of parts from a plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kernels.tuning import Splits, pad_power
 
 
 class Parts(NamedTuple):
-    """Where attention writes: the final output, or results for parts of the keys that are merged
-    afterwards."""
+    """Where the prefill kernel writes: to the output, or, if keys are split, to partial results
+    that ``merges`` combines."""
 
     out: torch.Tensor  # [n, Hq, D], or [splits, n, Hq, D] float32
     lse: torch.Tensor | None  # [splits, n, Hq], logarithms of softmax sums
@@ -29,8 +29,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
-        """Where attention writes for the rows of `out`, whose first is row `first_row` of the
-        batch. A row that gets no result for a part of the keys keeps -inf in lse."""
+        """Returns where to write results for the rows of `out`, the first of which is row
+        `first_row` of the batch. In lse, a row keeps -inf for a part of the keys without result."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
         return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
 
     def args(self, keys_a_tile: int) -> dict[str, object]:
-        """Arguments of the prefill kernel that say where it writes and how keys are split."""
+        """Returns the arguments of `prefill_kernel` for its outputs and the splits of the keys."""
         return {
             "out": self.out,
             "lse": self.lse,
@@ -55,7 +55,7 @@ def merge_kernel(  # noqa: PLR0913
     PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
     """One program per row. parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. Parts
-    without keys are not read; a row that has only such parts is not written."""
+    with lse -inf (without keys) are not read; a row that has only such parts is not written."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
@@ -102,8 +102,8 @@ def spans_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence x token, block of heads). parts [slots, most_tokens, NUM_HEADS, D],
-    part_lse the same without D; spans [sequences, 2]: first slot of the sequence's parts, and their
-    number (0: the sequence is skipped)."""
+    part_lse: as parts without D; spans [sequences, 2]: first slot and number of the sequence's
+    parts (number 0: the sequence is skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

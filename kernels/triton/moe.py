@@ -1,8 +1,8 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
-Experts are plain or packed. Sums are in the order of the tokens and without atomics, so two runs of
-a batch are bit-identical. The number of pairs per program, and with it a token's last bits, depends
-on the total number of pairs."""
+Experts are plain or packed. Sums are in order and without atomics, so two runs of a batch are
+bit-identical. The total number of pairs decides the number of pairs per program, which may change
+the last bits of a token's result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kernels.tuning import pad_power
 
 
 class Tiles(NamedTuple):
-    """Tile of one program of `product_kernel`."""
+    """Size of the tile that one program of `product_kernel` computes."""
 
     M: int  # pairs
     N: int  # outputs
@@ -36,8 +36,8 @@ def product_kernel(  # noqa: PLR0913
     a, matrices, out, pairs, block_groups, weights, num_pairs, stride_a, stride_matrix,
     N: tl.constexpr, K: tl.constexpr, FAN: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (part of the columns, block of pairs): out[pair] = matrix of the block's
-    expert @ a[pair // FAN], times the pair's weight if there are weights."""
+    """One program per (tile of outputs, block of pairs): out[pair] = matrix of the block's expert @
+    a[pair // FAN], multiplied by the pair's weight unless weights is None."""
     block = tl.program_id(1)
     group = tl.load(block_groups + block).to(tl.int64)
     if group < 0:
@@ -66,8 +66,7 @@ def packed_experts_kernel(  # noqa: PLR0913
     a, values, scales, zeros, order, out, pairs, block_groups, weights, num_pairs, stride_a,
     num_outputs, num_steps, FAN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """`product_kernel` for packed matrices. One program per (part of the outputs, block of
-    pairs)."""
+    """`product_kernel` for packed matrices. One program per (tile of outputs, block of pairs)."""
     block = tl.program_id(1)
     group = tl.load(block_groups + block).to(tl.int64)
     if group < 0:
@@ -97,7 +96,7 @@ def packed_experts_kernel(  # noqa: PLR0913
 
 @triton.jit
 def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.constexpr):
-    """One program per (token, part of the columns): the sum over the token's experts, in their
+    """One program per (token, block of columns): the sum of the token's expert outputs, in
     order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -121,8 +120,8 @@ _TILES = {
 
 
 def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
-    """Number of pairs (token, expert) per program: small if each expert has few pairs, since tensor
-    cores are then idle anyway."""
+    """Returns the number of (token, expert) pairs per program, by the average number of pairs per
+    expert. num_groups: number of experts; itemsize: bytes of an element of x."""
     a_group = num_pairs // num_groups
     if itemsize == 4:
         return 16 if a_group < 32 else 32
@@ -130,7 +129,8 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """Number of pairs (token, expert) per program; rows: this number if experts are not packed."""
+    """Returns the number of (token, expert) pairs per program: `rows`, or what suits packed
+    experts."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
@@ -165,7 +165,7 @@ def mixture(
 
 
 def sizes_of(experts: Experts) -> tuple[int, int]:
-    """(number of experts, outputs of each)."""
+    """Returns (number of experts, number of outputs of each expert)."""
     values = experts.values if isinstance(experts, Packed) else experts
     return values.shape[0], values.shape[1]
 
@@ -176,8 +176,8 @@ def experts_launch(
     weights: torch.Tensor | None,
     fan: int,
 ) -> Launch:
-    """The launch of the product of pairs with their experts. tensors: rows [P / fan, K], experts
-    with N outputs and K inputs, out [P, N]; fan: pairs per row."""
+    """Returns the launch that multiplies each pair's row by its expert's matrix. tensors: rows [P /
+    fan, K], experts with N outputs and K inputs, out [P, N]; fan: pairs per row."""
     a, experts, out = tensors
     if isinstance(experts, Packed):
         return packed_launch((a, out), experts, groups, weights, fan)
@@ -284,8 +284,8 @@ def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Lau
 
 
 def forms() -> Iterator[tuple[Packed, Packed]]:
-    """Examples of packed experts (gate_up, down): in formats of AWQ, GPTQ (groups of 32, or sorted
-    inputs) and block-wise 8-bit floats."""
+    """Yields examples of packed experts (gate_up, down) in the formats of AWQ, GPTQ with groups of
+    32, GPTQ with sorted inputs, and block-wise 8-bit floats."""
     for dtype, bits, group_size, has_zeros, is_sorted in (
         (torch.uint8, 4, 128, True, False),
         (torch.uint8, 4, 32, False, False),

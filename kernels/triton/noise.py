@@ -1,4 +1,4 @@
-"""The noise of `kernels.reference.sampling`, equal except for the last bits of logarithms."""
+"""Noise for sampling as in `kernels.reference.sampling`, except for the last bits of logarithms."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def mix(z):
 
 @triton.jit
 def row_key(seed, position):
-    """The hash of a row's seed (all 64 bits) and position."""
+    """Returns the hash of a row's seed (all 64 bits) and position."""
     start = mix(seed.to(tl.uint64, bitcast=True) + GOLDEN)
     return mix(start + (position.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def steps_of(key, ids):
-    """The uniform random numbers of tokens, as integers below STEPS."""
+    """Returns the uniform random numbers of token ids, as integers below STEPS."""
     return (mix(key + (ids.to(tl.uint64) + 1) * GOLDEN) >> UNUSED_BITS).to(tl.int64)
 
 
@@ -44,7 +44,7 @@ def uniform(steps):
 
 @triton.jit
 def gumbel(steps):
-    """Gumbel noise in float64 for integers from `steps_of`. Rounding errors of its log1p cancel."""
+    """Returns Gumbel noise in float64 for integers from `steps_of`."""
     v = uniform(steps)
     rest = 1.0 - v
     logs = tl.where(rest == 1.0, -v, tl.log(rest) * (v / (1.0 - rest)))
@@ -53,8 +53,8 @@ def gumbel(steps):
 
 @triton.jit
 def rough_gumbel(steps):
-    """Gumbel noise in float32 for integers from `steps_of`, with an error below 1e-5. A series
-    replaces the device's logarithm where that is inexact, near one."""
+    """Returns Gumbel noise in float32 for integers from `steps_of`, with an error below 1e-5."""
+    # A series replaces the device's logarithm near one, where that is inexact.
     v = (steps.to(tl.float32) + 0.5) * STEP
     rest = ((-steps + STEPS).to(tl.float32) - 0.5) * STEP
     series = 1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6)))))

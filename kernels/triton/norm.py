@@ -23,8 +23,8 @@ def norm_kernel(  # noqa: PLR0913
     stride_x, stride_residual, H: tl.constexpr, PAD_H: tl.constexpr, ROWS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS rows. residual, total: None if nothing is added to x before it is
-    normalised."""
+    """One program per ROWS rows: out = RMS norm of x times weight. If residual and total are given,
+    total = x + residual is written and normalised instead of x."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PAD_H)
     mask = (row < num_rows)[:, None] & (column < H)[None, :]
@@ -119,8 +119,8 @@ def norm_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Launches to compile ahead: head and hidden sizes of common models, both orders of rounding,
-    with and without the addition."""
+    """Launches to compile ahead: sizes of heads and hidden states of common models, with and
+    without add_one and residual."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for hidden in (128, 1024, 4096, 5120, 16384):
             x = torch.empty((64, hidden), dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Penalties on tokens that occurred; occurrences are counted on the device."""
+"""Repetition, presence and frequency penalties; tokens are counted on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def penalise_kernel(  # noqa: PLR0913
     logits, slots, prompt_bits, counts, repetition, presence, frequency, drafts,
     stride, vocab_size, num_words, stride_drafts, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block of the vocabulary). drafts: [R, num_drafts] or None."""
+    """One program per (row, block of the vocabulary). drafts: tokens [R, num_drafts] or None."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -49,8 +49,7 @@ def seat_kernel(  # noqa: PLR0913
     token_ids, prompt_bits, counts, slot, num_tokens, num_prompt, vocab_size, num_words,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK of a request's tokens. It enters them with integer atomics, whose order
-    does not matter."""
+    """One program per BLOCK of a request's tokens, which are added to prompt_bits or counts."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + place, mask=place < num_tokens, other=0)
     slot = slot.to(tl.int64)
@@ -63,7 +62,7 @@ def seat_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["width"])
 def count_kernel(slots, token_ids, num_tokens, counts, vocab_size, width, PAD: tl.constexpr):
-    """One program per row: counts the row's new tokens as output of its slot."""
+    """One program per row: adds the row's first num_tokens tokens to its slot's counts."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:

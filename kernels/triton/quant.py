@@ -1,8 +1,8 @@
 """Products with quantised weights: integers of 4 and 8 bits, 8-bit floats, scales by group.
 
-Weights are dequantised in registers (unpack.py). For very many rows, which are bound by arithmetic,
-they are dequantised to scratch memory and torch's library multiplies. Sums over parts of the inputs
-are added in order, without atomics.
+Weights are dequantised in registers (unpack.py). For very many rows, they are dequantised to
+scratch memory, and torch multiplies. Sums over parts of the inputs are added in order, without
+atomics.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def packed_product_kernel(  # noqa: PLR0913
     steps_a_split, S: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of rows, tile of outputs, split of the inputs): out[split, row, output]
-    = x @ weight.T over the split's inputs. Programs with the same weights are adjacent, so that the
-    weights are read from memory once."""
+    = x @ weight.T over the inputs of the split. Programs with the same weights are adjacent, so
+    that these are read from memory once."""
     row = tl.program_id(0) * S.M + tl.arange(0, S.M)
     output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)
@@ -52,8 +52,7 @@ def packed_product_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["size", "num_splits"])
 def sum_kernel(parts, bias, out, size, num_outputs, num_splits, TILE: tl.constexpr):
-    """One program per TILE of the flattened output: the sum of all splits, in order, plus the
-    bias."""
+    """One program per TILE of the flattened output: adds all splits, in order, and the bias."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     total = tl.zeros([TILE], tl.float32)
@@ -85,8 +84,8 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.constexpr):
-    """One program per row: x / scale as 8-bit floats, with the given scale, or one at which the
-    row's largest number just fits. Values are clamped. NaN stays NaN, so that errors show in the
+    """One program per row converts x / scale to 8-bit floats. Without `scale`, the row's scale is
+    its largest magnitude / 448. Values are clamped; NaN stays NaN, so that errors show in the
     product."""
     row = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, TILE)
@@ -124,7 +123,7 @@ def weight_only_product(
 def product_launches(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """The launches of a product, of at least one row, that dequantises weights in registers."""
+    """Returns the launches of a product of at least one row with weights unpacked in registers."""
     tile = product_tile(arch_of(x), len(x), x.element_size())
     programs = triton.cdiv(packed.num_outputs, tile.outputs) * triton.cdiv(len(x), tile.rows)
     num_steps = triton.cdiv(packed.values.shape[1], packed.piece)
@@ -144,8 +143,8 @@ def product_launch(
     num_steps: int,
     splits: int,
 ) -> Launch:
-    """The launch of `packed_product_kernel`. tensors: x [M, K], the weight, bias [N], out [splits,
-    M, N]."""
+    """Returns the launch of `packed_product_kernel`. tensors: (x [M, K], the weight, bias [N], out
+    [splits, M, N]); num_steps: steps over the inputs, of all splits."""
     x, packed, bias, out = tensors
     steps = triton.cdiv(num_steps, splits)
     args = {
@@ -182,7 +181,7 @@ def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 
 
 def dequantized(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """The dequantised matrix [N, K], with its columns in packed order."""
+    """Returns the dequantised matrix [N, K], with its inputs in packed order."""
     shape = (packed.num_outputs, packed.num_inputs)
     out = torch.empty(shape, dtype=dtype, device=packed.values.device)
     dequantize_launch(packed, out).run()
@@ -230,8 +229,8 @@ def quantize_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Launches to compile ahead: groups of 32, 128 and full rows, with and without zero points,
-    sorted inputs, for decodes to prompts."""
+    """Launches to compile ahead: each matrix of `examples` for one to 512 rows, and the
+    quantisation of inputs."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for packed in list(examples())[:: 5 if dtype is torch.float16 else 1]:
             yield from of_rows(packed, dtype)

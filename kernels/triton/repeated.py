@@ -1,7 +1,7 @@
 """Repeats kernel launches on other tensors of the same shapes, as for each layer of a step.
 
-Tiles, grids, other arguments and the compiled kernel are the same for all layers; only addresses
-differ. The first time, launches are built and run; later only the pointers are replaced.
+At the first call, launches are built and run. Later calls use the same grids, arguments and
+compiled kernels, and replace only the addresses of the tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ ALIGNED = 15  # bits of a pointer by which kernels are specialised
 
 
 def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, build: Build) -> None:
-    """Run the launches that `build` makes for these tensors, cached in `known` by `key`.
+    """Run the launches that `build` makes for these tensors. They are cached in `known` by `key`,
+    and later calls with this key only replace the addresses of the tensors.
 
-    Launches with an equal key must only differ in the addresses of these tensors; other memory that
-    they use must be the same. Launches that use none of these tensors are run only once.
+    So launches with an equal key may differ in nothing else. A launch that uses none of the tensors
+    is run at the first call only.
     """
     found: Repeated | None = known.get(key)
     if found is None:
@@ -41,7 +42,7 @@ def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, bu
 
 
 class Forms(dict[Any, Any]):
-    """A cache of repeated launches, for `again`, that is kept from step to step."""
+    """A cache for `again` that is kept from step to step, with at most MOST_FORMS entries."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= MOST_FORMS:
@@ -50,7 +51,7 @@ class Forms(dict[Any, Any]):
 
 
 class Moved(NamedTuple):
-    """A launch argument that is a view of tensor number ``place``, from byte ``offset`` on."""
+    """Stands for a launch argument that is a view of tensor ``place``, from byte ``offset`` on."""
 
     place: int
     offset: int
@@ -64,7 +65,7 @@ class Moved(NamedTuple):
 
 
 class RepeatedCall(NamedTuple):
-    """A compiled launch: the launcher's arguments, and where pointers are replaced."""
+    """A compiled launch: how to run it, its argument values, and which of them are addresses."""
 
     run: Any
     grid: tuple[int, int, int]
@@ -73,7 +74,7 @@ class RepeatedCall(NamedTuple):
 
 
 class Repeated:
-    """Launches that can be run again on other tensors."""
+    """Launches that were run once and can be run again on other tensors."""
 
     def __init__(
         self, launches: Sequence[Launch], compiled: Sequence[Any], tensors: Tensors
@@ -108,8 +109,8 @@ class Repeated:
             run(*grid, stream, *values)
 
     def compare(self, launches: Sequence[Launch], tensors: Tensors) -> None:
-        """Raise ``AssertionError`` if these launches differ from the cached ones in more than the
-        addresses of these tensors."""
+        """Raise ``AssertionError`` unless these launches equal the cached ones, except for the
+        addresses of the tensors."""
         without = [_without(launch, tensors) for launch in launches]
         built = [_form(launch) for launch in without if _is_moved(launch)]
         known = [_form(launch) for launch in self._launches]
@@ -139,8 +140,7 @@ def _with(launch: Launch, tensors: Tensors) -> Launch:
 
 
 def _moved(value: torch.Tensor, tensors: Tensors) -> torch.Tensor | Moved:
-    """A launch argument described as a view of one of the tensors; the argument itself if it is
-    within none of them."""
+    """Returns a launch argument as a view of one of the tensors; unchanged if it is in none."""
     begin = value.data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor is not None and 0 <= begin - tensor.data_ptr() < _span(tensor):

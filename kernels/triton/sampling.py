@@ -1,9 +1,9 @@
-"""Samples tokens without sorting, in five launches, two of which do work for greedy rows.
+"""Samples tokens without sorting, in five launches; for greedy rows only the first two compute.
 
-The first four truncate rows and choose the tokens of greedy rows (`kernels.triton.truncate`). Then
-`race` adds noise to the remaining tokens of each block: float32 scores exclude most tokens, and
-the few that may win are scored in float64. The last program of a row to finish compares the blocks'
-winners. Tokens equal those of `kernels.cpu.sampling`.
+The first four launches choose the tokens of greedy rows and truncate the others
+(`kernels.triton.truncate`). Then `race_kernel` adds noise to the remaining tokens of each block:
+float32 scores exclude most tokens, and the few that may win are scored in float64. The row's last
+program compares the blocks' winners. Tokens equal those of `kernels.cpu.sampling`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARGIN = tl.constexpr(1e-3)  # error allowed for float32 scores; it is below 1e-
 
 
 class Sizes(NamedTuple):
-    """Compile-time parameters of the kernels."""
+    """Compile-time parameters of the sampling kernels."""
 
     BLOCK: int = 4096  # logits per program
     STRETCH: int = 128  # logits per stored maximum
@@ -51,8 +51,8 @@ SIZES = Sizes()
 
 
 class Cuts(NamedTuple):
-    """Which tokens of each row remain: those above the cut's value, and those equal to it with ids
-    up to the last tie."""
+    """Which tokens of each row remain: those with a logit above ``value``, and those with a logit
+    equal to ``value`` and an id of at most ``last_tie``."""
 
     value: torch.Tensor  # [R] float32; +inf if the row is greedy or invalid
     last_tie: torch.Tensor  # [R] int32
@@ -62,8 +62,8 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """(score, id) of the token with the largest score in a block. x: the block's logits, -inf for
-    excluded tokens, with at least one that is not; heat: temperature."""
+    """Returns (score, id) of the token with the largest logit + temperature * noise in a block. x:
+    the block's logits, -inf for excluded tokens but not for all; heat: temperature."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))
@@ -87,7 +87,7 @@ def race(row, x, ids, key, heat, S: tl.constexpr):
 
 @triton.jit
 def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
-    """(logits of a block, with -inf for tokens that the cut excludes; their ids)."""
+    """Returns (logits of a block, -inf for tokens that the cut excludes; ids of the tokens)."""
     x = load_part(row, start, vocab_size, S.BLOCK)
     ids = start + tl.arange(0, S.BLOCK)
     stays = (x > value) | ((x == value) & (ids <= last_tie))
@@ -99,7 +99,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) finds its winner; the row's last to finish chooses the token."""
+    """One program per (row, block) finds the block's winner; a row's last one chooses the token."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)
@@ -125,8 +125,7 @@ def race_kernel(  # noqa: PLR0913
 
 @triton.jit
 def finish(scores, winners, num_blocks, PAD: tl.constexpr):
-    """The winner, among those of all blocks of a row, with the largest score; of equal ones the
-    lowest id."""
+    """Returns the winner with the largest score of a row's blocks; the lowest id of equal ones."""
     place = tl.arange(0, PAD)
     score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
     is_best = (score == tl.max(score)) & (score > float("-inf"))
@@ -242,7 +241,7 @@ def race_launch(
 
 
 def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, SamplingColumns]:
-    """Arguments on torch's meta device, for which kernels are compiled."""
+    """Returns example arguments on torch's meta device, for compiling kernels ahead."""
     row = torch.empty(64, dtype=torch.int32, device="meta")
     logits = torch.empty((64, vocab_size), dtype=dtype, device="meta")
     numbers = row.double()

@@ -1,9 +1,10 @@
 """Common parts of prefill and decode attention: tiles of keys, their masks, the running softmax.
 
-A program's rows are query heads of one KV head: row m is token m // HEADS, head m % HEADS. The
-softmax is in base 2. Keys are read in three loops: tiles that the window cuts, tiles that every row
-attends to completely, and tiles that the diagonal cuts, so that the middle loop, with nearly all of
-the work, has no mask. Keys are in ascending order, so a row's sums do not depend on the batch.
+All rows of a program are of one KV head: row m is token m // HEADS, query head m % HEADS. The
+softmax is in base 2. Keys are read in ascending order, so a row's sums do not depend on the batch.
+Three loops read the tiles that only some rows attend to because of the window, the tiles that all
+rows attend to completely, and the tiles around the query positions; the middle loop, with nearly
+all of the work, needs no mask.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Shape(NamedTuple):
         heads: int,
         tile: Tile,
     ):
-        """q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; heads: query heads per program."""
+        """Make the shape. q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; heads: per
+        program."""
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
         group = num_heads // kv_heads
@@ -89,16 +91,16 @@ def attention_args(
 
 @triton.jit
 def head_rows(first_head, num_tokens, S: tl.constexpr):
-    """For each row of a program: its token, its query head, and whether the row is used."""
+    """Returns each row's token, its query head, and whether the row is used."""
     row = tl.arange(0, S.ROWS)
     return row // S.HEADS, first_head + row % S.HEADS, row < num_tokens * S.HEADS
 
 
 @triton.jit
 def places_of(first_token, first_head, S: tl.constexpr):
-    """For each row of a program, the index of its (token, query head) in a flattened output.
-    first_token: the token of row 0. This is computed again after the loops, not kept from loading
-    the queries, to save registers."""
+    """Returns, for each row of a program, the index of its (token, query head) in a flattened
+    output. first_token: the token of row 0."""
+    # Computed again after the loops, to save registers.
     row = first_token * S.HEADS + tl.arange(0, S.ROWS)
     head = first_head + row % S.HEADS
     return (row // S.HEADS).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
@@ -115,8 +117,8 @@ def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
 
 @triton.jit
 def visible_tiles(first_pos, last_pos, S: tl.constexpr):
-    """The tiles of keys that rows at positions first_pos .. last_pos attend to: (first tile, first
-    tile without mask, end of the tiles without mask, end)."""
+    """Returns which tiles of keys rows at positions first_pos .. last_pos attend to: (first tile,
+    first tile without mask, end of the tiles without mask, end)."""
     end = (last_pos + S.KEYS) // S.KEYS
     first = 0
     whole_from = 0
@@ -130,8 +132,7 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 @triton.jit
 def blocks_at(table, tile, end_key, S: tl.constexpr):
-    """The cache block of a tile of keys, or that of each of its keys if a tile spans several
-    blocks."""
+    """Returns the cache block of a tile of keys; a block for each key if a tile spans several."""
     if S.PAGE % S.KEYS == 0:
         blocks = tl.load(table + tile * S.KEYS // S.PAGE)
     else:
@@ -142,12 +143,10 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Offset of a tile of keys in one head of the cache, or, for small tiles or blocks, of each of
-    its keys.
-
-    Computing offsets within a block only once saves instructions but takes registers, which decodes
-    need in order to have many programs per processor.
-    """
+    """Returns the offset of a tile of keys in one head of the cache; for small tiles or blocks, the
+    offset of each key."""
+    # Offsets within a block computed only once save instructions but take registers, which decodes
+    # need in order to have many programs per processor.
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         rows = blocks.to(tl.int64) * stride_block + (tile * S.KEYS % S.PAGE) * S.D
     else:
@@ -158,8 +157,7 @@ def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
-    """Load the keys or values of a tile, [KEYS, PAD_D]. Keys that no row attends to are not
-    read."""
+    """Load the keys or values of a tile, [KEYS, PAD_D]. If MASKED, only where `is_seen` is True."""
     dims = tl.arange(0, S.PAD_D)
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         where = base + rows + ((tl.arange(0, S.KEYS) * S.D)[:, None] + dims[None, :])
@@ -176,12 +174,10 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """Returns (scores, factor): scores times factor are exponents of 2, with softcap and ALiBi
-    applied.
-
-    The factor is applied by the multiply-add that subtracts the largest score. This saves an
-    instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
-    """
+    """Returns (scores, factor), with softcap and ALiBi applied; softmax weights are proportional to
+    2 ** (scores * factor)."""
+    # The factor is applied by the multiply-add that subtracts the largest score. This saves an
+    # instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
     factor = scale * LOG2E
     scores = products
     if S.SOFTCAP > 0:
@@ -201,10 +197,9 @@ def attend_tiles(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
 ):
     """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the running softmax `state`, and return it.
-
-    A tile's block is looked up one round earlier, because an address loaded in the same round would
-    prevent the prefetch of keys and values.
-    """
+    MASKED: some rows do not attend to all of these keys."""
+    # A tile's block is looked up one round earlier, because an address loaded in the same round
+    # would prevent the prefetch of keys and values.
     acc, peak, total = state
     keys, values, table, stride_block = cache
     row_pos, first_key, end_key = span
@@ -239,8 +234,8 @@ def attend_tiles(  # noqa: PLR0913
 
 @triton.jit
 def start_state(sinks, head, is_first, S: tl.constexpr):
-    """The softmax state before any key: empty, or, if this is the first range of a row's keys, with
-    the row's attention sink."""
+    """Returns the softmax state before any key: (sums of values, largest score, sum of weights). It
+    contains the head's attention sink only if is_first, so that a sink counts once."""
     acc = tl.full([S.ROWS, S.PAD_D], 0.0, tl.float32)
     total = tl.full([S.ROWS], 0.0, tl.float32)
     peak = tl.full([S.ROWS], float("-inf"), tl.float32)
@@ -254,8 +249,8 @@ def start_state(sinks, head, is_first, S: tl.constexpr):
 def attend_range(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, bounds, S: tl.constexpr
 ):
-    """Add the keys of tiles tiles[0] .. tiles[1] - 1 in three loops (window, no mask, diagonal),
-    and return the softmax state. `bounds`: from visible_tiles."""
+    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the softmax state and return it. `bounds`:
+    from visible_tiles."""
     first, end = tiles
     whole_from = bounds[1]
     whole_to = bounds[2]
@@ -270,9 +265,8 @@ def attend_range(  # noqa: PLR0913
 
 @triton.jit
 def split_of(split, bounds, num_splits, min_tiles):
-    """First and end of the tiles of split number `split`. Splits are equal parts of at least
-    min_tiles; an empty one starts at or after the end. Depends only on the sequence and the number
-    of splits."""
+    """Returns the first tile and the end of split number `split`. Splits are equal parts of at
+    least min_tiles; the last ones may be empty (start at or after the end)."""
     num_tiles = bounds[3] - bounds[0]
     share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
     first = bounds[0] + split * share
@@ -281,15 +275,15 @@ def split_of(split, bounds, num_splits, min_tiles):
 
 @triton.jit
 def cache_of(kv, table, stride_block, kv_head, S: tl.constexpr):
-    """(address of the keys of one head, [.., PAGE, D] in each block; that of its values; the block
-    table; stride_block)."""
+    """Returns what `attend_tiles` needs to read a KV head from the cache: (address of its keys,
+    address of its values, block table, stride_block)."""
     keys = kv + kv_head * (S.PAGE * S.D)
     return keys, keys + S.KV_HEADS * S.PAGE * S.D, table, stride_block
 
 
 @triton.jit
 def scale_of(kv_scales, kv_head, S: tl.constexpr):
-    """The factor on products of queries and keys: the model's scale times that of cached keys."""
+    """Returns the factor on products of queries and keys, including the scale of cached keys."""
     scale = tl.full([], S.SCALE, tl.float32)
     if kv_scales is not None:
         scale = scale * tl.load(kv_scales + kv_head)
@@ -300,8 +294,8 @@ def scale_of(kv_scales, kv_head, S: tl.constexpr):
 def store_rows(  # noqa: PLR0913
     state, out, lse, kv_scales, where, rows, kv_head, S: tl.constexpr
 ):
-    """Divide a program's results by the softmax sums and write them. `where`: for each row the
-    index of its (token, query head) in the output."""
+    """Divide a program's results by the softmax sums and write them to out, the logarithms of the
+    sums to lse. `where`: for each row the index of its (token, query head) in the output."""
     acc, peak, total = state
     _, _, is_ours = rows
     safe = tl.where(total == 0, 1.0, total)

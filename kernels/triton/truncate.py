@@ -1,10 +1,10 @@
-"""Truncates rows by min-p, top-k and top-p, in four launches, two of which do work for greedy rows.
+"""Truncates rows by min-p, top-k and top-p, in four launches; greedy rows need only the first two.
 
-`survey` finds the largest logit of every stretch of 128. From these, `aim` chooses the tokens of
-greedy rows, and for other rows a lower bound of the cut. `count` counts the tokens above the bound
-in bins, which shows the bins that may contain the cut. `gather` collects the tokens of these bins,
-and the last of its programs to finish a row computes the cut. Stretches whose largest logit is too
-low are not read again.
+`survey_kernel` finds the largest logit of every stretch of 128 logits. From these, `aim_kernel`
+chooses the tokens of greedy rows, and for other rows a lower bound of the cut. `count_kernel`
+counts the tokens above the bound in bins, which shows the bins that may contain the cut.
+`gather_kernel` collects the tokens of these bins, and the row's last program computes the cut.
+Stretches whose largest logit is too low are not read again.
 
 Programs of a row only add integers, so their order does not matter.
 """
@@ -41,7 +41,7 @@ MASSES = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """One program per (row, block) finds the largest logit of each stretch, +inf for NaN."""
+    """One program per (row, block) writes the largest logit of each stretch, +inf for NaN."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if tl.load(slots + row) < 0:
@@ -55,7 +55,7 @@ def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.c
 
 @triton.jit
 def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """The lowest token id whose logit is `peak`, the row's largest. maxima: one per stretch."""
+    """Returns the lowest token id whose logit is `peak`, the row's largest. maxima: by stretch."""
     stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
     ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
     x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)
@@ -74,8 +74,8 @@ def aim_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, min_p, value, last_tie, greedy, arrived,
     state, marks, bins, masses, stride, vocab_size, num_maxima, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: chooses the token of a greedy row; for another row it finds a lower
-    bound of the cut, and sets up the bins."""
+    """One program per row chooses the token of a greedy row, or finds a lower bound of another
+    row's cut and initialises its bins."""
     n = tl.program_id(0).to(tl.int64)
     tl.store(value + n, float("inf"))
     tl.store(greedy + n, -1)
@@ -144,8 +144,8 @@ def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
 
 @triton.jit
 def is_last(done, num):
-    """True in the last of a row's `num` programs to finish; that one sees what the others wrote.
-    done: counter of finished programs."""
+    """Count this program as finished in `done`; True for the last of a row's `num` programs, which
+    then sees what the others wrote."""
     tl.debug_barrier()
     return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num - 1
 
@@ -161,8 +161,8 @@ def count_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, state, marks, bins, masses,
     stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) counts tokens in bins; the row's last to finish finds the bins
-    of the cut."""
+    """One program per (row, block) counts the block's tokens in bins; the row's last program finds
+    the bins that may contain the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:
@@ -194,8 +194,8 @@ def count_kernel(  # noqa: PLR0913
 
 @triton.jit
 def write_candidates(part, room, room_ids, place, number, S: tl.constexpr):
-    """Write this program's `number` candidates and their ids from index `place` on, in several
-    steps to save registers."""
+    """Write this program's `number` candidates and their ids to `room` and `room_ids`, from index
+    `place` on, in several steps to save registers."""
     STEP: tl.constexpr = S.BLOCK // 8
     source, size, bound, window, between = part
     start = tl.program_id(1) * S.BLOCK
@@ -216,7 +216,7 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) collects candidates; the row's last to finish finds the cut."""
+    """One program per (row, block) collects candidates; the row's last program finds the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

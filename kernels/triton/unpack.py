@@ -1,8 +1,8 @@
-"""Sums over packed weights, for products with one matrix or with many experts.
+"""Sums of products with packed weights, for one matrix or for many experts.
 
 Weights are dequantised in registers, once for all rows of a program, and are the left operand of
-the product, which tensor cores read from registers. A group's scale is applied to the sums, so the
-multiplied values are integers, exact in 16 bits.
+the product, which tensor cores read from registers. Scales are applied to the sums of a group, so
+the multiplied weights are integers, exact in 16 bits.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
 
 @triton.jit
 def nibble_as_float(nibble, dtype: tl.constexpr):
-    """Convert integers below 16 to 16-bit floats plus a constant, a power of two, by setting bits
-    of the mantissa; this is faster than a conversion. The constant cancels when the zero point,
+    """Convert integers below 16 to floats plus a constant, which cancels when the zero point,
     converted the same way, is subtracted."""
+    # Setting bits of the mantissa is faster than a conversion.
     if dtype == tl.bfloat16:
         return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:
@@ -58,8 +58,8 @@ def nibble_as_float(nibble, dtype: tl.constexpr):
 
 @triton.jit
 def byte_as_float(byte, dtype: tl.constexpr):
-    """Integers below 256 minus 128 as floats, exact, by setting bits of the mantissa. bfloat16 has
-    only seven, so the highest bit is handled by the value that is subtracted."""
+    """Returns byte - 128, exactly, as floats of `dtype`; byte: integers below 256. bfloat16's
+    mantissa has only seven bits, so the highest bit changes the value that is subtracted."""
     if dtype == tl.bfloat16:
         low = ((byte & 0x7F).to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return low - ((byte & 0x80).to(tl.int16) ^ 0x4380).to(tl.bfloat16, bitcast=True)
@@ -71,7 +71,7 @@ def byte_as_float(byte, dtype: tl.constexpr):
 
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
-    """The weights of one piece as integers, values minus zero points [N], exact: [N, PIECE] of
+    """Returns one piece of the weights, values minus zero points [N], not scaled: [N, PIECE] of
     dtype. half: which half of each byte to use, with 4 bits; 8-bit floats have no zero points."""
     if raw.dtype != tl.uint8:
         value = raw.to(tl.float32)
@@ -85,8 +85,8 @@ def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def of_group(tables, k, S: tl.constexpr):
-    """(scales [N] float32, zero points [N]) of the group that input k belongs to. tables: scales
-    and zeros [G, num_outputs] (zeros None: the default), indices of the N outputs, num_outputs."""
+    """Returns (scales [N] float32, zero points [N]) of the group of input k. tables: (scales [G,
+    num_outputs], zeros [G, num_outputs] or None, indices of the N outputs, num_outputs)."""
     scales, zeros, outputs, num_outputs = tables
     place = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + outputs
     scale = tl.load(scales + place).to(tl.float32)
@@ -98,7 +98,7 @@ def of_group(tables, k, S: tl.constexpr):
 
 @triton.jit
 def bytes_of(matrix, step, S: tl.constexpr):
-    """Load the packed bytes of a step, [N, PIECE]. matrix: [N, 1] pointers to rows."""
+    """Load the packed bytes of a step, [N, PIECE]. matrix: [N, 1] pointers to rows of bytes."""
     byte = step * S.PIECE + tl.arange(0, S.PIECE)[None, :]
     if S.WIDTH % S.PIECE == 0:
         return tl.load(matrix + byte)
@@ -108,9 +108,8 @@ def bytes_of(matrix, step, S: tl.constexpr):
 
 @triton.jit
 def inputs_of(x, k, S: tl.constexpr):
-    """Load one piece of the inputs, PIECE columns from k on: [PIECE, M]. x: (pointers to rows [1,
-    M], whether each of them is a row of x [M], order of columns). All pointers are valid; with
-    large M they are read without a mask."""
+    """Load one piece of the inputs, columns k .. k + PIECE - 1: [PIECE, M]. x: (pointers to rows
+    [1, M], all of them valid; whether each one points to a row of x [M]; order of columns)."""
     rows, is_row, order = x
     place = k + tl.arange(0, S.PIECE)
     is_in = (place < S.K)[:, None]
@@ -126,8 +125,8 @@ def inputs_of(x, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(acc, raw, x, step, zero, S: tl.constexpr):
-    """Returns acc [N, M] + the product of x with a step's weights, without scales. The step is in
-    one group."""
+    """Returns acc [N, M] + the product of x with a step's weights, without scales. All inputs of
+    the step are in one group."""
     for half in tl.static_range(8 // S.BITS):
         a = inputs_of(x, step * S.STEP + half * S.PIECE, S)
         acc = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, acc, input_precision="ieee")
@@ -136,7 +135,7 @@ def add_step(acc, raw, x, step, zero, S: tl.constexpr):
 
 @triton.jit
 def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
-    """Returns acc [N, M] + the product of x with a step's weights. The step's pieces are in
+    """Returns acc [N, M] + the scaled product of x with a step's weights, whose pieces may be in
     different groups."""
     for half in tl.static_range(8 // S.BITS):
         k = step * S.STEP + half * S.PIECE
@@ -149,10 +148,9 @@ def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
 
 @triton.jit
 def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
-    """The product of x with the weights of steps steps[0] .. steps[1] - 1: [N, M] float32.
+    """Returns the product of x with the weights of steps steps[0] .. steps[1] - 1: [N, M] float32.
 
-    x: as for inputs_of; matrix: [N, 1] pointers to rows of bytes; tables: as for of_group. Scales
-    and zero points are read once per step, one step in advance.
+    x: as for inputs_of; matrix: [N, 1] pointers to rows of bytes; tables: as for of_group.
     """
     first, last = steps
     acc = tl.full([S.N, S.M], 0.0, tl.float32)

@@ -75,8 +75,8 @@ def rows_an_item(num: int, panels: int, threads: int) -> int:
 
 
 def panels_an_item(panels: int, items: int, threads: int) -> int:
-    """Panels per work item: as many as leave enough items for all threads, since memory is fastest
-    when read in order."""
+    """Returns the number of panels per work item: as many as possible, since memory is fastest when
+    read in order, but few enough that all threads get items."""
     at_least = min(_PANELS, panels // threads)
     return max(1, at_least, min(panels, items // (threads * _ITEMS_A_THREAD)))
 
@@ -98,9 +98,9 @@ def _begin(c, ldc, num, width, bias):
 
 @njit(inline="always")
 def _add_rows(left, b, target, span, ahead, size):
-    """c[:num] += a[:num, :depth] @ b[:depth], for one panel. left, target: address and row stride
-    of a and c; span: (num, depth); ahead: (address, number of cache lines) still to prefetch; what
-    is left of it is returned for the next call. size: bytes of an element of b, a literal."""
+    """Add a[:num, :depth] @ b[:depth] to c[:num] for one panel of weights. left, target: (address,
+    row stride in bytes) of a and of c; span: (num, depth); size: bytes of an element of b, a
+    literal. ahead: (address, number of cache lines) to prefetch; returns what is left of it."""
     (a, lda), (c, ldc), (num, depth), (wanted, lines) = left, target, span, ahead
     row, ldb = 0, PANEL * size
     while row + _ROWS <= num:
@@ -127,7 +127,7 @@ def _add_rows(left, b, target, span, ahead, size):
 
 
 def _packed_body(size: int):
-    """Make the body for weights of `size` bytes per element."""
+    """Make the kernel body (see kernels.cpu.native) for weights of `size` bytes per element."""
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
@@ -150,9 +150,9 @@ def _packed_body(size: int):
 
 @njit(inline="always")
 def _panel_rows(p, rows, panel, has_next, edge, size):
-    """Compute rows of x times one panel. rows: the first row and their number; has_next: True if
-    the same thread computes the next panel afterwards; edge: scratch memory for the sums of an
-    incomplete panel."""
+    """Multiply rows of x by one panel of weights and write the outputs. rows: (first row, number of
+    rows); has_next: True if the thread goes on to the next panel, which is then prefetched; edge:
+    scratch memory [rows, 64] for the sums of an incomplete panel."""
     (first, count), num_in, num_out = rows, p[6], p[7]
     start, width = panel * PANEL, min(PANEL, num_out - panel * PANEL)
     out, stride = p[4] + (first * num_out + start) * 4, num_out * 4

@@ -1,8 +1,7 @@
 """8-bit products: weights have one scale per output, inputs are quantised per row.
 
-A row is quantised as x = scale * (byte - 128). Bytes are unsigned, because the instruction
-multiplies unsigned by signed bytes, four per lane. The 128 is corrected with the sum of each
-output's weights.
+A row is stored as unsigned bytes, x = scale * (byte - 128), because the processor's instruction
+multiplies unsigned by signed bytes. The 128 is corrected with the sum of each output's weights.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _quantize_body(row):
 
 @njit(**INLINE)
 def _tile(a, lda, b, c, depth, count):
-    """c[:count] = a[:count] @ b for one panel, in integers; count <= _ROWS."""
+    """Multiply `count` (at most 6) quantised rows a by one panel b; c gets the integer sums."""
     if count == 6:
         byte_tile_product(a, lda, b, PANEL * 4, c, PANEL * 4, depth, 6, 4, 16, 1)
     elif count == 5:
@@ -149,8 +148,8 @@ def _bytes_body(row):
 
 @njit(**INLINE)
 def _finish(p, totals, first_row, count, first, num_out):
-    """Convert a panel's integer sums to floats with the scales of row and output, add the bias, and
-    write them to the output. first_row: row of the first sums; first: first output of the panel."""
+    """Convert one panel's integer sums to floats, add the bias, and write the outputs. first_row:
+    row of x of totals[0]; first: output of totals[:, 0]."""
     width = min(PANEL, num_out - first)
     scales, sums = f32(p[6] + first * 4, (width,)), i32(p[7] + first * 4, (width,))
     row_scales = f32(p[5] + first_row * 4, (count,))
