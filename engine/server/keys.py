@@ -23,8 +23,8 @@ LOOK_SECONDS = 1.0  # between two checks whether the file has changed
 
 
 class KeyFile:
-    """The keys in a file, one per line, with blank lines and ``#`` comments. The file is read again
-    when it has changed; if that fails, the keys stay the same and the error is logged once."""
+    """API keys from a file with one key per line, blank lines and ``#`` comments. A changed file is
+    read again; if that fails, the previous keys stay valid and the error is logged once."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ``ConfigError`` for a file that cannot be read or has no valid keys."""
@@ -40,7 +40,7 @@ class KeyFile:
             ) from error
 
     def digests(self) -> list[bytes]:
-        """Digests of the keys that are in the file now."""
+        """Digests of the current keys, after reading the file again if it has changed."""
         now = self._clock()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
@@ -60,7 +60,7 @@ class KeyFile:
             logger.warning("%s was read: %d keys", self._path, len(self._digests))
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Time, inode and size of the file, which change however it is replaced."""
+        """Modification time, inode and size of the file; ``None`` if it cannot be read."""
         try:
             stat = os.stat(self._path)
         except OSError:
@@ -69,8 +69,7 @@ class KeyFile:
 
 
 class KeyRing:
-    """The valid keys. Keys are stored as digests, and each request is compared with all of them, so
-    that the time of the comparison reveals nothing about them."""
+    """The valid keys, stored as digests. The time of a check reveals nothing about them."""
 
     def __init__(
         self, keys: Sequence[str] = (), file: str | None = None, admin: str | None = None
@@ -91,11 +90,11 @@ class KeyRing:
 
     @property
     def has_any(self) -> bool:
-        """Whether a key is required: without any key, all clients are accepted."""
+        """Whether requests need a key. False if no key is set: all clients are accepted then."""
         return bool(self._all())
 
     def key_of(self, scope: Scope) -> bytes | None:
-        """The digest of the request's key, ``None`` if it is not valid. The admin key is valid."""
+        """The digest of the request's key if it is valid (the admin key is, too), else ``None``."""
         admin = [] if self._admin is None else [self._admin]
         return _valid_key(scope, [*self._all(), *admin])
 
@@ -107,11 +106,11 @@ class KeyRing:
 
 
 class KeyGuard:
-    """ASGI middleware: answers requests without a valid key with 401, and those of a key that has
-    too many open requests with 429."""
+    """ASGI middleware that answers a request without a valid key with status 401, and a request
+    whose key has too many open requests with 429."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:
-        """most: open requests that one key may have; ``None``: no limit."""
+        """most: the most open requests of one key; ``None``: no limit."""
         self.app = app
         self._keys = keys
         self._most = most
@@ -157,12 +156,12 @@ def digest_of(key: bytes) -> bytes:
 
 
 def owner_of(scope: Scope) -> str:
-    """The owner of what a request stores: a digest of the key that it was sent with, if any."""
+    """The owner of the data that a request stores: a digest of its key, or of "" without a key."""
     return hashlib.sha256(b" ".join(_keys_of(scope)[:1])).hexdigest()
 
 
 def _keys_of(scope: Scope) -> list[bytes]:
-    """The keys in a request's headers: the bearer token, and ``x-api-key`` of Anthropic's API."""
+    """The keys in the headers of a request: the bearer token and that in ``x-api-key``."""
     headers = dict(scope["headers"])
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = [token] if kind.lower() == b"bearer" else []
@@ -170,15 +169,15 @@ def _keys_of(scope: Scope) -> list[bytes]:
 
 
 def _valid_key(scope: Scope, digests: Sequence[bytes]) -> bytes | None:
-    """The digest of a key in the request's headers, if it is one of ``digests``."""
+    """The first of ``digests`` that belongs to a key in the request's headers, or ``None``."""
     given = [digest_of(key) for key in _keys_of(scope)]
     fitting = [own for each in given for own in digests if hmac.compare_digest(own, each)]
     return fitting[0] if fitting else None
 
 
 def _digests(path: Path) -> list[bytes]:
-    """Digests of the keys in a file. Raises ``ValueError`` for a file without keys, with which all
-    clients would be accepted, and for a key that cannot be sent in a header."""
+    """Digests of the keys in a file. Raises ``ValueError`` if the file has no keys, or has a key
+    that cannot be sent in a header."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:

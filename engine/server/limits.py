@@ -35,7 +35,7 @@ INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits that the server's options set."""
+    """Limits on requests that an operator can change by options of the server."""
 
     max_body_bytes: int = 32 << 20
     max_n: int = 128
@@ -53,7 +53,7 @@ class ServerLimits:
 
 
 def check_at_least(options: object, least: dict[str, int]) -> None:
-    """Raise ``ConfigError`` for an option that is less than its minimum in ``least``."""
+    """Raise ``ConfigError`` if an option is below its minimum, given in ``least`` by name."""
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and not value >= low:
@@ -61,7 +61,7 @@ def check_at_least(options: object, least: dict[str, int]) -> None:
 
 
 def check_limits(body: msgspec.Struct, limits: ServerLimits) -> None:
-    """Raise ``ApiError`` for the first field over a limit."""
+    """Raise ``ApiError`` for the first field of a request that exceeds a limit."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, int):

@@ -1,6 +1,7 @@
-"""The server's address: bound before the model is loaded, listening when it is ready.
+"""The server's address: bound before the model is loaded, listening once the model is ready.
 
-In between, clients get "connection refused", and no other program can bind the address.
+While the model is loading, clients get "connection refused", and no other program can bind the
+address.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ MIN_FREE_PORT = 1024  # lower ports need privileges
 
 @dataclass(frozen=True)
 class Listening:
-    """Sockets that are bound and do not listen yet."""
+    """Sockets that are bound to the server's addresses and do not listen yet."""
 
     sockets: list[socket.socket]
     uds: str | None = None
 
     def places(self, scheme: str) -> list[str]:
-        """What clients connect to: URLs with the bound ports, or the socket file."""
+        """The addresses for clients: URLs with the bound ports, or the path of the socket file."""
         if self.uds is not None:
             return [f"{scheme}+unix:{self.uds}"]
         return [_url(scheme, *each.getsockname()[:2]) for each in self.sockets]
 
     def prepare(self) -> None:
-        """Call this directly before listening. It lets the next server bind the port immediately
-        after this one has ended, while old connections may still be closing."""
+        """Allow the port to be bound again as soon as this server ends, even while old connections
+        are still closing. Call this directly before listening."""
         for each in self.sockets:
             if each.family != socket.AF_UNIX:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,8 +45,8 @@ class Listening:
 
 @contextlib.contextmanager
 def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
-    """Bind sockets to all addresses of ``host``, or to the file ``uds``, which is removed at the
-    end. Raises ``ConfigError`` for an address that cannot be bound."""
+    """Bind sockets to all addresses of ``host``, or to the socket file ``uds``; close them and
+    remove the file at the end. Raises ``ConfigError`` if an address or the file cannot be bound."""
     if uds is not None:
         with _bound_file(uds) as listener:
             yield Listening([listener], uds)
@@ -59,7 +60,7 @@ def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
 
 
 def check_port(port: int) -> None:
-    """Raise ``ConfigError`` for a port out of range."""
+    """Raise ``ConfigError`` if a port is not in 0..65535."""
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"port is {port}, must be in 0..{MAX_PORT} (0: any free port)")
 
@@ -91,8 +92,8 @@ def _addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> list[socket.socket]:
-    """Bind a socket to each address, all with the same port. Addresses that this machine
-    lacks, such as ``localhost``'s for IPv6, are skipped if it has another one."""
+    """Bind a socket to each address, all with the same port. Addresses that this machine does not
+    have are skipped, but ``OSError`` is raised if it has none of them."""
     listeners: list[socket.socket] = []
     missing: OSError | None = None
     with contextlib.ExitStack() as failing:
@@ -113,12 +114,7 @@ def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> l
 
 
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """Bind a socket that no other program can share.
-
-    ``SO_REUSEADDR`` is set for a second try only, which succeeds while connections of an earlier
-    server are closing, and then cleared: two sockets that have it and do not listen yet could be
-    bound to the same port.
-    """
+    """Bind a socket that no other program can share. Raises ``OSError``."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
@@ -156,7 +152,7 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _bound_file(path: str) -> Iterator[socket.socket]:
-    """Bind a socket to a file, after removing the file of a server that is not running any more."""
+    """Bind a socket to a file, after removing the file of a server that does not run any more."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -177,8 +173,7 @@ def _bound_file(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that is not running any more. Raises ``ConfigError`` for
-    any other file."""
+    """Remove a socket file that no server uses. Raises ``ConfigError`` for any other file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -201,11 +196,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a process has bound this socket file, even if it does not listen yet.
-
-    Connecting a datagram socket fails with "wrong type" if the stream socket exists, and with
-    "refused" if no process has it any more.
-    """
+    """Whether a running process has bound this socket file, even if it does not listen yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(path)

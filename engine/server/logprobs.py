@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of completions, chat completions and vLLM."""
+"""Convert log-probabilities to the formats of completions, chat completions and vLLM."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TokenNames:
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     def text_of(self, token_id: int, *, is_unique: bool = False) -> str:
-        """The token's text. Bytes that are no complete character become U+FFFD or, if
-        ``is_unique``, an escape as in OpenAI's completions: ``bytes:\\xf0\\x9f``."""
+        """The token's text. Bytes that are not valid UTF-8 become U+FFFD or, if ``is_unique``, an
+        escape such as ``bytes:\\xf0\\x9f``, which OpenAI's completions use."""
         found = self.bytes_of(token_id)
         if found is None:
             return f"token_id:{token_id}"
@@ -40,7 +40,7 @@ class TokenNames:
 def chat_logprobs(
     completion: CompletionOutput, num: int, names: TokenNames
 ) -> dict[str, Any] | None:
-    """Log-probabilities in the form of chat completions, with ``num`` top tokens per position."""
+    """Log-probabilities as in chat completions, with the ``num`` likeliest tokens per position."""
     if completion.logprobs is None:
         return None
     content = []
@@ -51,17 +51,17 @@ def chat_logprobs(
 
 
 class LogprobEntry(NamedTuple):
-    """One token. ``at``: log-probabilities at its position, ``None`` for a prompt's first token."""
+    """A token and log-probabilities ``at`` its position (``None`` for a prompt's first token)."""
 
     token: int
     at: Position | None
 
 
 class TextLogprobs:
-    """Log-probabilities of one growing text in the form of completions."""
+    """Collects the log-probabilities of one streamed text in the format of completions."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
-        """num: top tokens per position; offsets: character offsets of the generated tokens."""
+        """num: most likely tokens per position; offsets: character offsets of generated tokens."""
         self._num = num
         self._names = names
         self._offsets = offsets
@@ -77,8 +77,8 @@ class TextLogprobs:
         *,
         may_be_cut: bool = False,
     ) -> None:
-        """Begin the text with the prompt. positions: log-probabilities at each of its tokens;
-        may_be_cut: ``token_ids`` may be only the prompt's end."""
+        """Add the prompt before generated text. positions: log-probabilities at each prompt token;
+        may_be_cut: ``token_ids`` may lack the beginning of the prompt."""
         tokenizer = self._names.tokenizer
         begins = [0] * len(token_ids)
         if tokenizer is not None:
@@ -88,8 +88,8 @@ class TextLogprobs:
         self._num_shown += len(text)
 
     def of(self, completion: CompletionOutput) -> dict[str, list[Any]]:
-        """The log-probabilities of the tokens whose text is complete now. Tokens of text that is
-        withheld, since it may be the beginning of a stop string, follow later or never."""
+        """The log-probabilities of tokens whose text is complete after this output. Tokens of text
+        that may begin a stop string are returned later, or never."""
         offsets = self._offsets
         self._num_shown += len(completion.text)
         offsets.add_text(completion.text)
@@ -113,7 +113,7 @@ class TextLogprobs:
         }
 
     def _top(self, token: int, at: Position) -> dict[str, float]:
-        """The top tokens and the sampled token, by text; of equal texts the more likely one."""
+        """Log-probabilities of the most likely tokens and of ``token``, by the token's text."""
         top: dict[str, float] = {}
         for each in dict.fromkeys([*_best(at, self._num), token]):
             name = self._names.text_of(each, is_unique=True)
@@ -122,7 +122,7 @@ class TextLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
-    """Log-probabilities of a prompt in vLLM's form: by token id, ``None`` for the first token."""
+    """Log-probabilities by token id for each position of a prompt (``None`` for the first)."""
     if positions is None:
         return None
     return [

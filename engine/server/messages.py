@@ -23,11 +23,11 @@ DELTAS = {
 
 
 class Messages(BlockAnswer):
-    """The answer to one message request."""
+    """The answer to one ``POST /v1/messages``, complete or streamed."""
 
     def __init__(self, loaded: LoadedChatModel, body: MessagesRequest, name: str) -> None:
-        """name: the model's name. Raises ``RequestError`` or ``ApiError`` for a field whose value
-        is not supported."""
+        """name: the model's name. Raises ``RequestError`` or ``ApiError`` for an unsupported value
+        of a field."""
         if body.max_tokens is None:
             raise field_error("max_tokens", "is missing: add it, it is required")
         super().__init__(f"msg_{uuid.uuid4().hex}", ChatGeneration(loaded, chat_of(body)))
@@ -81,7 +81,7 @@ class Messages(BlockAnswer):
             self.response["content"].append(whole_block(change.block))
 
     def _usage(self) -> Json:
-        """The usage in Anthropic's form, where ``input_tokens`` does not count cached tokens."""
+        """Token counts in Anthropic's format: ``input_tokens`` excludes cached tokens."""
         usage = self._counted.usage
         cached = usage.prompt_tokens_details.cached_tokens
         return {
@@ -93,13 +93,13 @@ class Messages(BlockAnswer):
 
 
 async def count_tokens(loaded: LoadedChatModel, body: MessagesRequest) -> bytes:
-    """Render the prompt of a request and return the number of its tokens as JSON."""
+    """Return JSON with the number of tokens in the prompt that a request renders to."""
     prompt = await ChatGeneration(loaded, chat_of(body)).prompt()
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 
 def from_change(change: BlockChange) -> Json:
-    """The server-sent event for a change of a block."""
+    """The server-sent event that reports the beginning, a delta or the end of a content block."""
     block, index = change.block, change.block.index
     if change.what == "begin":
         begun = {"type": "content_block_start", "index": index}

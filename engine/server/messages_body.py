@@ -37,7 +37,7 @@ OUTPUT_FIELDS = ("output_format", "output_config", "tools")
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /v1/messages`` and, without ``max_tokens``, of ``count_tokens``."""
+    """The body of ``POST /v1/messages`` and of ``count_tokens``, which needs no ``max_tokens``."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fallbacks": ([],),
@@ -122,7 +122,7 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
 
 
 def messages_of(body: MessagesRequest) -> list[Message]:
-    """Convert the messages to OpenAI's form, in which tool results are messages of their own."""
+    """Convert the messages to OpenAI's format, where each tool result is a message."""
     messages: list[Message] = []
     if body.system:
         messages += _of_system(body.system, "system")
@@ -142,8 +142,8 @@ def messages_of(body: MessagesRequest) -> list[Message]:
 
 
 def is_begun(messages: list[Message]) -> bool:
-    """Whether the last message is the assistant's, so that the answer continues it. If it ends
-    with white space, raises ``ApiError``, like Anthropic's API."""
+    """Whether the last message is the assistant's, so that the answer continues it. Raises
+    ``ApiError`` if that message ends with white space."""
     last = messages[-1]
     if last["role"] != "assistant":
         return False
@@ -157,7 +157,7 @@ def is_begun(messages: list[Message]) -> bool:
 
 
 def _of_system(content: Any, param: str) -> list[Message]:
-    """The system message, or none if the text has only metadata of the client."""
+    """A list with the system message; empty if the system text has nothing for the model."""
     _check_text(content, param)
     text = system_text(content, param, between="\n")
     return [{"role": "system", "content": text}] if text else []
@@ -208,7 +208,7 @@ def _of_assistant(blocks: list[Any]) -> list[Message]:
 
 
 def _check_text(content: Any, param: str) -> None:
-    """Raise ``ApiError`` for a content that is not a text or a list of text blocks."""
+    """Raise ``ApiError`` if the content is neither a string nor a list of text blocks."""
     if isinstance(content, list):
         for block in content:
             kind = block.get("type") if isinstance(block, dict) else block
@@ -221,19 +221,19 @@ def _check_text(content: Any, param: str) -> None:
 
 
 def tools_of(body: MessagesRequest) -> list[dict[str, Any]]:
-    """Tools that the client runs, in OpenAI's form."""
+    """The request's tools that the client runs, in OpenAI's format."""
     given = body.tools or []
     return [tool_of(each) for each in given if not is_server_tool(each.get("type"), SERVER_TOOLS)]
 
 
 def left_out_of(body: MessagesRequest) -> tuple[str, ...]:
-    """Types of the request's tools that the server would have to run."""
+    """Types of the request's tools that are left out, because the server would have to run them."""
     kinds = [tool.get("type") for tool in body.tools or []]
     return tuple(str(kind) for kind in kinds if is_server_tool(kind, SERVER_TOOLS))
 
 
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool to OpenAI's form. Raises ``ApiError`` for Anthropic's built-in types."""
+    """Convert a tool to OpenAI's format. Raises ``ApiError`` for Anthropic's built-in types."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise field_error(
@@ -256,7 +256,7 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, bool]:
-    """``tool_choice`` in OpenAI's form, and whether at most one call is allowed."""
+    """``tool_choice`` in OpenAI's format, and whether the answer may have at most one tool call."""
     if choice is None:
         return None, False
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
@@ -276,7 +276,7 @@ def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, boo
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """The template variable that turns thinking on or off; off by default."""
+    """The chat template's variable that turns thinking on or off (off by default)."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in THINKING:
         raise field_error(

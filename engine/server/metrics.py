@@ -1,8 +1,8 @@
 """``GET /metrics``: the engine's counters and histograms in Prometheus's format.
 
-No code here runs per token: histograms are filled once per step and at the end of requests
-(``engine.observe.histograms``), and everything else is read when the page is requested. Each metric
-also has vLLM's name for the same value, so that dashboards made for vLLM show it.
+Histograms are filled once per step and at the end of requests (``engine.observe.histograms``); all
+other values are read when a client requests the metrics. Each metric also has vLLM's name for the
+same value, so that dashboards made for vLLM show it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PER_PLACE = "num_accepted_tokens_per_pos."
 
 
 class SchedulerMetric(NamedTuple):
-    """One metric read from the scheduler's statistics; ``alias``: vLLM's name for it."""
+    """A metric that is read from the scheduler's statistics; ``alias``: vLLM's name for it."""
 
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
@@ -172,7 +172,7 @@ SCHEDULER_METRICS = (
 
 
 class RequestHistograms:
-    """Histograms of finished requests; the engine's thread adds each request when it ends."""
+    """Histograms of finished requests, filled by the engine's thread when a request ends."""
 
     def __init__(self) -> None:
         self.by_name = {
@@ -185,7 +185,7 @@ class RequestHistograms:
 
 
 def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
-    """Yield a finished request's values by histogram; skip times of stages it did not reach."""
+    """Yield (histogram name, value), but no times of stages that the request did not reach."""
     metrics, params = finished.metrics, finished.params
     arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
     first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
@@ -272,7 +272,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics, or the last known ones if it does not respond in time."""
+        """The scheduler's statistics, or the previous ones if it does not respond in time."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()
@@ -284,8 +284,7 @@ class Metrics(Collector):
         return self._stats
 
     async def text(self) -> bytes | None:
-        """The page, or ``None`` if a metric fails. It is formatted in another thread, so that the
-        event loop is not blocked."""
+        """The text of ``GET /metrics``; ``None`` if a metric cannot be read."""
         await self.stats()
         return await asyncio.to_thread(self._guard.run, generate_latest, self._registry)
 
@@ -297,7 +296,7 @@ class Metrics(Collector):
             yield from self._drafts(self._stats)
 
     def describe(self) -> Iterable[Metric]:
-        """An empty list: the names are known only after the engine has reported them."""
+        """Return no metrics: their names are only known once the engine has reported them."""
         return ()
 
     def _of_server(self) -> Iterator[Metric]:
@@ -377,7 +376,7 @@ class Metrics(Collector):
             yield from self._histogram(name, alias, doc, self._requests.by_name[name].counted())
 
     def _failures(self) -> dict[str, int]:
-        """Failures by observer, in this process and in the core."""
+        """The number of failures of each observer (such as the step log) in all processes."""
         known = {} if self._stats is None else self._stats.counters
         counters = known | self._engine.failures.counters()
         return {

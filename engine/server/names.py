@@ -14,7 +14,7 @@ BOX_NAME = "box"
 
 
 class ServedNames(NamedTuple):
-    """The listed names, the first of which is used in answers; and paths that are accepted too."""
+    """Names of the model: ``listed`` by the server, and ``paths`` that requests may use too."""
 
     listed: tuple[str, ...]
     paths: tuple[str, ...] = ()
@@ -28,9 +28,8 @@ class ServedNames(NamedTuple):
 
 
 def names_of(model: str, chosen: Sequence[str] = ()) -> ServedNames:
-    """The names from ``--served-model-name``. By default the name of the repository, ``box`` for
-    the model in the package, or the last part of a directory's path; the path itself is accepted
-    too. Raises ``ConfigError`` for an empty name."""
+    """The ``chosen`` names; by default the name of the model's repository, ``box`` for the model in
+    the package, or the last part of the model's path. Raises ``ConfigError`` for an empty name."""
     if not all(name.strip() for name in chosen):
         raise ConfigError("served_model_name has an empty name: name it, or leave the option out")
     if chosen:

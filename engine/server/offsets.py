@@ -1,4 +1,4 @@
-"""The offsets of tokens in a text, in characters.
+"""Find the offset of each token in a text, in characters.
 
 A token that is a part of a character has the offset of the character. A token without text, such as
 a special token that is left out, has the offset of the next token.
@@ -19,24 +19,24 @@ NEAR = 16  # characters after the expected place in which a group of tokens is s
 
 
 class TokenGroup(NamedTuple):
-    """Tokens that are complete characters together: usually one token."""
+    """Consecutive tokens whose bytes together are complete characters: usually a single token."""
 
     parts: list[bytes]
     is_special: bool
 
 
 class TextOffsets:
-    """Finds tokens in a text while both grow.
+    """Finds the offset of each token in a text, while tokens and text are streamed.
 
-    A token's text is expected where the token before it ends. A tokenizer may normalise a prompt,
-    remove the space before its first word, or add special tokens: then the token's text is searched
-    for nearby, and the token counts as one without text if that fails.
+    A token's text is expected where the text of the token before it ends. If it is not there,
+    because the tokenizer normalised the prompt or added special tokens, it is searched for nearby.
+    A token that is not found counts as a token without text.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, skips_special: bool = False, begin: int = 0
     ) -> None:
-        """skips_special: the text has no special tokens; begin: offset of its first character."""
+        """skips_special: the text lacks special tokens; begin: the offset at which it begins."""
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._special = {each.token_id for each in added.values() if each.special}
         self._skips_special = skips_special
@@ -49,7 +49,7 @@ class TextOffsets:
         self._num_begun = 0  # tokens of the prompt among them
 
     def follow(self, prompt_token_ids: Sequence[int]) -> None:
-        """Let the text follow a prompt, which may end with a part of a character."""
+        """Set the prompt that precedes the text: it may end with a part of a character."""
         last = b"".join(self._bytes_of(each) for each in prompt_token_ids[-LONGEST:])
         if begun := _incomplete(last):
             self._open, self._num_begun = [begun], 1
@@ -68,7 +68,7 @@ class TextOffsets:
             self._close(is_special)
 
     def take(self, *, is_last: bool = False) -> list[int]:
-        """Return the offsets of the next tokens with complete text; is_last: of all tokens."""
+        """Return the offsets of new tokens with complete text; is_last: of all remaining tokens."""
         if is_last and self._open:
             self._close()
         offsets: list[int] = []
@@ -90,8 +90,8 @@ class TextOffsets:
         self._open = []
 
     def _found(self, word: TokenGroup, is_last: bool) -> tuple[list[int], int] | None:
-        """Where each token of a group begins in the remaining text, and where the group ends;
-        ``None`` if more text is needed."""
+        """Offsets of a group's tokens from the end of the last token found, and the length of their
+        text; ``None`` if more text is needed."""
         nowhere = [0] * len(word.parts), 0
         if word.is_special and self._skips_special:
             return nowhere
@@ -121,8 +121,7 @@ CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 def prompt_offsets(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
 ) -> list[int]:
-    """Offsets of a prompt's tokens in the client's text; may_be_cut: the tokens may be only the end
-    of the text."""
+    """Offsets of a prompt's tokens in its text; may_be_cut: the tokens may cover only its end."""
     whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
     begin = max(0, text.rfind(whole)) if whole else 0
     offsets = TextOffsets(tokenizer, begin=begin)
@@ -133,14 +132,14 @@ def prompt_offsets(
 
 
 def _incomplete(data: bytes) -> bytes:
-    """The incomplete character at the end of ``data``."""
+    """The bytes of an incomplete UTF-8 character at the end of ``data``."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return decoder.getstate()[0]
 
 
 def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
-    """Where each part begins in the decoded text of all parts, and the text."""
+    """Decode the concatenated parts. Returns the offset of each part in the text, and the text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begins, text = [], ""
     for part in parts:
@@ -150,16 +149,16 @@ def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
 
 
 def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
-    """Whether ``text`` is too short to decide if it begins with ``made``, the decoded text of
-    ``num_bytes`` bytes."""
+    """Whether more text is needed to decide if ``text`` begins with ``made``. num_bytes: number of
+    bytes that ``made`` was decoded from."""
     if SUBSTITUTE in made:  # there may be one for each byte
         return len(text) < num_bytes and not text.strip(SUBSTITUTE)
     return len(text) < len(made) and made.startswith(text)
 
 
 def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Where the parts begin and end in a text that does not begin with them, because the tokenizer
-    has normalised the text or dropped some of it; ``None`` if they are not found."""
+    """Offsets of the parts in a text that a tokenizer has changed, and the end of the last part;
+    ``None`` if they are not found."""
     begins, made = _decoded(parts)
     bare = made.lstrip(" ")  # the first word of a text has no space before it
     if text[: len(bare)].lower() == bare.lower():
@@ -174,8 +173,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Where the parts begin and end in a text that has one U+FFFD for each of their bytes, as some
-    tokenizers write a sequence with an invalid byte; ``None`` for any other text."""
+    """Offsets of the parts, and the end of the last, in a text that begins with one U+FFFD for each
+    of their bytes; ``None`` for any other text."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Operations:
-    """The routes for operators. A healthy core responds within ``health_timeout`` seconds."""
+    """The routes for operators. health_timeout: seconds within which a healthy core responds."""
 
     def __init__(
         self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
@@ -60,13 +60,13 @@ class Operations:
         ]
 
     async def health(self, request: Request) -> ASGIApp:
-        """Check that the cores respond, and count those that are alive."""
+        """Check that the cores respond, and return how many there are and how many are alive."""
         await self._check_health()
         cores = self._engine.num_cores
         return _json({"cores": cores.total, "cores_alive": cores.alive})
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Return 200 if a new request would be served."""
+        """Return 200 if the server accepts new requests, else 503."""
         if self._engine.paused is not None:
             raise _unready("the engine is paused: resume it with POST /resume", "paused")
         await self._check_health()
@@ -131,7 +131,7 @@ class Operations:
         return _json({"traces": await self._engine.stop_profile()})
 
     async def _check_health(self) -> None:
-        """Check the cores (callers share a check). Raises ``ApiError`` or ``EngineDeadError``."""
+        """Raise ``ApiError`` if a core does not respond, ``EngineDeadError`` if all have died."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._engine.check_health(self._timeout))
             self._check.add_done_callback(_retrieve_error)
@@ -172,7 +172,7 @@ class Operations:
 
 
 def refuse_foreign(request: Request) -> None:
-    """Raise ``ApiError`` for a browser's request on behalf of a page of another origin."""
+    """Raise ``ApiError`` if a browser sends the request for a page of another origin."""
     origin = request.headers.get("origin")
     if is_allowed(request.scope):
         return
@@ -188,7 +188,7 @@ def _unready(message: str, code: str) -> ApiError:
 
 
 def _retrieve_error(check: asyncio.Task[None]) -> None:
-    """Retrieve a task's error, so that asyncio does not log it if all clients have left."""
+    """Retrieve the error of a task, because asyncio logs errors that nobody has retrieved."""
     if not check.cancelled():
         check.exception()
 

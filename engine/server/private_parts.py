@@ -1,7 +1,7 @@
-"""Check at start-up that libraries still have the private parts that the server uses.
+"""Check at start-up that libraries still have the private names that the server uses.
 
-A release may change such a part without notice. The check names it before the server starts;
-otherwise a request would fail at some time.
+A release of a library may change a private name without notice: then the server does not start, and
+its error names what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PARSING = "transformers.utils.chat_parsing"
 
 
 class PrivateParts(NamedTuple):
-    """The private parts of one library."""
+    """Private functions, methods and attributes of one library that the server uses."""
 
     package: str
     tested: str
@@ -63,7 +63,7 @@ TRANSFORMERS = PrivateParts(
 
 
 def check_private_parts(parts: PrivateParts) -> None:
-    """Raise ``ConfigError`` if the installed version lacks one of these parts."""
+    """Raise ``ConfigError`` if the installed version of the library lacks one of ``parts``."""
     if (missing := missing_part(parts)) is not None:
         raise ConfigError(
             f"{parts.package} {version(parts.package)} has no {missing}, which the server uses: "
@@ -72,7 +72,7 @@ def check_private_parts(parts: PrivateParts) -> None:
 
 
 def missing_part(parts: PrivateParts) -> str | None:
-    """The first part that the installed version lacks, if there is one. Raises
+    """The first of ``parts`` that the installed version lacks; ``None`` if it has all. Raises
     ``ModuleNotFoundError`` if the library is not installed."""
     import_module(parts.package)
     return next((name for name in parts.names if not _exists(name, parts.package)), None)

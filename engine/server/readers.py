@@ -1,4 +1,4 @@
-"""Limit the memory of output that clients do not read, and cut off clients that stop reading."""
+"""Cut connections of clients that stop reading, and limit the memory of unread output."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Transport(Protocol):
 
 
 class Connection(Protocol):
-    """The part of uvicorn's connection that is used here."""
+    """The attributes of uvicorn's connection that are used here."""
 
     @property
     def transport(self) -> Transport: ...
 
 
 class StalledWrite(NamedTuple):
-    """The size of a connection's send buffer in bytes, and since when it has not changed."""
+    """A connection's unsent bytes, and the time since when their number has not changed."""
 
     size: int
     since: float
 
 
 class SlowReaders:
-    """Cuts connections whose client reads nothing for ``timeout`` seconds, and aborts requests with
-    more unread output than ``MAX_UNREAD_BYTES``."""
+    """Cuts connections whose client reads nothing for ``timeout`` seconds, and aborts requests
+    whose unread output exceeds the limits (``MAX_UNREAD_BYTES``, ``MAX_TOTAL_BYTES``)."""
 
     def __init__(
         self, engine: AsyncLLMEngine, connections: Iterable[Connection], timeout: float
@@ -65,7 +65,7 @@ class SlowReaders:
                 logger.exception("slow readers could not be checked")
 
     def look(self, now: float) -> None:
-        """Check all connections once; now: seconds of a monotonic clock."""
+        """Check all connections once; now: the current time of a monotonic clock, in seconds."""
         self._bound_unread()
         before, self._stalled = self._stalled, {}
         for connection in list(self._connections):
@@ -87,7 +87,7 @@ class SlowReaders:
             cut(connection.transport)
 
     def _bound_unread(self) -> None:
-        """Abort the requests with the most unread output until the rest is within the limits."""
+        """Abort requests, those with the most unread output first, until the limits are kept."""
         unread = self._engine.unread_bytes()
         left = sum(unread.values())
         for name, size in sorted(unread.items(), key=lambda item: -item[1]):

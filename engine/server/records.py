@@ -16,7 +16,7 @@ MIN_WAIT_SECONDS = 0.0005
 
 @dataclass
 class RequestRecord:
-    """What the log reports about one HTTP request."""
+    """The values that the request log reports about one HTTP request."""
 
     id: str
     method: str
@@ -41,7 +41,7 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
 
     def add(self, finished: FinishedRequest) -> None:
-        """Add an engine request that has finished; called in the engine's thread."""
+        """Add the counts and times of a finished engine request; called in the engine's thread."""
         metrics = finished.metrics
         self.num_sequences += 1
         self.num_prompt_tokens += finished.num_prompt_tokens
@@ -58,7 +58,7 @@ class RequestRecord:
             self.first_token_seconds = first if known is None else min(first, known)
 
     def fields(self) -> dict[str, Any]:
-        """The known values by their names in the JSON log."""
+        """The values that are known, by their names in the JSON log."""
         known: dict[str, Any] = {
             "id": self.id,
             "method": self.method,
@@ -96,7 +96,7 @@ RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=
 
 
 def note_error(code: str, param: str | None) -> None:
-    """Record the error of the current request: its code, and the field that caused it."""
+    """Record the error code of the current request, and the field that caused the error."""
     record = RECORD.get()
     if record is not None:
         record.error, record.param = code, param

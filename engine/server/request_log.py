@@ -42,7 +42,7 @@ NAMES = {
 
 
 class RequestLog:
-    """ASGI middleware that logs each request after its response; kind ``off`` logs none."""
+    """ASGI middleware that logs each HTTP request when it ends, unless its kind is ``off``."""
 
     def __init__(self, app: ASGIApp, kind: RequestLogKind) -> None:
         self._app = app
@@ -82,15 +82,15 @@ class RequestLog:
             self._end(record)
 
     def observe(self, finished: FinishedRequest) -> None:
-        """Record an engine request that has finished; called in the engine's thread, in the context
-        of the HTTP request."""
+        """Add an engine request that has finished to the record of its HTTP request; called in the
+        engine's thread, in the context of the HTTP request."""
         record = RECORD.get()
         if record is not None:
             record.add(finished)
 
     def refused(self, error: ApiError, scope: Scope | None) -> None:
-        """Log an error that the connection itself has answered with. ``scope``: the request's, if
-        the application has received it; its own log line then has the error."""
+        """Log an error that the connection sent. scope: that of the request, if the application
+        received it; the error is then logged together with that request."""
         code = error.code or error.type
         if scope is None:
             self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))
@@ -98,7 +98,7 @@ class RequestLog:
             record.status, record.error = error.status, code
 
     def close(self) -> None:
-        """Log the records that still wait for the engine's report."""
+        """Log requests whose clients have left, even if the engine has not ended them yet."""
         for timer, record in list(self._left.values()):
             timer.cancel()
             self._write(record)
@@ -128,7 +128,7 @@ class RequestLog:
 
 @dataclass
 class RequestLine:
-    """A log message that is formatted by the thread that writes it, so that no request waits."""
+    """A log message that is formatted in the thread that writes it, not in the event loop."""
 
     record: RequestRecord
     format: Callable[[RequestRecord], str]
@@ -138,7 +138,7 @@ class RequestLine:
 
 
 def path_of(scope: Scope) -> str:
-    """The path as it was sent, without the query; decoded, it might have line ends."""
+    """The path as the client sent it, without the query: a decoded path could have line ends."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
 
@@ -149,7 +149,7 @@ def as_json(record: RequestRecord) -> str:
 
 
 def as_text(record: RequestRecord) -> str:
-    """A record as ``POST /v1/completions status=200 id=... prompt=12 ...``, times in seconds."""
+    """Format a record as ``POST /v1/completions status=200 ...``, with times in seconds."""
     known = record.fields()
     head = f"{known.pop('method')} {known.pop('path')} status={known.pop('status')}"
     return " ".join([head, *_pairs(known)])
@@ -168,10 +168,10 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def writing_requests(kind: RequestLogKind | None) -> Iterator[RequestLogKind]:
-    """Set up the request log and yield its kind. JSON lines have no prefix with time and name.
+    """Set up the request log and yield its format.
 
-    A kind that is given is logged at every log level. ``None``: log as text if the level is
-    ``info``.
+    kind: the format, used at every log level; ``None``: text, if the log level is ``info``. JSON
+    lines have no prefix with time and name.
     """
     if kind is not None:
         logger.setLevel(logging.INFO)

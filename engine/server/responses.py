@@ -1,6 +1,6 @@
 """``POST /v1/responses``, and stored responses.
 
-A response is built from the events of its stream, even if the client does not stream it.
+A response is made from the events of its stream, even if the client does not want a stream.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response, the conversation that ends with it, and its owner. The first two are JSON, which
-    takes an eighth of the memory of objects; ``size``: their bytes."""
+    """A response and the conversation that ends with it, both as JSON, their ``size`` in bytes
+    together, and the owner, who may read them."""
 
     response: bytes
     conversation: bytes
@@ -41,7 +41,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """The last responses, up to ``MAX_STORED`` and ``MAX_STORED_BYTES``."""
+    """The latest responses, at most ``MAX_STORED`` and at most ``MAX_STORED_BYTES`` together."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -58,7 +58,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, owner: str, param: str | None = None) -> StoredResponse:
-        """Find a response. Raises ``ApiError`` for ``param`` if it is absent or another owner's."""
+        """Find a response. Raises ``ApiError`` if there is none with this name and owner."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             raise ApiError(
@@ -76,7 +76,7 @@ class ResponseStore:
 
 
 class Responses(BlockAnswer):
-    """The answer to one response request."""
+    """The answer to one ``POST /v1/responses``, complete or streamed."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Responses(BlockAnswer):
         owner: str,
     ) -> None:
         """name: the model's name; owner: who may read the stored response. Raises ``RequestError``
-        or ``ApiError`` for a field whose value is not supported."""
+        or ``ApiError`` for an unsupported value of a field."""
         self._body, self._store, self._owner = body, store, owner
         before: list[Message] = []
         if body.previous_response_id is not None:
@@ -189,7 +189,7 @@ class Responses(BlockAnswer):
         yield from self._item_done(block, item)
 
     def _call_change(self, change: BlockChange, call: CallBegin, place: Json) -> Iterator[Json]:
-        """The events for new arguments of a call or its end; place: fields of all these events."""
+        """The events for new arguments or the end of a tool call; place: fields that they share."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
         if call.name in self._generation.custom_tools:
@@ -243,7 +243,7 @@ class Responses(BlockAnswer):
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 
     def _new_logprobs(self, piece: AnswerPiece) -> list[Json]:
-        """Log-probabilities of new text (no thinking or calls); its tokens may have come before."""
+        """Log-probabilities of the tokens of new answer text; empty if there is no new text."""
         new_ones = chat_logprobs(piece.completion, self._body.top_logprobs or 0, self._token_names)
         self._pending += [] if new_ones is None else new_ones["content"]
         if not piece.events:
@@ -261,7 +261,7 @@ class Responses(BlockAnswer):
 
 
 def _head(name: str, model: str, body: ResponsesRequest, chat: ChatRequest) -> Json:
-    """The fields of a response that are known before its output."""
+    """The fields of a response before any output is generated."""
     reasoning = body.reasoning
     return {
         "id": name,

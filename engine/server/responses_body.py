@@ -129,8 +129,8 @@ SHARED = (
 def chat_of(
     body: ResponsesRequest, before: list[Message], tools: ResponseTools | None = None
 ) -> ChatRequest:
-    """Convert the request to a chat completion. before: the conversation that it continues; tools:
-    ``tools_of(body)``, if that was called before. Raises ``ApiError``."""
+    """Convert the request to a chat completion. before: messages of the conversation that it
+    continues; tools: ``tools_of(body)``, if already computed. Raises ``ApiError``."""
     tools = tools or tools_of(body)
     _refuse(body)
     messages = list(before)
@@ -152,7 +152,7 @@ def chat_of(
 
 
 def tools_of(body: ResponsesRequest) -> ResponseTools:
-    """The tools of a request and of its items. Raises ``ApiError``."""
+    """The tools in the request's ``tools`` and in items of its ``input``. Raises ``ApiError``."""
     return ResponseTools([*(body.tools or []), *tools_in(body.input)])
 
 
@@ -169,7 +169,7 @@ def _refuse(body: ResponsesRequest) -> None:
 def _choice(
     choice: str | dict[str, Any] | None, tools: ResponseTools
 ) -> str | dict[str, Any] | None:
-    """``tool_choice`` as in chat completions. Raises ``ApiError``, also for a tool left out."""
+    """Convert ``tool_choice`` to that of chat completions. Raises ``ApiError``."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -198,8 +198,8 @@ def _choice(
 
 
 def _listed(each: Any) -> dict[str, Any]:
-    """A tool that ``tool_choice`` lists, with its flat name; the name is ``None`` if the client
-    does not run the tool."""
+    """A tool of ``tool_choice``, with the name that the model reads; the name is ``None`` if the
+    client does not run the tool."""
     if not isinstance(each, dict) or is_server_tool(each.get("type"), SERVER_TOOLS):
         return {"name": None}
     return {"name": flat_name(each.get("name"), each.get("namespace"))}

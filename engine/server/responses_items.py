@@ -1,4 +1,4 @@
-"""Convert the items of ``POST /v1/responses`` to messages."""
+"""Convert the input items of ``POST /v1/responses`` to messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEFT_OUT = (
 
 
 def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Convert items to messages; consecutive items of the model are joined. Raises ``ApiError``."""
+    """Convert items to messages, joining consecutive ones of the assistant. Raises ``ApiError``."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -76,7 +76,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _given(action: Any) -> Any:
-    """The arguments of a call without fields that are null."""
+    """The arguments of a tool call, without fields that are null."""
     if not isinstance(action, dict):
         return action
     return {key: value for key, value in action.items() if value is not None}
@@ -110,5 +110,5 @@ def _output_of(item: dict[str, Any]) -> str:
 
 
 def _id_of(item: dict[str, Any]) -> Any:
-    """The id of a call; in items of some types it is the item's own id."""
+    """The id of the tool call that an item makes or answers."""
     return item.get("call_id") or item.get("id")

@@ -1,4 +1,4 @@
-"""Convert the tools of ``POST /v1/responses`` to the form of chat completions. Tools that the
+"""Convert the tools of ``POST /v1/responses`` to the format of chat completions. Tools that the
 server would have to run are left out."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BETWEEN = "__"  # separates a namespace from a name
 
 
 class ToolName(NamedTuple):
-    """The name of a tool, as the client knows it."""
+    """A tool's name and namespace in the client's request."""
 
     name: str
     namespace: str | None = None
@@ -37,7 +37,7 @@ class ResponseTools:
         """The other tools in the form of chat completions."""
 
     def called(self, name: str) -> ToolName:
-        """The client's name of the tool that the model calls ``name``."""
+        """The client's name and namespace of the tool that the model calls ``name``."""
         return self._names.get(name, ToolName(name))
 
     def _flat(self, given: Iterable[Any], namespace: str | None) -> Iterator[dict[str, Any]]:
@@ -69,19 +69,19 @@ class ResponseTools:
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
-    """The name that the model reads for a tool of a namespace."""
+    """A tool's name for the model, which includes the namespace, if there is one."""
     return f"{namespace.removesuffix(BETWEEN)}{BETWEEN}{name}" if namespace else name
 
 
 def is_server_tool(kind: Any, known: tuple[str, ...]) -> bool:
-    """Whether a tool's type is one of ``known``, perhaps with a date at the end."""
+    """Whether a tool's type is one of ``known``, with or without a date at its end."""
     if not isinstance(kind, str):
         return False
     return kind in known or kind.rstrip("_0123456789") in known
 
 
 def tools_in(items: Any) -> list[Any]:
-    """The tools that items of the conversation add."""
+    """Tools that are defined in the input items of a request."""
     found: list[Any] = []
     for item in items if isinstance(items, list) else []:
         if isinstance(item, dict) and item.get("type") in (

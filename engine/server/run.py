@@ -1,4 +1,4 @@
-"""Start the engine and uvicorn, serve, and shut both down."""
+"""Start the engine and the HTTP server, serve, and shut both down."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SEND_BUFFER = 64 << 10  # bytes; the system's default grows to megabytes for a s
 
 @dataclass(frozen=True)
 class Tls:
-    """The server's certificate and key, and the authorities of its clients' certificates."""
+    """Files with the server's certificate and key, and with the authorities of its clients."""
 
     certfile: str | None = None
     keyfile: str | None = None  # ``None``: the key is in ``certfile``
@@ -82,7 +82,7 @@ class Tls:
             ) from error
 
     def options(self) -> dict[str, Any]:
-        """The options under uvicorn's names."""
+        """The TLS options under uvicorn's names."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -128,11 +128,11 @@ class ServerOptions:
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> int:
-    """Serve until SIGINT or SIGTERM, then finish open requests. Returns the exit status, which is 1
-    if the engine has died and ``on_core_death`` is not ``stay``.
+    """Serve until SIGINT or SIGTERM, then finish open requests. Returns the process's exit status:
+    1 if the engine died and ``on_core_death`` is not ``stay``, else 0.
 
-    The address is bound before the model is loaded; the server listens after that. Raises
-    ``ConfigError`` for an address that cannot be bound.
+    The address is bound before the model is loaded, and the server listens once the model is ready.
+    Raises ``ConfigError`` for an address that cannot be bound.
     """
     keys = KeyRing(options.api_keys, options.api_key_file, options.admin_api_key)
     tracing = make_tracing(options.otlp_traces_endpoint)
@@ -172,8 +172,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
-    """Let the engine refuse new requests while too many are waiting, or while a new one is
-    estimated to wait more than ``max_seconds`` for its first token."""
+    """Limit the engine's queue: it refuses new requests while too many are waiting, or while they
+    would wait more than ``max_seconds`` for their first token, by its estimate."""
     seats = args.max_num_seqs * args.data_parallel_size
     most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
     engine.limit_queue(most, max_seconds, num_seats=seats)
@@ -197,8 +197,8 @@ def _uvicorn_config(app: ASGIApp, options: ServerOptions, log: RequestLog) -> uv
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
-    """The tracing to an endpoint, ``None`` without one. Raises ``ConfigError`` for a malformed
-    endpoint, and if the extra ``otel`` is not installed."""
+    """Make the tracing to an endpoint (``None``: no tracing). Raises ``ConfigError`` for a
+    malformed endpoint, or if the extra ``otel`` is not installed."""
     if endpoint is None:
         return None
     try:
@@ -212,8 +212,7 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains after a signal and exits with status 0, where uvicorn's own
-    would exit by the signal."""
+    """A uvicorn server that finishes open requests after a signal, and then exits with status 0."""
 
     def __init__(
         self, config: uvicorn.Config, drain: Drain, listening: Listening, name: str
@@ -231,7 +230,7 @@ class Server(uvicorn.Server):
         yield
 
     def on_signal(self) -> None:
-        """Drain after the first signal, abort after the second; a third ends the process."""
+        """Finish open requests at the first signal, and abort them at the second."""
         self.status = 0  # the user wants the end, even if the engine has died before
         if not self.should_exit:
             self._drain.begin()
@@ -242,7 +241,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def on_death(self) -> None:
-        """End with status 1 because the engine has died, after sending errors to open requests."""
+        """End with status 1 since the engine has died, after sending errors to open requests."""
         if not self.should_exit:
             logger.error("no core is left: the server ends with status %d", DEAD)
             self.status = DEAD
@@ -250,8 +249,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at the bound sockets, and log the addresses. Accepted connections inherit the size
-        of their socket's send buffer."""
+        """Listen at the bound sockets with small send buffers, and log the addresses."""
         for each in self._listening.sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._listening.prepare()
@@ -261,8 +259,7 @@ class Server(uvicorn.Server):
         logger.info("%s is served at %s", self._name, places)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish open requests, and then close the sockets: until then new requests are answered
-        with 503 instead of a refused connection."""
+        """Finish open requests, then close the sockets. New requests meanwhile get status 503."""
         await self._drain.finish()
         await self._flush()
         await super().shutdown()

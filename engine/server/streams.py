@@ -29,8 +29,7 @@ class Streaming:
 
 
 class EventStream(Streaming):
-    """Streams the events of a generator, which is closed when the client disconnects. It takes half
-    the time of Starlette's streaming response."""
+    """Streams the events of a generator, which is closed when the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class EventStream(Streaming):
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first event. Raises the generator's error."""
+        """Wait for the first event. Raises the error that the generator raises instead."""
         self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +57,7 @@ def event_of(data: bytes) -> bytes:
 
 
 async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Run a coroutine and return its result; cancel it and return ``None`` if the client leaves."""
+    """Run a coroutine and return its result; ``None`` if the client leaves, which cancels it."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,8 +70,8 @@ async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | Non
 
 
 async def swallow(receive: Receive) -> None:
-    """Read and drop a request's body, up to a limit of bytes and seconds: a client that is still
-    sending when its connection is closed may not receive the response."""
+    """Read and drop the body of a request, within limits of bytes and seconds. A client that is
+    still sending would otherwise lose the response when the connection is closed."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SWALLOW_SECONDS):
@@ -89,8 +88,8 @@ async def _left(receive: Receive) -> None:
 
 
 async def together(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all generators as they come, each with the index of its generator. The
-    first error is raised and ends all generators."""
+    """Yield (index of the generator, item) for all items of the generators, as they arrive. The
+    first error ends all generators and is raised."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for only in source:

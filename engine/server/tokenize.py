@@ -29,7 +29,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
-    """The token ids of a text or a conversation."""
+    """The token ids of a text, or of the prompt of a conversation."""
 
     count: int
     max_model_len: int

@@ -1,5 +1,5 @@
-"""OpenTelemetry: one span per request, made when the request ends; its parent is in the
-``traceparent`` header."""
+"""OpenTelemetry tracing: a span for each request, made when the request ends. The request's header
+``traceparent`` names the parent span."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tracing:
     dropped; no request waits for them."""
 
     def __init__(self, endpoint: str) -> None:
-        """endpoint: URL with its path. Raises ``ConfigError`` if it is malformed."""
+        """endpoint: the collector's full URL. Raises ``ConfigError`` if it is malformed."""
         if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).netloc:
             raise ConfigError(
                 f"otlp_traces_endpoint is {endpoint!r:.200}, must be a URL such as "
@@ -75,7 +75,7 @@ class Tracing:
 
 
 class GuardedExporter(SpanExporter):
-    """An exporter whose failures are counted, and logged once."""
+    """Exports spans with another exporter, whose failures are counted and logged once."""
 
     def __init__(self, inner: SpanExporter, guard: ObserverGuard) -> None:
         self._inner = inner
@@ -98,7 +98,7 @@ class GuardedExporter(SpanExporter):
 
 
 class LastMessage(logging.Handler):
-    """Keeps the last log message of a library, which says why something failed, and prints none."""
+    """Keeps the last log message of a library, to report why a call of it failed."""
 
     message = "no answer"
 
@@ -134,7 +134,7 @@ class Spans:
 def _attributes(
     finished: FinishedRequest, model: str, operation: str
 ) -> Iterator[tuple[str, AttributeValue]]:
-    """Attributes by OpenTelemetry's conventions for generative AI, and again by vLLM's names."""
+    """Yield a span's attributes, named by OpenTelemetry's conventions and again as in vLLM."""
     params = finished.params
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", SERVICE

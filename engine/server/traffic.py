@@ -1,4 +1,4 @@
-"""Count open requests, and responses by path and status."""
+"""Count requests in progress, and responses by path and status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = "other"  # stands for all paths without a route
 
 
 class Traffic:
-    """Counts the traffic of an ASGI application."""
+    """Counts the requests and responses of an ASGI application."""
 
     def __init__(self) -> None:
         self.num_in_flight = 0
@@ -28,8 +28,8 @@ class Traffic:
         """Seconds from a request to its refusal with 429 or 503."""
 
     def counting(self, app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
-        """Wrap an application so that its traffic is counted. ``routes``: the application's routes,
-        whose paths label the counts. Costs 0.1 us per ASGI message."""
+        """Wrap an application to count its traffic. routes: those whose paths label the counts;
+        other paths count together. Costs 0.1 us per ASGI message."""
         plain = {route.path for route in routes if "{" not in route.path}
         patterns = [(route.path_regex, route.path) for route in routes if "{" in route.path]
 

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens are proposed, and verified by the model afterwards."""
+"""Speculative decoding: draft tokens are proposed, and the model verifies them in a later step."""

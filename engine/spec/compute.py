@@ -1,16 +1,15 @@
 """DraftModel: a smaller model proposes tokens, which the next step of the model verifies.
 
-    begin    new KV blocks are registered
-    follow   after sampling: the draft model computes the step's tokens that it lacks and the
-             sampled token, then a decode for each further token to propose
-    report   the proposals are sent to the scheduler with the step's result
+    begin    register new KV blocks
+    follow   after sampling: the draft model computes the tokens of the step that it lacks, and
+             proposes a token; each further proposed token takes another decode
+    report   send the proposals to the scheduler with the step's result
 
-Its keys and values are in blocks with the same numbers as those of the model's first KV group (see
-`kept`), which keeps all tokens. It samples with the request's parameters, seed and noise at the
-same position as the model. Both take the largest sum of the same noise and their own logits, so
-they agree the more often the closer their distributions are (at least (1 - d) / (1 + d) of the time
-for a total variation distance d: Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final tokens
-are the model's own, with or without drafts.
+The KV of the draft model is in blocks with the same numbers as those of the model's first KV group.
+The draft model samples with the request's parameters and the noise that the model uses at the same
+position. Thus they agree at least (1 - d) / (1 + d) of the time, for a total variation distance d
+between their distributions (Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final tokens are the
+same with and without drafts.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ FEW = 16  # a row with up to this many tokens was in the step before: its pass i
 
 
 class DraftModel(Feature):
-    """The worker's half of drafting with a draft model; see ``SpeculativeConfig``."""
+    """Proposes draft tokens in the worker with a draft model, after each step."""
 
     part = "proposals"
     reads_first_group = True
@@ -67,8 +66,7 @@ class DraftModel(Feature):
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
     ) -> None:
-        """model, info: of the draft model. config: of the worker. num_drafts: the most drafts per
-        row."""
+        """model, info: the draft model's; config: the worker's; num_drafts: most per sequence."""
         self._config = config
         self._info = info
         self._model_config = model
@@ -79,7 +77,7 @@ class DraftModel(Feature):
         self._has_met_shapes = False
 
     def attach(self, machine: Machine) -> None:
-        """Load the draft model, and prepare its passes. Raises ``ConfigError``."""
+        """Load the draft model and prepare its forward passes. Raises ``ConfigError``."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
@@ -106,7 +104,7 @@ class DraftModel(Feature):
         self._passes = Passes(own, machine, self._limit)
 
     def load(self, machine: Machine) -> Model:
-        """Load the draft model onto the device of this machine. Raises ``ConfigError``."""
+        """Load the draft model onto the machine's device. Raises ``ConfigError``."""
         platform, own = machine.platform, self._model_config
         if platform.shares_memory:
             dtype = compute_dtype(own, self._info, "cpu")
@@ -189,11 +187,11 @@ class DraftModel(Feature):
 
 
 class Passes:
-    """The forward passes of the draft model after a step."""
+    """The forward passes of the draft model after a step of the model."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: the draft model with slots of its own. target: the machine of the model that
-        verifies. limit: the number of positions that the draft model can compute."""
+        """machine: the draft model's; target: that of the model, which verifies the drafts; limit:
+        number of positions that the draft model can compute."""
         self.machine = machine
         self._target = target
         self._limit = limit
@@ -201,15 +199,15 @@ class Passes:
         self._mixed: BySize[MixedGraph] = BySize()
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Record graphs: decodes of ``sizes`` rows, and first passes of ``mixed_sizes`` tokens."""
+        """Record graphs for decodes of ``sizes`` sequences and passes of ``mixed_sizes`` tokens."""
         if self.machine.model.can_be_recorded:
             self._graphed = record(self.machine, sizes, self._limit)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
 
     def run(self, work: DraftWork) -> torch.Tensor | None:
-        """Compute the tokens of ``work``, and propose drafts. Returns int32 [largest number wanted,
-        rows that want drafts] on the device, negative where no token could be sampled; ``None`` if
-        no row wants drafts."""
+        """Compute the tokens of ``work``, and propose drafts. Returns int32 [most drafts of a
+        sequence, sequences that want drafts] on the device, negative where no token could be
+        sampled; ``None`` if no sequence wants drafts."""
         wants = work.wanted > 0
         slots = self.machine.platform.upload(work.slots[wants].astype(np.int32))
         # Positions of the last sampled tokens; the host only knows upper bounds of them.
@@ -228,8 +226,8 @@ class Passes:
     # -- helpers
 
     def _first(self, work: DraftWork, last: torch.Tensor) -> torch.Tensor:
-        """Compute the tokens of ``work`` in one pass. last: the position of the last accepted token
-        of each of the R rows that want drafts. Returns the hidden states [R, H] of these tokens."""
+        """Compute the tokens of ``work`` in one pass. last [R]: position of the last accepted token
+        of each sequence that wants drafts. Returns the hidden states [R, H] there."""
         machine, upload = self.machine, self.machine.platform.upload
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
@@ -261,8 +259,8 @@ class Passes:
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
-        """Decode ``num_more`` further drafts of each row, and return a tensor [R] for each of them.
-        rows: R rows of one token each; drafts [R]: their first drafts."""
+        """Decode ``num_more`` further drafts of R sequences. Returns a tensor [R] for each of them.
+        rows: one token for each sequence; drafts [R]: the first draft of each sequence."""
         machine, target = self.machine, self._target
         graph = self._graphed.smallest(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
@@ -283,8 +281,8 @@ class Passes:
         return more
 
     def _decode(self, room: Room, longest: int) -> torch.Tensor:
-        """Decode one draft per row without a recorded graph. longest: the length of the longest
-        sequence after it, in tokens."""
+        """Decode one draft for each sequence, without a recorded graph. longest: number of tokens
+        in the longest sequence after this decode."""
         machine, num = self.machine, room.num_seqs
         batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
         batch.recorder = machine.recorder
@@ -296,7 +294,7 @@ class Passes:
     def _draw(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Sample the tokens [R] int32 at these positions, each from its row of ``hidden``."""
+        """Sample the tokens at ``positions`` [R] from hidden states [R, H]. Returns int32 [R]."""
         machine, drawn = self.machine, None
         if self._target.sampler.wants_largest_only:
             drawn = machine.model.largest(hidden)
@@ -306,33 +304,32 @@ class Passes:
 
 
 def _last_token(work: DraftWork) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
-    """The batch's last token: its index, its sequence, and the number of keys it attends to."""
+    """The last token of a batch: its index, its sequence's index, and its sequence's length."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
 
 
 class _Proposals:
-    """The drafts proposed in one step."""
+    """The drafts that are proposed after one step."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self._parts: list[tuple[DraftWork, Fetched]] = []  # a step may be computed in several parts
 
     def wanted(self, rows: PlanRows) -> Column:
-        """How many drafts are wanted for each of these rows of the step; none for a row that
-        samples no token."""
+        """The number of drafts that each of these rows wants; 0 if the row samples no token."""
         assert self.plan.proposals is not None
         by_slot: Column = np.zeros(int(self.plan.slots.max()) + 1, dtype=np.int32)
         by_slot[self.plan.slots] = self.plan.proposals
         return by_slot[rows.slots] * rows.samples
 
     def add(self, work: DraftWork, fetched: Fetched) -> None:
-        """Add drafts that are being copied from the device."""
+        """Add drafts that are still being copied from the device."""
         self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
-        """Wait for the copies from the device. Returns the drafts of all rows of the plan, or
-        ``None``."""
+        """Wait for the copies from the device. Returns the plan's drafts; ``None`` if it has
+        none."""
         by_slot: dict[int, list[int]] = {}
         for work, fetched in self._parts:
             fetched.done.synchronize()
@@ -350,6 +347,6 @@ class _Proposals:
 
 
 def until_none(tokens: list[int]) -> list[int]:
-    """The tokens before the first negative one, which marks a token that could not be sampled."""
+    """The tokens before the first negative one, which means that no token could be sampled."""
     bad = next((place for place, token in enumerate(tokens) if token < 0), len(tokens))
     return tokens[:bad]

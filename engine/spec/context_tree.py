@@ -1,20 +1,19 @@
 """A compiled tree that counts which tokens followed each context of a text.
 
-A context is the sequence of tokens before a position, read backwards, so that the longest context
-that occurred before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984)
-in a path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). The tokens of
-an edge are read from the text, at the newest occurrence of its context. So when the oldest tokens
-are removed from the text, no remaining edge refers to them.
+A context is the sequence of tokens before a position, read backwards: the longest context that
+occurred before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984) in a
+path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). The tokens of an
+edge are read from the text, at the newest occurrence of its context, which is removed last.
 
 A tree is one array of int32: a head, rows, a hash index of the rows, and the text in a ring buffer.
-A row is identified by its index in the array; 0 is no row. There are two kinds of rows. A *node*
-represents all contexts that occurred at the same positions. A *follower* is a token that occurred
+A row is identified by its index in the array; 0 stands for no row. A row is either a *node*, which
+represents all contexts that occurred at the same positions, or a *follower*: a token that occurred
 after such a context. Texts that must not share contexts have separate roots.
 
-A token adds at most two nodes and, since a suffix automaton has at most three transitions per
-token (Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code needs 3.5 rows per
-token, random numbers 2.7, random bits 4.8. A tree has 4 rows per token of the ring, which is 164
-bytes with index and text; it is full when its rows or its ring are.
+A token adds at most two nodes and, since a suffix automaton has at most three transitions per token
+(Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code needs 3.5 rows per token,
+random numbers 2.7, random bits 4.8. A tree has 4 rows for each token of its ring buffer, which
+takes 164 bytes per token in all. It is full when its rows or its ring buffer are.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=T
 
 
 def size(length: int) -> int:
-    """Number of int32 in the array of a tree over ``length`` tokens."""
+    """Size of the array of a tree over ``length`` tokens, in int32."""
     return HEAD + length * (ROWS_A_TOKEN * ROW + SLOTS_A_TOKEN + 1)
 
 
 def make(length: int, depth: int) -> Array:
-    """An empty tree over a ring of ``length`` tokens, a power of two, for contexts of up to
-    ``depth`` tokens. Unused pages of the array take no memory."""
+    """Make an empty tree over at most ``length`` tokens, a power of two, for contexts of up to
+    ``depth`` tokens. Its array takes memory only as it is filled."""
     tree: Array = np.zeros(size(length), dtype=np.int32)
     tree[INDEX] = HEAD + length * ROWS_A_TOKEN * ROW
     tree[SLOTS] = length * SLOTS_A_TOKEN
@@ -73,12 +72,12 @@ def make(length: int, depth: int) -> Array:
 
 
 def text_of(tree: Array) -> Array:
-    """The ring of the text, as a view that may be written."""
+    """The tree's ring buffer of tokens, as a view that callers write new tokens into."""
     return tree[int(tree[TEXT]) :]
 
 
 def grown(tree: Array) -> Array:
-    """A copy with twice the capacity. No token may have been removed from the tree."""
+    """A copy of a tree with twice its capacity. No token may have been removed from the tree."""
     larger = make(2 * int(tree[LENGTH]), int(tree[DEPTH]))
     larger[FRESH] = fresh = int(tree[FRESH])
     larger[NEWEST], larger[LEFT] = tree[NEWEST], larger[LEFT] - (fresh - HEAD) // ROW
@@ -93,8 +92,7 @@ def grown(tree: Array) -> Array:
 
 @compiled  # type: ignore[untyped-decorator]
 def _home(tree: Any, owner: Any, token: Any) -> Any:
-    """The place in the hash index at which to start looking for the row with this owner and token,
-    which are a row's key."""
+    """The first place in the hash index to look for the row with this owner and token."""
     code = (np.uint64(owner) << np.uint64(32)) ^ np.uint64(token)
     code = (code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     code = (code ^ (code >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
@@ -103,8 +101,8 @@ def _home(tree: Any, owner: Any, token: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _find(tree: Any, owner: Any, token: Any) -> Any:
-    """The place in the tree's array of the index entry for the row with this owner and token; the
-    entry is 0 if there is no such row."""
+    """The index in ``tree`` of the hash entry for the row with this owner and token. The entry has
+    the row, or 0 if there is none."""
     index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
     at = _home(tree, owner, token)
     while True:
@@ -136,8 +134,8 @@ def _leave_index(tree: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _take(tree: Any, owner: Any, token: Any) -> Any:
-    """Take an unused row and return it. Unless ``owner`` is 0, it is entered in the hash index
-    under ``owner`` and ``token``; its other fields are 0."""
+    """Allocate a row, filled with 0 except for its owner and token, and return it. It is entered in
+    the hash index unless ``owner`` is 0."""
     row = np.int64(tree[FREE])
     if row:
         tree[FREE] = tree[row + TOKEN]
@@ -189,8 +187,7 @@ def _drop_follower(tree: Any, node: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add(tree: Any, node: Any, token: Any, place: Any) -> None:
-    """Count one more occurrence of this token after the node's context, which ended at
-    ``place``."""
+    """Count an occurrence of ``token`` after the context of a node. place: the context's end."""
     tree[node + COUNT] += 1
     tree[node + PLACE] = place
     row = _get(tree, node, token)
@@ -216,7 +213,7 @@ def _subtract(tree: Any, node: Any, token: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _best(tree: Any, node: Any) -> Any:
-    """The most frequent follower of a node; of equally frequent ones, that which occurred last."""
+    """The most frequent follower of a node; of equally frequent followers, the latest one."""
     best = np.int64(tree[node + BEST])
     if best:
         return best
@@ -237,11 +234,12 @@ def _best(tree: Any, node: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
-    """Follow the ``length`` tokens of a text that end at index ``last``, from the root ``path[0]``.
+    """Match a context of ``length`` tokens with the tree: those that end at ``last``, backwards.
 
-    ``text``: the array, the index in it at which the text begins, and the mask of its ring. Returns
-    the number of nodes in ``path``, the number of tokens found, and the node in whose edge they
-    end, if they end inside an edge.
+    ``path``: the root, to which the nodes are appended. ``text``: the array with the text, the
+    index at which it begins there, and the mask of its ring buffer. Returns the number of nodes in
+    ``path``, the number of tokens matched, and the node in whose edge the match ends (0 if it ends
+    at a node).
     """
     array, base, text_mask = text
     ring, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
@@ -266,7 +264,7 @@ def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _replace(tree: Any, old: Any, new: Any) -> None:
-    """Put the node ``new`` into the tree in place of the node ``old``."""
+    """Replace the node ``old`` by the node ``new`` in the tree."""
     above, token = np.int64(tree[old + OWNER]), np.int64(tree[old + TOKEN])
     tree[_find(tree, above, token)] = new
     tree[new + OWNER], tree[new + TOKEN] = above, token
@@ -275,8 +273,7 @@ def _replace(tree: Any, old: Any, new: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _split(tree: Any, below: Any, at: Any) -> Any:
-    """Insert a new node above ``below``, for the first ``at`` tokens of its context, and return
-    it."""
+    """Insert a node above ``below`` for the first ``at`` tokens of its context, and return it."""
     place = np.int64(tree[below + PLACE])
     node = _take(tree, NO_ROW, NO_ROW)
     _replace(tree, below, node)
@@ -298,7 +295,7 @@ def _split(tree: Any, below: Any, at: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _join(tree: Any, node: Any) -> None:
-    """Remove a node if it has a single child that occurred at exactly the same positions."""
+    """Remove a node whose only child occurred at exactly the same positions."""
     below = np.int64(tree[node + BELOW])  # the only child, or a number that is not a child
     if not tree[node + LONG] or below < HEAD or below >= tree[FRESH] or (below - HEAD) % ROW:
         return
@@ -316,8 +313,8 @@ def _join(tree: Any, node: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
-    """Add the token at ``position``, with the ``length`` tokens before it as its context. Returns
-    False if the tree is full. path: an array to work in."""
+    """Add the token at ``position`` with the ``length`` tokens before it as context. Returns False
+    if the tree is full. path: the root, with space for the nodes."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])
@@ -347,8 +344,8 @@ def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
-    """Remove the token at ``position``, whose context is the ``length`` tokens before it. It must
-    be the oldest token in the tree."""
+    """Remove the token at ``position``, which must be the oldest one in the tree. Its context is
+    the ``length`` tokens before it."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     token = np.int64(tree[base + (position & mask)])
     count = _descend(tree, (tree, base, mask), (position - 1) & mask, length, path)[0]
@@ -366,8 +363,8 @@ def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
-    """Write drafts into ``query`` after its first ``known`` tokens. Returns the number of drafts,
-    and how many of them are expected to be right."""
+    """Write drafts from one tree into ``query`` after its first ``known`` tokens. Returns the
+    number of drafts, and how many of them are expected to be right."""
     num, chance, expected = 0, 1.0, 0.0
     while num < most:
         end = known + num
@@ -396,7 +393,7 @@ _long = types.int64
 
 
 def _called(*kinds: Any, returns: Any) -> Any:
-    """Decorate a function that is compiled at import for these types, or loaded from the cache."""
+    """Decorate a function to be compiled at import for these types, or loaded from the cache."""
 
     def compile_it(function: Any) -> Any:
         before, config.CACHE_DIR = config.CACHE_DIR, kernel_cache() or config.CACHE_DIR
@@ -412,7 +409,7 @@ def _called(*kinds: Any, returns: Any) -> Any:
 
 @_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]
 def enter_rows(tree: Any) -> None:
-    """Enter all rows of a tree, none of which was ever freed, into its empty hash index."""
+    """Fill the empty hash index of a tree with all its rows. No row may have been freed before."""
     for row in range(HEAD, np.int64(tree[FRESH]), ROW):
         if tree[row + OWNER]:
             at = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN]))
@@ -421,8 +418,8 @@ def enter_rows(tree: Any) -> None:
 
 @_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
 def change_roots(tree: Any, root: Any) -> Any:
-    """Free a root that has no tokens left, and return 0. For ``root`` 0, create a root and return
-    it, or 0 if the tree has no room."""
+    """For ``root`` 0, add a root and return it; 0 if the tree is full. Otherwise free this root,
+    which must have no tokens left, and return 0."""
     if root:
         _give_back(tree, root)
         return 0
@@ -431,12 +428,12 @@ def change_roots(tree: Any, root: Any) -> Any:
 
 @_called(_ints, types.UniTuple(_long, 4), types.boolean, returns=_long)  # type: ignore[untyped-decorator]
 def enter(tree: Any, span: Any, is_new: Any) -> Any:
-    """Add tokens of a text to the tree while there is room. If ``is_new`` is false, remove tokens
-    instead, which must be the oldest ones.
+    """Add tokens of a text to the tree until it is full, or remove its oldest tokens if not
+    ``is_new``.
 
-    ``span``: the root of the text, the index at which the text begins, and the range [first, end)
-    of the tokens. The ring must have the token of each index at that index modulo its length, also
-    for the ``DEPTH`` tokens before ``first``. Returns the first index that was not processed.
+    ``span``: the root of the text, the index of its first token, and the range [first, end) of
+    tokens to add or remove. They, and the ``DEPTH`` tokens before them, must be in the ring buffer,
+    each at its index modulo the buffer's length. Returns the first index that was not processed.
     """
     root, begin, first, end = span
     depth = np.int64(tree[DEPTH])
@@ -455,12 +452,12 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
 )
 def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
-    """Write at most ``most`` drafts into ``query`` after its first ``known`` tokens; returns their
-    number.
+    """Write at most ``most`` drafts into ``query`` after its first ``known`` tokens. Returns the
+    number of drafts.
 
-    The drafts are from the tree in which more of them are expected to be right, ``one`` if both are
-    equal. ``roots``: the root to use in each tree; a tree with root 0 is not used. ``limits``: the
-    most drafts per token of the context that was found, and the least probability of a draft.
+    The drafts come from the tree in which more of them are expected to be right (from ``one`` if
+    this is equal). ``roots``: the root in each tree; 0: do not use this tree. ``limits``: the most
+    drafts per token of the context found, and the least probability of a draft.
     """
     path = np.empty(max(one[DEPTH], other[DEPTH]) + 2, dtype=np.int64)
     kept = np.empty(most, dtype=np.int32)

@@ -1,14 +1,13 @@
 """Drafts: the resource that adds draft tokens to decodes, which the model verifies.
 
-    settle        a request has new tokens: the proposer may be called for it again
-    begin_step    the proposer is called; a request with drafts is in only one step at a time
-    extra         the number of drafts to verify after a decode's token
-    describe      writes ``plan.drafts``
-    settle        counts the accepted drafts; the scheduler rolls the others back
+    begin_step    calls the proposer for requests with new tokens
+    extra         returns the number of drafts to verify after a request's next token
+    describe      writes the drafts into ``plan.drafts``
+    settle        counts accepted drafts; the scheduler discards the others
 
-A ``Proposer`` sees only known tokens, so a request without drafts keeps as many steps in flight as
-any other. If it finds drafts while a step of the request is in flight, the request waits for that
-step's token, and the proposer is called again. `worker_drafts` is for drafts of the worker.
+A ``Proposer`` continues tokens that are already known. A request with drafts is in one step at a
+time, others may be in several. If a request gets drafts while one of its steps runs, it waits for
+the token of that step, and the proposer is called again. See also `worker_drafts`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ FORCED = 0.8
 
 
 class Proposer(Protocol):
-    """Proposes drafts from the known tokens of a request."""
+    """Proposes draft tokens for a request from its prompt and output tokens."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """At most ``num_tokens`` token ids that may follow ``req.tokens``; may be empty."""
+        """Return at most ``num_tokens`` token ids, perhaps none, that may follow ``req.tokens``."""
         ...
 
     def release(self, req: Request) -> None:
@@ -54,17 +53,17 @@ class Proposer(Protocol):
 
 
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
-    """The default ``cut`` of ``Drafts``: the grammar allows all drafts."""
+    """Default for ``cut`` of ``Drafts``, without grammars: all drafts are allowed."""
     return len(drafts)
 
 
 def none_forced(req: Request, num_tokens: int) -> Sequence[int]:
-    """The default ``forced`` of ``Drafts``: the grammar forces no token."""
+    """Default for ``forced`` of ``Drafts``, without grammars: no token is forced."""
     return ()
 
 
 class NoProposer:
-    """Proposes nothing, so that only tokens forced by a grammar are drafted."""
+    """A proposer without drafts: only tokens that a grammar forces become drafts."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
         return ()
@@ -74,7 +73,8 @@ class NoProposer:
 
 
 class Offer(NamedTuple):
-    """Drafts of a request, the number of tokens they are expected to yield, and an error text."""
+    """Drafts for a request, the number of tokens they are expected to yield, and why the proposer
+    failed ("" if it did not)."""
 
     drafts: Sequence[int]
     expected: float = 0.0
@@ -85,13 +85,12 @@ NO_OFFER = Offer(())
 
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
-    """True if drafts may be verified for this request now. tries: also if its drafts were not worth
-    it the last time."""
+    """Whether the request may get drafts now. tries: even if its last drafts did not pay."""
     return worth is None or not (worth.is_resting(req) or (worth.has_rested(req) and not tries))
 
 
 def is_token(value: object) -> bool:
-    """True for an integer that can be a token id."""
+    """Whether a value is an integer that can be a token id."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return 0 <= int(value) <= MOST_TOKEN
@@ -99,7 +98,7 @@ def is_token(value: object) -> bool:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Statistics of drafting. ``num_drafts`` counts rows with drafts, over all steps.
+    """Counts of drafts since the start. ``num_drafts`` counts a request with drafts once per step.
 
     ``num_accepted_tokens_per_pos[i]``: how often the draft at position i was accepted.
     """
@@ -110,8 +109,7 @@ class DraftStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def add(self, num_proposed: NDArray[np.int32], num_right: NDArray[np.int32]) -> None:
-        """Count one step: for each of its rows with drafts, how many were proposed and how many
-        were right."""
+        """Count one step. num_proposed, num_right: drafts and right drafts of each request."""
         self.num_drafts += len(num_proposed)
         self.num_draft_tokens += int(num_proposed.sum())
         self.num_accepted_tokens += int(num_right.sum())
@@ -120,14 +118,14 @@ class DraftStats:
 
 
 class Drafts(Resource):
-    """Adds up to ``num_speculative_tokens`` drafts to each decode.
+    """Adds up to ``num_speculative_tokens`` draft tokens to each decode.
 
-    How many tokens a row with drafts has computed is known only when its step is settled, so such a
-    row is in one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading
-    drafts the request's grammar allows; ``forced`` the tokens that the grammar forces, which are
-    drafted before any proposal. ``worth`` chooses how many drafts are verified; ``None``: all.
-    ``payoff`` decides whether a step has drafts; ``None``: always. Raises ``ConfigError`` for an
-    invalid number.
+    A request with drafts is in one step at a time, because only the result of the step determines
+    how many tokens it has. ``proposer``: proposes drafts. ``cut``: returns how many leading drafts
+    the request's grammar allows. ``forced``: returns the tokens that the grammar forces, which
+    replace a proposal. ``worth``: chooses how many drafts to verify (``None``: all). ``payoff``:
+    decides whether a step has drafts (``None``: always). Raises ``ConfigError`` for an invalid
+    number.
     """
 
     name = "drafts"
@@ -164,7 +162,7 @@ class Drafts(Resource):
         self._price: float | None = None  # price of a draft in the step being planned
 
     def follow_grammars(self, cut: Cut, forced: Forced) -> None:
-        """Cut drafts that grammars forbid, and draft the tokens that they force."""
+        """Set functions that return the drafts a grammar allows, and the tokens that it forces."""
         self.cut, self.forced = cut, forced
 
     def attach(self, scheduler: AttachedScheduler) -> None:
@@ -174,7 +172,7 @@ class Drafts(Resource):
         return req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
-        """True for requests with drafts."""
+        """Whether the request has drafts, or is to get some."""
         return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
@@ -241,14 +239,14 @@ class Drafts(Resource):
     # -- helpers
 
     def _room(self, req: Request) -> int:
-        """The most drafts that can be verified before the request reaches its longest length."""
+        """The most drafts that fit before the request reaches its maximum length."""
         return req.max_total - req.num_tokens - 1
 
     def _propose(self) -> None:
         """Call the proposer for every request that has new tokens.
 
-        A request for which the proposer fails gets no drafts until it has further tokens. When all
-        requests have been processed, ``ValueError`` is raised for the first failure.
+        A request for which it fails gets no drafts until it has further tokens. Raises
+        ``ValueError`` for the first failure, after processing all requests.
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
@@ -275,7 +273,7 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _offer_of(self, req: Request, tries: bool) -> Offer:
-        """Tokens that the request's grammar forces, else a proposal. tries: see ``is_due``."""
+        """Drafts that the request's grammar forces, or else a proposal. tries: see ``is_due``."""
         if (offer := self._forced_of(req, tries=tries)).drafts:
             return offer
         if not is_due(self._worth, req, tries):
@@ -285,7 +283,7 @@ class Drafts(Resource):
         return offer._replace(fault=fault) if fault else offer
 
     def _forced_of(self, req: Request, *, tries: bool) -> Offer:
-        """The drafts that the request's grammar forces, as many as are worth it."""
+        """The tokens that the request's grammar forces, as far as drafting them pays."""
         self._are_forced.discard(req.row)
         if not is_due(self._worth_of_forced, req, tries):
             return NO_OFFER
@@ -296,7 +294,7 @@ class Drafts(Resource):
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
-        """The leading drafts that are worth verifying."""
+        """The leading drafts whose verification pays."""
         if not drafts:
             return NO_OFFER
         if worth is None:
@@ -321,12 +319,12 @@ class Drafts(Resource):
         payoff.settled(len(plan.rows), now, kind, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:
-        """Drop the drafts of the request."""
+        """Drop the drafts for the request's next step."""
         self._proposed.pop(req.row, None)
         self._set_drafting(req, False)
 
     def _price_of_a_draft(self) -> float:
-        """The tokens that running decodes would yield in the time that one more draft takes."""
+        """The number of tokens that decodes would yield in the time that one more draft takes."""
         view = self._scheduler.view
         last, cost = view.last, view.cost
         num = max(1, last.num_seqs)
@@ -336,8 +334,7 @@ class Drafts(Resource):
         return num * (more - alone) / alone if alone > 0 else 0.0
 
     def _call(self, req: Request) -> tuple[list[int], str]:
-        """Call the proposer. Returns up to ``num_speculative_tokens`` drafts, and why it failed (""
-        if it did not)."""
+        """Call the proposer. Returns its drafts, and why it failed ("" if it did not)."""
         most = self.num_speculative_tokens
         try:
             answer = self._proposer.propose(req, most)
@@ -360,7 +357,7 @@ class Drafts(Resource):
             self._scheduler.watch_again(req)
 
     def _count(self, plan: StepPlan, part: DraftPart, result: StepResult) -> None:
-        """Count accepted drafts. Padding is not a draft; rows without a result are skipped."""
+        """Count the accepted drafts of a step, without padding and rows that have no result."""
         num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
         ends = np.cumsum(part.counts)
         proposed = num_real[ends] - num_real[ends - part.counts]

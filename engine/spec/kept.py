@@ -1,8 +1,8 @@
-"""KeptDrafts: which tokens have KV of the draft model, by slot and by block.
+"""KeptDrafts: which tokens have KV of the draft model, by sequence and by block.
 
-Model and draft model use the same block numbers, so a prefix hit is valid for both. But the draft
-model computes only rows for which drafts are wanted. Before drafting it first computes the tokens
-that it has skipped, including those of prefix hits.
+A prefix hit is valid for the model and the draft model, since they use the same block numbers. But
+the draft model computes a sequence only when it drafts for it. Therefore it first computes the
+tokens that it lacks, which may include those of a prefix hit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.messages.step import Column, StepPlan
 
 
 class DraftWork(NamedTuple):
-    """The tokens [start, start + count) of each row that the draft model computes after a step."""
+    """For each sequence, the tokens [start, start + count) that the draft model is to compute."""
 
     slots: Column
     starts: Column
@@ -26,10 +26,10 @@ class DraftWork(NamedTuple):
 
 
 class KeptDrafts:
-    """Records which tokens of each sequence, and which blocks, the draft model has computed."""
+    """Records which tokens of each sequence, and which KV blocks, the draft model has computed."""
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, width: int) -> None:
-        """width: entries of a block table."""
+        """width: number of entries in a block table."""
         self._block_size = block_size
         self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # computed tokens, by slot
         self._noted: Column = np.zeros(num_slots, dtype=np.int32)  # of these, those in _has_block
@@ -38,9 +38,9 @@ class KeptDrafts:
         self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all its tokens are computed
 
     def begin(self, plan: StepPlan) -> None:
-        """Register the blocks of a plan. Blocks of a prefix hit keep their content, new blocks are
-        empty. What was computed at or after the first position of a row of the plan, such as a
-        rejected draft, no longer counts."""
+        """Register the blocks of a plan: blocks of a prefix hit keep their content, new blocks have
+        none. For each sequence in the plan, forget all computed tokens from its first position on,
+        such as rejected drafts."""
         self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         if plan.new:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -57,12 +57,12 @@ class KeptDrafts:
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
     def work(self, rows: DraftWork, limit: int, budget: int) -> DraftWork:
-        """The tokens that the draft model shall compute after a step with these rows. limit: the
-        first position that it cannot compute. budget: the most tokens of all rows together. Call
-        ``computed`` once they are computed.
+        """Choose the tokens that the draft model computes after a step. rows: the step's tokens;
+        limit: the first position that the draft model cannot compute; budget: the most tokens in
+        all. Call ``computed`` once they are computed.
 
-        A row that needs more tokens than are left of the budget computes what is left, and gets no
-        drafts.
+        A sequence that needs more tokens than the budget has left gets no drafts: it computes what
+        is left.
         """
         ends = rows.starts + rows.counts
         # All rows that want drafts get as many as the row that wants most.
@@ -79,7 +79,7 @@ class KeptDrafts:
         return DraftWork(*(column[works].astype(np.int32) for column in columns))
 
     def computed(self, work: DraftWork) -> None:
-        """Record that the draft model has computed this work."""
+        """Record that the draft model has computed the tokens of ``work``."""
         upto = work.starts + work.counts - (work.wanted > 0)
         self._upto[work.slots] = upto
         # Whether drafts are accepted is known a step later.
@@ -89,8 +89,8 @@ class KeptDrafts:
         self._noted[work.slots] = certain
 
     def _record(self, slots: Column, first: Column, end: Column) -> None:
-        """Record that the draft model has computed the tokens [first, end) of these slots, which
-        are final: mark each block that they complete."""
+        """Record the blocks that are complete because the draft model has computed the final tokens
+        [first, end) of these slots."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):
@@ -99,8 +99,8 @@ class KeptDrafts:
 
 
 def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
-    """A plan's changes to the block tables of the first KV group: the slots, the indices in their
-    tables, and the new block numbers."""
+    """A plan's changes to block tables of the first KV group: slots, indices in the tables, block
+    numbers."""
     columns = (plan.block_slots, plan.block_indices, plan.block_ids)
     if plan.block_groups is None:
         return columns
@@ -110,8 +110,8 @@ def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
 
 
 class SpareBlocks:
-    """Blocks beyond those of the pool, for drafts after the end of a sequence's own blocks. Their
-    content is computed again when the drafts have been accepted."""
+    """KV blocks in addition to the pool, for drafts beyond the blocks of a sequence. Accepted
+    drafts are computed again in blocks of the sequence."""
 
     def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
         self._num_slots = num_slots
@@ -122,9 +122,9 @@ class SpareBlocks:
         return self._num_slots * self._each
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] that are filled with spare blocks, whose numbers follow the
-        ``num_blocks`` of the pool. Each row repeats the blocks of its slot in turn, so adjacent
-        entries, which drafts need at once, are different blocks."""
+        """Block tables [slots, width] of spare blocks only, numbered after the pool's
+        ``num_blocks``. Each table repeats the few blocks of its slot in turn, so that adjacent
+        entries differ."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

@@ -1,8 +1,8 @@
 """N-gram drafts: the tokens that followed an earlier occurrence of the request's last tokens.
 
-Source: prompt lookup decoding (Saxena 2023). The longest match is used, and of equal ones the
-latest. A draft that reaches the end of the text continues with its own tokens, like a copy in LZ77
-(Ziv and Lempel 1977), so a loop of any length is continued.
+Source: prompt lookup decoding (Saxena 2023). The longest match is used, the latest one if several
+are equally long. A draft that reaches the end of the text continues with its own tokens, like a
+copy in LZ77 (Ziv and Lempel 1977), so a loop of any length is continued.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BULK = 64  # from this many tokens on numpy is faster than a loop
 
 
 class NgramProposer:
-    """Proposes the continuation of n-grams of ``max_size`` down to ``min_size`` tokens.
+    """Proposes the tokens that followed the last ``min_size`` to ``max_size`` tokens earlier.
 
     The cost of a step depends on the number of new tokens, not on the length of the text: n-grams
     are stored in hash tables, about 100 bytes per token of a running request.
@@ -33,7 +33,7 @@ class NgramProposer:
         self._places: dict[int, NgramPlaces] = {}  # by arrival number of the request
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """The tokens after an earlier occurrence of the last tokens; empty without one."""
+        """Tokens that followed an earlier occurrence of the last tokens; empty if there is none."""
         places = self._places.get(req.arrival)
         if places is None:
             places = self._places[req.arrival] = NgramPlaces(
@@ -50,7 +50,7 @@ class NgramProposer:
 
 
 class NgramPlaces:
-    """The index of the token after the last occurrence of each n-gram of one text."""
+    """Maps each n-gram of one text to the index of the token after its last occurrence."""
 
     def __init__(self, min_size: int, max_size: int, base: int) -> None:
         self._base = base
@@ -61,7 +61,7 @@ class NgramPlaces:
         self._last: tuple[int, list[int]] = (0, [])  # end and hashes of the last lookup
 
     def enter(self, tokens: array[int]) -> None:
-        """Add all n-grams that are followed by a token."""
+        """Add all new n-grams of a growing text that are followed by a token."""
         first, end = self._num_entered + 1, len(tokens)
         if end - first > BULK:
             self._enter_many(tokens, first, end)
@@ -75,8 +75,8 @@ class NgramPlaces:
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
-        """Find the longest n-gram at the end of the text that also occurred earlier. Returns the
-        index after its last earlier occurrence; ``None`` without one."""
+        """Find an earlier occurrence of the longest possible n-gram at the end of the text. Returns
+        the index after its last earlier occurrence; ``None`` if there is none."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes
@@ -88,7 +88,7 @@ class NgramPlaces:
         return None
 
     def _codes(self, tokens: array[int], end: int) -> list[int]:
-        """Hashes of the n-grams that end before this index, the shortest first."""
+        """Hashes of the n-grams of all sizes that end before index ``end``, the shortest first."""
         code, weight, codes = 0, 1, []
         for size in range(1, min(self._max_size, end) + 1):
             code = (code + (tokens[end - size] + 1) * weight) & MASK
@@ -98,7 +98,7 @@ class NgramPlaces:
         return codes
 
     def _enter_many(self, tokens: array[int], first: int, end: int) -> None:
-        """Add the n-grams followed by the tokens [first, end), in one pass per size."""
+        """Add the n-grams before each of the tokens [first, end), with numpy."""
         start = max(0, first - self._max_size)
         values = np.array(tokens[start : end - 1], dtype=np.uint64) + np.uint64(1)
         codes, weight = np.zeros(len(values), dtype=np.uint64), 1
@@ -114,7 +114,7 @@ class NgramPlaces:
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
-    """Copy ``num_tokens`` tokens from index ``at`` on; beyond the end, the copy repeats itself."""
+    """Copy ``num_tokens`` tokens from index ``at`` on, repeating them if the text ends before."""
     drafts = tokens[at : at + num_tokens].tolist()
     period = len(tokens) - at
     while len(drafts) < num_tokens:

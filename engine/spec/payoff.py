@@ -1,14 +1,13 @@
-"""Payoff: measures the fixed cost of drafting in a step, and decides whether it is worth it.
+"""Payoff: measures the fixed cost of drafts in a step, and decides whether a step has drafts.
 
-The cost model covers the marginal cost of a draft, but not the fixed cost of drafting. A step with
-drafts waits for the step before it, may not use a recorded graph, and takes more work on the host:
-between 0 and 20 ms, which a model linear in the sizes of steps cannot express. So it is measured on
-the engine's clock, from the end of a step to the end of the next, separately for classes of numbers
-of running requests. A class without measurements uses those of the nearest class.
+A step with drafts waits for the step before it, may not use a recorded graph, and takes more work
+on the host: 0 to 20 ms, which the cost model does not include, since it is linear in the size of a
+step. So this cost is measured, from the end of a step to the end of the next. Numbers of running
+requests are measured in classes, a power of two each; a class that lacks measurements uses those of
+the nearest class.
 
-Drafts that are not worth it are still tried within a small budget (one token per request plus 1 %
-of all tokens), so that a change in acceptance is noticed. All requests that want to try drafts do
-so in the same step.
+Drafts that do not pay are still tried within a small budget (one token per request plus 1 % of all
+tokens), to notice when acceptance changes. All requests try drafts in the same step.
 """
 
 from __future__ import annotations
@@ -31,28 +30,27 @@ MOST_WAIT = 16  # most steps without drafts after drafts that were not worth it
 
 
 class DraftStepKind(NamedTuple):
-    """Whether a step verified or proposed drafts."""
+    """Whether a step had drafts to verify or to propose, and how many it proposed."""
 
     has_drafts: bool  # drafts were verified, or proposed by the worker
     num_wished: int = 0  # most drafts that the worker proposed for a row
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The median of these durations; of few durations the minimum, since the first steps of a kind
-    may compile code."""
+    """The median of these durations, or the minimum of a few, as the first may include
+    compiling."""
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 
 
 @dataclass
 class TrialCredit:
-    """How many tokens may be lost by trying drafts; all ``DraftLoad`` objects of an engine share
-    it."""
+    """The number of tokens that may still be lost by trying drafts, shared by a whole engine."""
 
     tokens: float = MOST_CREDIT
 
 
 class DraftLoad:
-    """Durations of steps with about the same number of running requests, with and without drafts.
+    """Measures steps with and without drafts, for about the same number of running requests.
 
     ``others``: returns the ``DraftLoad`` objects of other numbers of requests, the nearest first.
     """
@@ -69,8 +67,8 @@ class DraftLoad:
         self.num_seqs = 1  # number of running requests now
 
     def may_draft(self) -> bool:
-        """True if this step may have drafts; False where a step without drafts is to be measured,
-        and for some steps after drafts that were not worth it. Must be called once per step."""
+        """Whether the next step may have drafts. Call this once per step. False to measure a step
+        without drafts, and for some steps after drafts that did not pay."""
         if self._looks:
             self._looks -= 1
             return False
@@ -80,13 +78,13 @@ class DraftLoad:
         return True
 
     def may_try(self) -> bool:
-        """True if the step may have drafts that were not worth it before."""
+        """Whether the credit allows to try drafts that did not pay before."""
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def is_worth(self, expected: float, num_steps: int = 1) -> bool:
-        """True if drafts that bring ``expected`` tokens are worth their cost, or if the credit
-        allows to try them; then their loss is taken from the credit. num_steps: number of steps
-        that a try makes more expensive."""
+        """Whether to use drafts that are expected to yield ``expected`` tokens: because they pay,
+        or as a try, whose loss is taken from the credit. num_steps: number of steps that a try
+        slows down."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
@@ -103,7 +101,7 @@ class DraftLoad:
         return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
 
     def cost(self) -> float:
-        """The fixed cost of drafts in a step, as a share of a step without drafts."""
+        """The fixed cost of drafts in a step, divided by the duration of a step without drafts."""
         if not self.is_measured:
             known = (other for other in self._others() if other.is_measured)
             nearest = next(known, None)
@@ -112,13 +110,13 @@ class DraftLoad:
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
     def price(self) -> float:
-        """The cost of one more draft that the worker proposes, as a share of a step."""
+        """The cost of one more draft of the worker, divided by the duration of a step."""
         if not self._wished or not self.is_measured:
             return 0.0
         return self.cost() * len(self._wished) / sum(self._wished)
 
     def add_credit(self, tokens: float) -> None:
-        """Add tokens to the credit for trying drafts."""
+        """Add tokens to the credit for trying drafts, up to a maximum."""
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
@@ -135,8 +133,7 @@ class DraftLoad:
 
 
 class Payoff:
-    """The ``DraftLoad`` objects of an engine by number of running requests, measured with its
-    clock."""
+    """Measures steps in classes of the number of running requests, each with a ``DraftLoad``."""
 
     def __init__(self) -> None:
         # By number of running requests, rounded up to a power of two.
@@ -145,7 +142,7 @@ class Payoff:
         self._last: float | None = None  # end of the last step, if another one followed at once
 
     def load(self, num_running: int) -> DraftLoad:
-        """The ``DraftLoad`` for this number of running requests."""
+        """The ``DraftLoad`` for this number of running requests, made if there is none yet."""
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = DraftLoad(self._credit, partial(self._others, size))
@@ -154,19 +151,19 @@ class Payoff:
         return load
 
     def settled(self, num_seqs: int, now: float, kind: DraftStepKind, *, is_busy: bool) -> None:
-        """Measure a step of decodes that has ended. is_busy: another step follows it."""
+        """Measure a step of decodes that ended at ``now``, in s. is_busy: another step follows."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
-        """Skip a step that has ended but is not measured, since it computed prompts or failed.
-        is_busy: another step follows it."""
+        """Skip a step that computed prompts or failed, and ended at ``now``. is_busy: another step
+        follows."""
         self._last = now if is_busy else None
 
     # -- helpers
 
     def _others(self, size: int) -> list[DraftLoad]:
-        """The ``DraftLoad`` objects of other numbers of requests, the nearest first."""
+        """The ``DraftLoad`` objects of other classes than ``size``, the nearest first."""
         sizes = sorted(self._loads, key=lambda other: abs(other - size))
         return [self._loads[other] for other in sizes if other != size]

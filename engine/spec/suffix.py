@@ -1,10 +1,10 @@
-"""Suffix drafts: tokens that followed the same context before, in this request or in ended ones.
+"""Suffix drafts: tokens that followed the same context before, in this or in ended requests.
 
 Source: SuffixDecoding (Oliaro et al. 2024). Each draft is the token that most often followed the
 longest suffix of the text (including drafts) that occurred before. Each running request has a tree
-(``context_tree``) over its prompt and output, and there is one tree over the outputs of ended
-requests. The drafts come from the tree in which more of them are expected to be right. No clock and
-no random numbers are used: equal calls give equal drafts.
+(``context_tree``) over its prompt and output, and another tree has the outputs of ended requests.
+The drafts come from the tree in which more of them are expected to be right. Equal calls give equal
+drafts.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ STRIDE = 64  # tokens that are written into the ring or removed at a time
 
 
 class SuffixProposer:
-    """Proposes drafts after contexts of up to ``max_depth`` tokens.
+    """Proposes tokens that often followed the same context of up to ``max_depth`` tokens.
 
-    It proposes at most ``max_factor`` drafts per token of the context that was found (rounded down,
-    at least one), and stops where the product of the drafts' relative frequencies falls below
-    ``min_probability``. The outputs of the last ``max_requests`` ended requests are kept, up to
-    ``num_shared`` tokens (a power of two), with the last ``max_depth`` tokens of their prompts as
-    context. A request uses only outputs of requests with the same cache salt.
+    It proposes at most ``max_factor`` drafts per token of the context found (rounded down, at least
+    one), and stops where the product of their relative frequencies falls below ``min_probability``.
+    It keeps the outputs of the last ``max_requests`` ended requests, up to ``num_shared`` tokens (a
+    power of two), for requests with the same cache salt.
 
     The cost of a step depends on its new tokens, not on the length of the texts. A tree takes 164
     bytes per token of its capacity. The capacity of a request's tree is a power of two, at least
     256, and is doubled when it is full (5 ms for 32,768 tokens): usually at most 328 bytes per
     token of its text, 410 for random bits. The tree of ended requests has a capacity of
-    ``num_shared``; it takes memory as it fills, and drops the oldest outputs when it is full.
+    ``num_shared`` and drops the oldest outputs when it is full.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class SuffixProposer:
         self._query = np.empty(0, dtype=np.int32)
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """The tokens that most often followed the longest known context; empty without one."""
+        """Tokens that most often followed the longest context that occurred before, if any did."""
         tokens, ended, depth = req.tokens, self._ended, self._max_depth
         own = self._texts.get(req.arrival)
         if own is None:
@@ -89,7 +88,7 @@ class SuffixProposer:
 
 
 class OwnText:
-    """The tree over the text of a running request."""
+    """The tree over the prompt and output of one running request."""
 
     def __init__(self, num_tokens: int, depth: int) -> None:
         self.tree = context_tree.make(room_for(max(num_tokens, SMALLEST)), depth)
@@ -97,7 +96,7 @@ class OwnText:
         self._num_entered = 0
 
     def follow(self, tokens: array[int]) -> int:
-        """Add the new tokens, at most a limited number per call. Returns the number added."""
+        """Add new tokens to the tree, at most ``OWN_PIECE`` per call. Returns the number added."""
         first = self._num_entered
         end = min(len(tokens), first + OWN_PIECE)
         while end > self.tree[context_tree.LENGTH]:
@@ -112,8 +111,8 @@ class OwnText:
 
 @dataclass(slots=True)
 class EndedText:
-    """The output of an ended request, with the end of its prompt as context; where it begins in the
-    ring, and how many of its tokens are in the ring and in the tree."""
+    """The output of an ended request, the end of its prompt before it, and how much of them is in
+    the ring buffer and in the tree already."""
 
     salt: str | None
     tokens: array[int]  # end of the prompt, and the output, until all of it is in the ring
@@ -125,10 +124,10 @@ class EndedText:
 
 
 class EndedTexts:
-    """A tree over the outputs of ended requests; the oldest are dropped when it is full.
+    """A tree over the outputs of ended requests, which drops the oldest outputs when it is full.
 
-    ``work`` adds and drops outputs in the order in which the requests ended, a few tokens at a
-    time. Each cache salt has a separate root.
+    ``work`` adds and drops outputs, a few tokens at a time, in the order in which the requests
+    ended. Each cache salt has a separate root.
     """
 
     def __init__(self, depth: int, max_requests: int, num_tokens: int) -> None:
@@ -142,11 +141,11 @@ class EndedTexts:
         self._oldest = self._next = 0  # range of indices in the ring
 
     def root_of(self, salt: str | None) -> int:
-        """The root of texts with this cache salt."""
+        """The root in the tree for texts with this cache salt; 0 if there is none."""
         return self._roots.get(salt, (NO_ROOT, 0))[0]
 
     def add(self, req: Request) -> None:
-        """Queue the output of an ended request; if too many are queued, the oldest is dropped."""
+        """Queue the output of an ended request; if too many wait, the oldest is dropped."""
         begin = max(0, req.num_prompt - self._depth)
         tokens = req.tokens[begin:]
         self._waiting.append(EndedText(req.cache_salt, tokens, len(tokens), req.num_prompt - begin))
@@ -154,8 +153,8 @@ class EndedTexts:
             del self._waiting[1]  # the first may be partly in the tree
 
     def work(self, num_tokens: int) -> None:
-        """Add queued texts to the tree, and drop the oldest ones where there is no room: about
-        ``num_tokens`` tokens per call, added and dropped ones together."""
+        """Add queued outputs to the tree, and drop the oldest outputs if they take the space. About
+        ``num_tokens`` tokens are added or dropped in all."""
         while self._waiting and num_tokens > 0:
             text = self._waiting[0]
             if text.begin < 0 and not self._begin(text):
@@ -176,8 +175,7 @@ class EndedTexts:
                 self._waiting.popleft()
 
     def _begin(self, text: EndedText) -> bool:
-        """Start to add a text: give it a root in the tree. Returns False if there is no room for
-        another text."""
+        """Assign a root to a text that is to be added. Returns False if there is no room."""
         if len(self._held) >= self._max_requests:
             return False
         root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
@@ -190,8 +188,7 @@ class EndedTexts:
         return True
 
     def _place(self, text: EndedText) -> bool:
-        """Write the text's next tokens into the ring. Returns False, and writes none, if they would
-        overwrite tokens in use."""
+        """Write the text's next tokens into the ring buffer. Returns False if it is full."""
         tokens = text.tokens[text.num_placed : text.num_placed + STRIDE]
         if self._next + len(tokens) - self._oldest > self._num_tokens - self._depth:
             return False
@@ -204,8 +201,7 @@ class EndedTexts:
         return True
 
     def _forget(self) -> int:
-        """Drop the next piece of the oldest text. Returns the number of tokens in it, at least
-        1."""
+        """Drop some tokens of the oldest text. Returns their number, but at least 1."""
         text, first = self._held[0], self._oldest
         self._oldest = end = max(first, min(first + STRIDE, text.begin + text.num_entered))
         first = max(first, text.begin + text.num_prompt)
@@ -228,5 +224,5 @@ class EndedTexts:
 
 
 def room_for(num_tokens: int) -> int:
-    """The smallest capacity, a power of two, for ``num_tokens`` tokens."""
+    """The smallest power of two that is at least ``num_tokens``."""
     return 1 << (num_tokens - 1).bit_length()

@@ -1,10 +1,10 @@
 """WorkerDrafts: drafts that the worker proposes, such as those of a draft model.
 
-    describe      writes ``plan.proposals``: the number of drafts to propose for each row
-    settle        takes the proposed drafts from the result
-    begin_step    makes them the drafts of the row's next step
+    describe      writes into ``plan.proposals`` how many drafts to propose for each request
+    settle        takes the proposed drafts from the step's result
+    begin_step    makes them the drafts of the request's next step
 
-A row for which drafts are wanted is in only one step at a time, since they follow its next token.
+A request is in one step at a time if it is to get drafts, which follow the token of that step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.spec.worth import Worth
 
 
 class WorkerDrafts(Drafts):
-    """Adds drafts that the worker proposes to each decode. Arguments: see ``Drafts``."""
+    """Adds drafts that the worker proposes to each decode. For arguments, see ``Drafts``."""
 
     needs = (*Drafts.needs, "proposals")
 
@@ -41,7 +41,7 @@ class WorkerDrafts(Drafts):
         super().begin_step(step)
 
     def _propose(self) -> None:
-        """Take the drafts of every request with new tokens: tokens that its grammar forces, or else
+        """Give each request with new tokens its drafts: tokens that its grammar forces, or else
         those that the worker has proposed."""
         while self._moved:
             if (req := self._running.get(self._moved.pop())) is None:
@@ -54,9 +54,9 @@ class WorkerDrafts(Drafts):
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def extra(self, req: Request, step: Step) -> int:
-        """The number of drafts to verify after the request's next token. In a step with drafts, all
-        decodes must have the same shape. So a new request with one token to compute, which has no
-        drafts yet, gets as many as the other rows; they are padding."""
+        """The number of drafts to verify after the request's next token. All decodes in a step with
+        drafts must have the same shape, so a new request that computes one token gets drafts too,
+        as padding."""
         if not req.is_waiting:
             return super().extra(req, step)
         if req.num_pending or self._has_prefill or not self._drafting:
@@ -95,8 +95,8 @@ class WorkerDrafts(Drafts):
     # -- helpers
 
     def wanted(self, plan: StepPlan) -> Column | None:
-        """How many drafts the worker shall propose for each row of this step. ``None``: it proposes
-        none, and need not compute the step's tokens for later drafts either."""
+        """The number of drafts that the worker shall propose for each row of the plan. ``None``:
+        none at all, and the draft model need not compute the step's tokens either."""
         useful = self._useful(plan)
         # Zeros let the draft model compute a prompt's tokens now, not all of them later.
         nothing = None if plan.samples.all() else useful * 0
@@ -118,7 +118,7 @@ class WorkerDrafts(Drafts):
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
-        """The most drafts to verify after each row: none after a request's last token."""
+        """The most drafts to verify after each row of the plan, within the length limit."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))

@@ -1,14 +1,14 @@
-"""Worth: decides how many drafts of a request are worth verifying.
+"""Worth: decides how many drafts of a request to verify.
 
 The draft at position j yields a token if it and all drafts before it are right: with probability
 P_j = p_1 ... p_j. Verifying one more draft takes c seconds, in which steps of N sequences and T
 seconds would yield N c / T tokens. So drafts are verified up to the last one with P_j > N c / T
-(the marginal goodput of Liu et al. 2024, arXiv 2406.14066). T and c are from the cost model fitted
-to the engine's steps. p_i is the share of right drafts at position i of this request, shrunk
-towards that of all requests while it has few (the mean of a Beta posterior).
+(the marginal goodput of Liu et al. 2024, arXiv 2406.14066). T and c come from the cost model, which
+is fitted to the engine's steps. p_i is the share of right drafts at position i of this request; as
+long as these are few, the share of all requests counts too (the mean of a Beta posterior).
 
-A request whose drafts are not worth it rests: it gets no drafts for 2, 4, ... 64 tokens, and is
-then tried with a few drafts. The fixed cost of a step with drafts is considered in `payoff`.
+A request whose drafts do not pay rests: it gets no drafts for 2, 4, ... 64 tokens, and then a few
+as a try. The fixed cost of a step with drafts is considered in `payoff`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """For each position, the share of right drafts, of those before which all drafts were right.
-    Old drafts weigh less."""
+    """For each position, how many drafts were verified whose earlier drafts were all right, and how
+    many of them were right. Older drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
@@ -38,7 +38,7 @@ class Rates:
         self.right = [right] * num_places
 
     def add(self, num_verified: int, num_right: int) -> None:
-        """Add the drafts of one step. Drafts after the first wrong one are not counted."""
+        """Count the drafts of one step up to the first wrong one."""
         tried, right, keep = self.tried, self.right, self._keep
         for place in range(min(num_verified, num_right + 1)):
             tried[place] = tried[place] * keep + 1.0
@@ -46,26 +46,26 @@ class Rates:
 
 
 class Worth:
-    """Chooses the number of drafts to verify for each request."""
+    """Chooses how many drafts to verify for each request."""
 
     def __init__(self, num_places: int, first: float = FIRST) -> None:
-        """first: the assumed share of right drafts before any was verified."""
+        """num_places: most drafts per step; first: share of right drafts to assume at first."""
         self._num_places = num_places
         self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * first)
         self._own: dict[int, Rates] = {}  # by arrival number of the request
         self._rest: dict[int, tuple[int, int]] = {}  # token count when the rest ends; its length
 
     def is_resting(self, req: Request) -> bool:
-        """True while the request rests and must get no drafts."""
+        """Whether the request must get no drafts now, since earlier ones did not pay."""
         until = self._rest.get(req.arrival)
         return until is not None and req.num_tokens < until[0]
 
     def has_rested(self, req: Request) -> bool:
-        """True if the request's drafts were not worth verifying at the last decision."""
+        """Whether the request's last drafts did not pay."""
         return req.arrival in self._rest
 
     def num_to_verify(self, req: Request, drafts: Sequence[int], price: float) -> int:
-        """How many of these drafts to verify. price: tokens that another draft must yield."""
+        """How many leading drafts to verify. price: tokens that each further draft must yield."""
         num = self.expect(req, len(drafts), price)[0]
         if num or not drafts:
             return num
@@ -77,8 +77,8 @@ class Worth:
         return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
 
     def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
-        """How many of ``most`` drafts each yield more tokens than ``price``, and the tokens that
-        these drafts yield in all."""
+        """How many of ``most`` drafts each yield more than ``price`` tokens, and the number of
+        tokens that these drafts yield in all."""
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # drafts at other positions are evidence, too
@@ -97,7 +97,7 @@ class Worth:
         return num, together
 
     def count(self, req: Request, num_verified: int, num_right: int) -> None:
-        """Add the result of verified drafts of the request."""
+        """Count drafts of the request that were verified, and how many of them were right."""
         own = self._own.get(req.arrival)
         if own is None:
             own = self._own[req.arrival] = Rates(self._num_places, KEEP)

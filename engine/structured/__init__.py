@@ -1,1 +1,1 @@
-"""Structured output: text that must match a schema, an expression or a grammar."""
+"""Structured output: text that must match a JSON schema, a regular expression or a grammar."""

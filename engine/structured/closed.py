@@ -1,11 +1,11 @@
-"""Closes the objects of a JSON schema: no properties beyond those that the schema names.
+"""Closes the objects of a JSON schema: they allow no properties beyond those that it names.
 
-Small models that may write any property never stop writing them. So an object whose schema names
-properties, and has no keyword for others, is closed as if its outermost schema had
-``unevaluatedProperties: false``: allowed are the names in ``allOf``, ``anyOf``, ``oneOf``, ``if``,
-``dependentSchemas`` and references together. An object with no names stays open, and so does an
-alternative with no names next to others with names. A name that is only in ``required`` may have
-any value.
+Small models that may write any property never stop writing them. So an object is closed if its
+schema names properties and has no keyword for others, as if its outermost schema had
+``unevaluatedProperties: false``. Allowed are all names in ``allOf``, ``anyOf``, ``oneOf``, ``if``,
+``dependentSchemas`` and references. An object without names stays open, and so does an alternative
+without names next to alternatives with names. A name that is only in ``required`` may have any
+value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ANNOTATIONS = {
 
 @dataclass
 class Nest:
-    """What all schemas of one object together state about its properties."""
+    """What all schemas of one object together demand of its properties."""
 
     names: set[str] = field(default_factory=set)
     own_names: bool = False  # a schema that always holds names properties
@@ -68,8 +68,8 @@ class Nest:
 
 
 def closed(schema: Any) -> Any:
-    """Return a copy in which objects that name properties have no others, expressed in keywords
-    that a reader of any draft understands."""
+    """Return a copy of a schema in which objects that name properties allow no others. It uses
+    keywords that readers of any draft understand."""
     if not isinstance(schema, dict):
         return schema
     whole = msgspec.json.decode(msgspec.json.encode(schema))
@@ -78,8 +78,8 @@ def closed(schema: Any) -> Any:
 
 
 def only_named(schema: Any) -> Any:
-    """Return a copy in which every object has only the properties that its own schema names, like
-    vLLM's ``disable_additional_properties``."""
+    """Return a copy of a schema in which each object allows only the properties that its own schema
+    names, like vLLM's ``disable_additional_properties``."""
     if not isinstance(schema, dict):
         return schema
     whole: Schema = msgspec.json.decode(msgspec.json.encode(schema))
@@ -90,7 +90,7 @@ def only_named(schema: Any) -> Any:
 
 
 class _Closer:
-    """Closes the objects of one document in place."""
+    """Closes the objects of one schema document in place."""
 
     def __init__(self, whole: Schema) -> None:
         self._references = References(whole)
@@ -137,7 +137,7 @@ class _Closer:
             schema["unevaluatedProperties"] = False
 
     def _open_alternatives(self, schema: Schema, nest: Nest) -> None:
-        """Keep alternatives without names open, if no schema next to them names properties."""
+        """Keep alternatives without names open, unless the schema itself names properties."""
         if nest.own_names:
             return
         for key in _SOME:
@@ -162,8 +162,8 @@ class _Closer:
         return self._nests[id(schema)]
 
     def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
-        """Yield the schemas that may hold for the same value as this one, each with the
-        alternatives in which it holds, and with whether it only tests the value (``if``)."""
+        """Yield all schemas that may apply to the same value as this one, each with the
+        alternatives in which it applies, and whether it only tests the value (``if``)."""
         waiting: list[tuple[Any, Choices, bool]] = [(schema, (), False)]
         seen = set()
         while waiting:
@@ -190,7 +190,7 @@ class _Closer:
                 ]
 
     def _led(self, schema: Schema) -> list[Any]:
-        """Return the schemas that a schema refers to."""
+        """Return the targets of a schema's references."""
         if not any(key in schema for key in REFERENCES):
             return []
         if id(schema) not in self._targets:
@@ -198,8 +198,8 @@ class _Closer:
         return self._targets[id(schema)]
 
     def _joint(self, nest: Nest) -> Iterator[Schema]:
-        """Yield the schemas of each property that several schemas describe together: none of them
-        names enough properties to be closed by itself."""
+        """Yield the schemas of properties that several schemas describe together. None of these can
+        be closed alone, since another may name more properties."""
         for schemas in nest.children.values():
             if len(schemas) == 1:
                 continue
@@ -213,8 +213,8 @@ class _Closer:
     # -- targets of references
 
     def _only_whole(self) -> dict[int, Schema]:
-        """Return by ``id()`` the schemas that are only referred to as the single schema of an
-        object: these can be closed in place."""
+        """Return, by ``id()``, the targets of references that always describe a whole object: these
+        can be closed in place."""
         users: dict[int, list[bool]] = {}
         targets: dict[int, Schema] = {}
         whole = {id(each) for each in self._objects}
@@ -236,7 +236,7 @@ class _Closer:
         return able[0] if len(able) == 1 and isinstance(able[0], dict) else None
 
     def _is_left_to_target(self, schema: Schema) -> bool:
-        """Whether the schema is only a reference, and its target is closed itself."""
+        """Whether the schema is only a reference to a target that is closed in place."""
         alone = schema if _is_reference(schema) else self._only_object(schema)
         if alone is None or not _is_reference(alone):
             return False
@@ -266,8 +266,8 @@ def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None
 
 
 def _outermost(whole: Schema) -> Iterator[Schema]:
-    """Yield the schemas that describe a value by themselves, rather than as a part of another
-    schema for the same value."""
+    """Yield the schemas that describe a whole value, and not a part of another schema for the same
+    value."""
     waiting: list[tuple[Any, bool]] = [(whole, True)]
     while waiting:
         schema, is_whole = waiting.pop()
@@ -287,13 +287,13 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
 
 
 def _go_together(one: Choices, other: Choices) -> bool:
-    """Whether schemas may hold for the same value, given the alternatives in which each holds."""
+    """Whether schemas may apply to the same value, given the choices that lead to each of them."""
     taken = dict(one)
     return all(taken.get(choice, number) == number for choice, number in other)
 
 
 def _is_reference(schema: Any) -> bool:
-    """Whether a schema has no keyword besides a reference."""
+    """Whether the schema is nothing but a reference."""
     return isinstance(schema, dict) and schema.keys() - _ANNOTATIONS in (
         {each} for each in REFERENCES
     )

@@ -1,6 +1,6 @@
-"""Structured output: a request waits for its compiled grammar, then its output follows it.
+"""Structured output: a request waits until its grammar is compiled, then its output must match it.
 
-Loads neither torch nor a grammar library: a backend implements ``GrammarCompiler``.
+Imports neither torch nor a grammar library: a backend implements ``GrammarCompiler``.
 """
 
 from __future__ import annotations
@@ -22,53 +22,52 @@ RECENT = 4  # recent tokens that a tokenizer may need as context
 
 
 class GrammarError(EngineError):
-    """A grammar is invalid, or its output cannot be continued."""
+    """The grammar is invalid, or no output can follow in it."""
 
 
 class Matcher(Protocol):
-    """Follows one output through its grammar.
+    """Matches the output of one request with its grammar.
 
     End-of-text tokens are passed too; they are allowed where the grammar may end.
     """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Count how many of these tokens, in order, the grammar allows next. Changes nothing."""
+        """Return how many of these tokens in a row the grammar allows next. Changes nothing."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Advance past these tokens, all of which must be allowed."""
+        """Add these tokens to the output. The grammar must allow all of them."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of allowed tokens: in mask i, of those allowed after the first i drafts, for
-        each i up to the first draft that is not allowed. Changes nothing else.
-        Raises if no token is allowed next; a draft after which no token is allowed gets an empty
-        mask.
+        """Set the bits of allowed tokens: mask i is for the token after the first i drafts. Masks
+        after a draft that is not allowed stay empty. Raises if no token is allowed in mask 0; a
+        later mask may be empty. Changes nothing else.
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
         """Return at most ``most`` tokens of the only text that can follow, tokenized after the
-        recent tokens; empty where there is a choice. Changes nothing."""
+        tokens ``recent``; empty if several texts can follow. Changes nothing."""
 
 
 class Compilation(Protocol):
-    """A grammar that is being compiled or has been."""
+    """The compilation of one grammar, in progress or ended."""
 
     def wait(self) -> Matcher:
-        """Block until the grammar is compiled; return or raise what ``poll`` then does."""
+        """Block until compilation ends. Returns a new matcher, or raises as ``poll`` does."""
 
     def poll(self) -> Matcher | None:
         """Return a new matcher, or ``None`` while the grammar is still being compiled.
 
-        Raises if the grammar is invalid or took too long.
+        Raises if the grammar is invalid or takes too long to compile.
         """
 
 
 class GrammarCompiler(Protocol):
-    """Compiles grammars in the background; equal grammars are compiled once."""
+    """Compiles grammars in the background, and equal grammars only once."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compilation:
-        """Start compiling and return immediately. Raises like ``Compilation.poll``.
+        """Start to compile a grammar, without waiting. Raises like ``Compilation.poll``.
 
         eos_token_ids: tokens allowed only where the grammar may end.
         """
@@ -78,8 +77,8 @@ class GrammarCompiler(Protocol):
 
 
 class CompiledAtOnce:
-    """A ``GrammarCompiler`` that waits for each grammar. A recorded run needs it, because the time
-    at which a grammar is ready would differ in a replay."""
+    """A ``GrammarCompiler`` that waits for each grammar, for recorded runs: in a replay, the
+    grammar would be ready at another time."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -92,7 +91,7 @@ class CompiledAtOnce:
 
 
 class Compiled:
-    """A ``Compilation`` that has ended."""
+    """A ``Compilation`` that has ended with a matcher."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -105,13 +104,13 @@ class Compiled:
 
 
 class GrammarsRefused(Resource):
-    """Refuses requests with a grammar, next to a plug-in that writes masks without grammars."""
+    """Refuses requests with a grammar, where a plug-in writes the token masks instead."""
 
     name = "no grammar"
     serves = "grammar"
 
     def __init__(self, writer: str) -> None:
-        """writer: the name of the plug-in."""
+        """writer: the name of the plug-in that writes the masks."""
         self._writer = writer
 
     def objection(self, add: AddRequest) -> str | None:
@@ -124,8 +123,8 @@ class GrammarsRefused(Resource):
 
 
 def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
-    """Return the resources with ``grammars`` in front, unless one of them serves grammars already.
-    If a plug-in writes masks, put a resource in front that refuses requests with a grammar."""
+    """Return the resources with ``grammars`` in front, unless one of them handles grammars already.
+    If one of them writes masks, a resource that refuses requests with a grammar takes its place."""
     writers = [resource for resource in resources if "masks" in resource.needs]
     if any(resource.serves == GrammarReadiness.serves for resource in resources):
         return tuple(resources)
@@ -133,10 +132,10 @@ def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tup
 
 
 class EarlySampling:
-    """Decides whether a request's next token is sampled before its mask is ready.
+    """Decides whether a request's next token is sampled before its mask is made.
 
-    When the grammar refuses such a token, the next tokens wait for their masks, twice as many each
-    time. As long as the model follows the grammar, every token is sampled early.
+    All tokens are sampled early as long as the grammar allows them. When it refuses one, the next
+    tokens wait for their masks: 1 token, and twice as many at each further refusal.
     """
 
     MOST = 16  # tokens to wait at most
@@ -146,7 +145,7 @@ class EarlySampling:
         self._next = 1  # tokens to wait after the next refusal
 
     def is_due(self) -> bool:
-        """Whether to sample this token early. Call once per token."""
+        """Whether to sample the next token early. Call this once per token."""
         self._wait -= 1
         return self._wait < 0
 
@@ -157,12 +156,12 @@ class EarlySampling:
             self._wait, self._next = self._next, min(2 * self._next, self.MOST)
 
     def resume(self) -> None:
-        """End the wait: the grammar forbids few tokens here, for instance within a string."""
+        """Sample early again, because the grammar forbids few tokens here, as in a string."""
         self._wait = 0
 
 
 class GrammarProgress:
-    """How far the grammar of a request is compiled, and how far its output has been followed."""
+    """The compilation of a request's grammar, and the output tokens matched so far."""
 
     def __init__(self) -> None:
         self.compilation: Compilation | None = None
@@ -173,7 +172,7 @@ class GrammarProgress:
         self.is_parked = False
 
     def has_compiled(self) -> bool:
-        """Whether compiling has ended, successfully or not."""
+        """Whether compilation has ended, with a matcher or an error."""
         assert self.compilation is not None
         try:
             self.matcher = self.compilation.poll()
@@ -183,11 +182,11 @@ class GrammarProgress:
 
 
 class GrammarReadiness(Resource):
-    """Compiles the grammars of new requests; a request leaves the queue until its grammar is ready.
+    """Compiles the grammars of new requests, and makes the token masks of running ones.
 
-    An invalid grammar, or a token that the grammar refuses, ends that request with an error. A mask
-    depends on the last token, so the forward pass of the next step is launched first, and the masks
-    are made once the last token is sampled.
+    A request leaves the queue until its grammar is ready. It ends with an error if the grammar is
+    invalid, or refuses a sampled token. A mask depends on the last token, so it is made during the
+    forward pass of the next step, once that token is sampled.
     """
 
     name = "grammar"
@@ -224,8 +223,7 @@ class GrammarReadiness(Resource):
             self._compiling[req.request_id] = own
 
     def watches(self, req: Request) -> bool:
-        """Return ``False``: a running request has its compiled grammar, so no step must ask about
-        it."""
+        """Return False: a running request has its compiled grammar, so no step must check it."""
         return False
 
     def begin_step(self, step: Step) -> None:
@@ -250,7 +248,7 @@ class GrammarReadiness(Resource):
         self._progress[req.request_id].is_parked = True
 
     def release(self, req: Request) -> None:
-        """Forget a finished request. A preempted one keeps its matcher and resumes later."""
+        """Drop the state of a finished request. A preempted request keeps its matcher."""
         if req.is_finished:
             self._by_row.pop(req.row, None)
             for by_id in self._by_id:
@@ -262,8 +260,8 @@ class GrammarReadiness(Resource):
             plan.masks = MaskPart(rows, self._ahead(own))
 
     def masks(self, plan: StepPlan) -> Masks:
-        """Make the masks of this step. A mask costs twenty times as much as checking one token, so
-        rows whose early token is allowed get none, and neither do requests that have ended."""
+        """Make the masks of this step, except for requests that have ended and those whose early
+        token the grammar allows: checking a token takes a twentieth of the time of a mask."""
         drafts = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
         owners = self._in_need_of_masks(plan)
         num_masks = len(owners) + sum(len(drafts[index]) for index in owners)
@@ -279,8 +277,8 @@ class GrammarReadiness(Resource):
         return Masks(words.reshape(-1), self._num_words, rows)
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Fail rows whose new token the grammar refuses. Matchers advance later, once the tokens
-        are final: another resource may require the row to be recomputed."""
+        """End a request with an error if the grammar refuses its new token. Matchers advance later,
+        when the tokens are final, since another resource may have them computed again."""
         if not self._by_row:
             return
         ends = np.cumsum(result.counts)
@@ -297,8 +295,8 @@ class GrammarReadiness(Resource):
         self._compiler.shutdown()
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """Count the leading drafts that the request's grammar allows. If the matcher fails the
-        count is 0; making the next mask or checking the next token then reports why."""
+        """Return how many leading drafts the request's grammar allows: 0 if the matcher fails,
+        whose error the next mask or token check then reports."""
         if not self._is_followed(req):
             return len(drafts)
         try:
@@ -307,8 +305,8 @@ class GrammarReadiness(Resource):
             return 0
 
     def forced(self, req: Request, most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens of text that the request's grammar forces. They are only
-        drafts: the model may tokenize the same text differently."""
+        """Return at most ``most`` tokens of the text that the grammar forces, to be used as drafts:
+        the model may tokenize this text differently."""
         if not self._is_followed(req):
             return ()
         try:
@@ -323,8 +321,7 @@ class GrammarReadiness(Resource):
         return own is not None and own.matcher is not None
 
     def _own_rows(self, plan: StepPlan, counts: Column) -> list[tuple[int, Request]]:
-        """Find the rows with a count above 0 whose requests have a grammar, with those requests.
-        Rows without a grammar are filtered out in one array operation."""
+        """Return (row of the plan, request) for requests with a grammar and a count above 0."""
         if not self._by_row:
             return []
         own = np.isin(plan.rows, np.fromiter(self._by_row, np.intp, len(self._by_row)))
@@ -333,13 +330,13 @@ class GrammarReadiness(Resource):
         return [(index, req) for index, req in found if req is not None]
 
     def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
-        """Choose the rows whose token is sampled before its mask is ready."""
+        """Return the rows whose token is sampled before its mask is made; ``None`` for none."""
         found = [i for i, req in own if self._progress[req.request_id].early.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
-        """Return the requests that need a mask, by row of the plan. A request whose token was
-        sampled early needs none if the grammar allows the token; record whether it does."""
+        """Return the requests that need a mask, by row of the plan. Those whose early token the
+        grammar allows need none; whether it is allowed is recorded."""
         part = plan.masks
         assert part is not None, "no row of this plan is masked"
         owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
@@ -359,7 +356,8 @@ class GrammarReadiness(Resource):
         return found
 
     def _owner(self, plan: StepPlan, index: int) -> Request | None:
-        """Return the unfinished request with a grammar in a row of the plan, or ``None``."""
+        """Return the request in this row of the plan; ``None`` if it has ended or has no
+        grammar."""
         row = int(plan.rows[index])
         req = self._by_row.get(row)
         if req is None or req.table.generation.at[row] != plan.generations[index]:
@@ -374,7 +372,7 @@ class GrammarReadiness(Resource):
             masks[:] = 0
 
     def _report_broken(self, plan: StepPlan, result: StepResult) -> None:
-        """Replace the worker's error that no token was allowed by the reason for the empty mask."""
+        """Replace the worker's error for an empty mask by the reason why the mask is empty."""
         assert plan.masks is not None
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)
@@ -382,7 +380,7 @@ class GrammarReadiness(Resource):
                 result.fail(index, why, "invalid_grammar")
 
     def _caught_up(self, req: Request) -> Matcher:
-        """Return the matcher, advanced past all output tokens. Raises if it refuses one."""
+        """Return the matcher after all output tokens so far. Raises if it refuses one of them."""
         own = self._progress[req.request_id]
         assert own.matcher is not None, "nothing is drawn before the grammar is compiled"
         if tokens := req.tokens[req.num_prompt + own.num_followed :].tolist():
@@ -391,7 +389,7 @@ class GrammarReadiness(Resource):
         return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
-        """Return why the grammar refuses one of these new tokens, up to the first stop token;
+        """Return why the grammar refuses one of the new tokens, up to the first stop token;
         ``None`` if it allows them."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens

@@ -1,4 +1,4 @@
-"""uvicorn's connection on httptools, with limits on size and time that it lacks.
+"""An HTTP/1.1 connection of uvicorn with limits on the size and duration of each request.
 
     connection ── head ──> on_headers_complete ── body ──> on_message_complete ── answer ── head ...
                   10 s, 64 KiB                    60 s
@@ -49,8 +49,8 @@ class HttpLimits:
 
 
 class BoundedProtocol(WritingProtocol):
-    """One connection. A request over a limit is answered with an error in OpenAI's form, and the
-    connection is closed."""
+    """One connection of a client. A request that exceeds a limit gets an error in OpenAI's form as
+    its answer, and the connection is closed."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class BoundedProtocol(WritingProtocol):
         on_refused: OnRefused | None = None,
         **kwargs: Any,
     ) -> None:
-        """on_refused: called with each error that is answered here, and with the request's scope if
-        the application has received the request."""
+        """on_refused: called with each error that the connection itself sends, and with the scope
+        of the request, which is ``None`` if the application has not received that request."""
         super().__init__(*args, **kwargs)
         self._on_refused = on_refused
         self._limits = limits or HttpLimits()
@@ -151,7 +151,7 @@ class BoundedProtocol(WritingProtocol):
         super().on_message_complete()
 
     def _check_head(self, num: int) -> None:
-        """Count ``num`` bytes of headers. Raises ``ApiError`` for too many."""
+        """Add ``num`` to the bytes of the headers. Raises ``ApiError`` if they are too many."""
         if num:
             self._head_bytes += num
             self._num_new_bytes = 0
@@ -160,7 +160,7 @@ class BoundedProtocol(WritingProtocol):
             self._fail(431, f"the headers have more than {most} bytes, the limit: send fewer")
 
     def _check_request(self) -> None:
-        """Raise ``ApiError`` for complete headers that this server does not accept."""
+        """Raise ``ApiError`` for an HTTP version or headers that this server does not support."""
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
             self._fail(505, f"the request is HTTP/{version}, must be HTTP/1.1")
@@ -176,7 +176,7 @@ class BoundedProtocol(WritingProtocol):
             self._fail(400, "the request is an upgrade, which is not supported: send HTTP/1.1")
 
     def _fail(self, status: int, message: str) -> None:
-        """Raise an error in a callback of the parser, which ends the connection."""
+        """Raise the ``ApiError`` that the client gets before the connection is closed."""
         self._refusal = ApiError(status, message)
         raise self._refusal
 
@@ -190,7 +190,7 @@ class BoundedProtocol(WritingProtocol):
             self._linger()
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error in place of the application, unless a response has begun, and close."""
+        """Send an error, unless a response has begun already, and close the connection."""
         self._is_over = True
         self._forget_finished()
         if any(cycle is not self.cycle for cycle in self._unfinished):
@@ -215,8 +215,8 @@ class BoundedProtocol(WritingProtocol):
         self._unfinished = [each for each in self._unfinished if not each.response_complete]
 
     def _linger(self) -> None:
-        """Ignore further bytes, and close the connection after some time: if it were closed at
-        once, a client that is still sending would not receive the response."""
+        """Ignore further bytes, and close the connection after ``LINGER_SECONDS``. A client that is
+        still sending would lose the response if the connection were closed immediately."""
         self._is_over = True
         self._forget_deadline()
         if self.transport.can_write_eof():

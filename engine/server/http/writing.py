@@ -1,7 +1,7 @@
-"""Write the parts of a streamed body without a coroutine.
+"""Write the parts of a streamed body without ASGI's ``send``.
 
-ASGI's ``send`` is a coroutine, so that a task must be woken for each part of a body. This protocol
-also passes a ``Writer`` to the application, under ``extensions`` of the scope.
+``send`` is a coroutine, so each part of a body would wake a task. Applications find the ``Writer``
+of a request in the ``extensions`` of its scope.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WRITER = "metronome.writer"  # key of the writer in ``extensions``
 
 
 class Writer:
-    """Writes parts of a chunked body after the head of the response was sent."""
+    """Writes parts of a chunked body once the head of the response has been sent."""
 
     __slots__ = ("_cycle",)
 
@@ -22,7 +22,7 @@ class Writer:
 
     @property
     def is_ready(self) -> bool:
-        """False if the client has disconnected or reads too slowly."""
+        """False if the client has disconnected, or reads more slowly than the server writes."""
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write(self, part: bytes) -> None:

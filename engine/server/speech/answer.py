@@ -1,4 +1,4 @@
-"""Parse the answer of one sequence into events: thinking, text, tool calls.
+"""Parse the answer of one sequence into events: thinking, text, and parts of tool calls.
 
     text of the engine ──> MarkedText ──> AnswerParser ──> events of a ParsedAnswer
 
@@ -30,21 +30,21 @@ from engine.server.speech.text_reading import TextParser
 
 
 class AnswerParser(Protocol):
-    """Parses the text of one answer, in which each marker is one character (see ``markers``)."""
+    """Parses the text of one answer, where each marker is one character (see ``MarkedText``)."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the next text is thinking, judged by the text so far."""
+        """Whether the text that comes next is thinking."""
 
     def read(self, text: str) -> Iterable[Event | PartEnd]:
         """Parse the next piece of text and return its events."""
 
     def end(self, *, is_cut: bool) -> Iterable[Event | PartEnd]:
-        """Return the last events; is_cut: the answer ended before the model finished it."""
+        """Return the last events. is_cut: the answer ended before the model finished it."""
 
 
 class FamilyParser:
-    """Parses answers in the format of a model family."""
+    """Parses an answer in the format of a model family."""
 
     def __init__(self, source: TextSource, reading: TextParser | HarmonyParser) -> None:
         self._source = source
@@ -71,7 +71,7 @@ class FamilyParser:
 
 
 class ThinkingCounter:
-    """Counts the tokens between the markers of thinking."""
+    """Counts the tokens of thinking: those between its opening and closing markers."""
 
     def __init__(self, begin: int, end: int, is_thinking: bool) -> None:
         self._begin, self._end, self._is_thinking = begin, end, is_thinking
@@ -87,7 +87,7 @@ class ThinkingCounter:
 
 
 class ParsedAnswer(ABC):
-    """The answer of one sequence as far as it was generated: text, thinking and calls."""
+    """The answer of one sequence so far, parsed into text, thinking and tool calls."""
 
     def __init__(self) -> None:
         # Lists of pieces: appending to one long text would copy it for each token.
@@ -108,11 +108,11 @@ class ParsedAnswer(ABC):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the next text is thinking, judged by the text so far."""
+        """Whether the text that comes next is thinking."""
         return False
 
     def read(self, completion: CompletionOutput, max_calls: int | None = None) -> list[Event]:
-        """Add an output and return its events, without calls beyond the first ``max_calls``."""
+        """Parse a new output and return its events, without calls after the first ``max_calls``."""
         events: list[Event] = []
         for event in _joined(self._read(completion)):
             if isinstance(event, Text):
@@ -125,7 +125,7 @@ class ParsedAnswer(ABC):
         return events
 
     def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
-        """Record an event of a call, and return True; False if ``max_calls`` excludes the call."""
+        """Record an event of a tool call. False: the call exceeds ``max_calls`` and is left out."""
         if isinstance(event, CallBegin):
             self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
             if not self._is_left_out:
@@ -148,7 +148,7 @@ class PlainAnswer(ParsedAnswer):
 
 
 class StructuredAnswer(ParsedAnswer):
-    """An answer with thinking and calls; white space between its parts is dropped."""
+    """An answer that may have thinking and tool calls; white space between them is dropped."""
 
     def __init__(
         self,
@@ -221,8 +221,7 @@ class StructuredAnswer(ParsedAnswer):
         self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
-        """The beginning of a part, trimmed. While the part has only white space, this is kept for
-        later, and "" is returned."""
+        """The trimmed beginning of a part of the answer; "" if it is only white space so far."""
         if not text.strip():
             self._spaces.append(text)
             return ""
@@ -239,7 +238,7 @@ class StructuredAnswer(ParsedAnswer):
 
 
 def _joined(events: Iterable[Event]) -> Iterator[Event]:
-    """Join consecutive pieces of one event type."""
+    """Join consecutive text events, thinking events or pieces of arguments into single events."""
     for kind, group in groupby(events, type):
         if kind is CallBegin or kind is CallEnd:
             yield from group

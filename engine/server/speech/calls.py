@@ -1,4 +1,4 @@
-"""Base class of the parsers of tool calls: names of tools, and arguments that are JSON."""
+"""Base class of parsers of tool calls: parses tool names, and arguments that are JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Types = Mapping[str, list[str]]
 
 
 class CallSyntax(NamedTuple):
-    """The markers of a family's tool calls."""
+    """The markers that a model family writes around and inside tool calls."""
 
     openers: tuple[str, ...] = ()
     """Markers that begin a call."""
@@ -33,7 +33,7 @@ class CallSyntax(NamedTuple):
 
 
 class CallReader(ABC):
-    """Parses the tool calls of one answer."""
+    """Parses the tool calls in one answer."""
 
     fences: tuple[str, ...] = ()  # code fences around JSON
     trailing: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class CallReader(ABC):
         *,
         short_ids: bool,
     ) -> None:
-        """tools: argument types of the request's tools, by name."""
+        """tools: for each tool of the request, the JSON types of its arguments by name."""
         self.source = source
         self.tools = tools
         self.markers = markers
@@ -59,23 +59,23 @@ class CallReader(ABC):
 
     @abstractmethod
     def attempt(self) -> Steps[bool]:
-        """Try to parse a call at an opener, and return whether it is a call. If it is not, the
-        caller rewinds the source."""
+        """Try to parse a call that begins with an opening marker. Returns False if this is no call:
+        the caller then rewinds the source."""
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another without an opener; False if none follows."""
+        """Try to parse another call, without an opening marker. Returns False if there is none."""
         return False
         yield
 
     def name(self, text: str) -> str | None:
-        """The name of the request's tool that the model means by ``text``."""
+        """The name of the tool that the model means by ``text``; ``None`` if there is none."""
         name = text.strip()
         if name not in self.tools:
             name = name.removeprefix(PREFIX)
         return name if name in self.tools else None
 
     def accept_openers(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Skip openers, of which a model may write several; return whether there was one."""
+        """Skip all opening markers at the position. Returns False if there is none."""
         found = False
         while (yield from self.source.accept(*openers)):
             found = True
@@ -97,7 +97,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """Begin a call, after which the source cannot be rewound to before it."""
+        """Make the event that begins a call. From then on the source cannot be rewound."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 
@@ -107,8 +107,8 @@ class CallReader(ABC):
         yield CallEnd()
 
     def arguments(self, name: str) -> Steps[bool]:
-        """Parse the arguments of a call: a JSON object, a string that contains one, or null.
-        Returns whether one of these was found."""
+        """Parse a call's arguments: a JSON object, a string that contains an object, or null.
+        Returns False if none of these follows."""
         char = yield from self.source.peek()
         if char == "{":
             yield self.begin(name)
@@ -125,7 +125,7 @@ class CallReader(ABC):
         return False
 
     def held(self) -> Waits[str | None]:
-        """Parse the arguments into one text; ``None`` if they are malformed or cut off."""
+        """Return the arguments as one JSON text; ``None`` if they are malformed or incomplete."""
         value = self.json()
         parts: list[str] = []
         for piece in value.read():
@@ -144,13 +144,13 @@ class CallReader(ABC):
         return "{}" if text == "null" else None
 
     def is_over(self) -> Waits[bool]:
-        """Whether the call ends here: at a marker, or at the end of an answer that is not cut."""
+        """Whether the call ends here, at a marker or at the end of an answer that is complete."""
         if not (yield from self.source.skip_space()):
             return not self.source.is_cut
         return bool((yield from self.source.standing(0, self.closers + self.openers)))
 
     def _quoted(self, name: str) -> Steps[bool]:
-        """Parse arguments that are a JSON string with JSON inside."""
+        """Parse arguments that are JSON inside a JSON string; False if they are not."""
         outer, inner = self.json(), TextSource()
         reading = self._streamed_inside(name, inner)
         has_begun = False

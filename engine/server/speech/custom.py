@@ -1,7 +1,7 @@
-"""Custom tools, whose input is one plain text that may have to match a grammar.
+"""Custom tools: their input is plain text, which may have to match a grammar.
 
-The model sees a custom tool as a function with one argument, ``input``. For the client the
-arguments of a call are converted back to the text.
+The model sees a custom tool as a function with one argument, ``input``. The arguments of a call are
+converted back to plain text for the client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = re.compile(
 
 
 class CustomFunction(NamedTuple):
-    """A custom tool converted to a function."""
+    """A custom tool as a function of the chat template."""
 
     function: dict[str, Any]
     """The function's description for the chat template."""
@@ -62,8 +62,8 @@ def schema_of_input(pattern: str | None) -> dict[str, Any]:
 
 
 def _grammar_of(name: Any, form: Any) -> tuple[str, str] | None:
-    """Syntax and definition of a tool's grammar. The responses API has them in ``format`` itself,
-    chat completions in ``format.grammar``. Raises ``ApiError``."""
+    """Syntax and definition of the grammar in a tool's ``format``; ``None`` if it has none. Raises
+    ``ApiError``."""
     kind = form.get("type") if isinstance(form, dict) else form
     if isinstance(form, dict) and kind in (None, "text"):
         return None
@@ -96,7 +96,7 @@ def _pattern_of(name: Any, syntax: str, definition: str) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """The input text in the arguments of a call; the arguments themselves if they have none."""
+    """The input text in the arguments of a call; the arguments unchanged if they contain none."""
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -107,7 +107,7 @@ def input_of(arguments: str) -> str:
 
 
 class InputReader:
-    """Decodes the input text from the arguments of a call while they are streamed."""
+    """Extracts the input text of a custom tool from streamed arguments."""
 
     def __init__(self) -> None:
         self.arguments = ""
@@ -115,7 +115,7 @@ class InputReader:
         self._num_sent = 0
 
     def feed(self, piece: str) -> str:
-        """Add a piece of the arguments and return the new part of the text."""
+        """Add a piece of the arguments and return the new part of the input text."""
         self.arguments += piece
         if self._at < 0:
             begun = BEGIN.match(self.arguments)
@@ -130,5 +130,5 @@ class InputReader:
         return text
 
     def end(self) -> str:
-        """Return the rest of the input text."""
+        """Return the part of the input text that ``feed`` has not returned."""
         return input_of(self.arguments)[self._num_sent :]

@@ -1,4 +1,4 @@
-"""Check which schemas of tools can be enforced, before a request runs."""
+"""Check before a request runs which tools' schemas a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("engine.server")
 
 
 def enforceable(tools: Tools) -> Tools:
-    """Mark the tools whose schemas cannot be enforced, so that any arguments are accepted. Raises
-    ``ApiError`` if such a tool is strict. Takes milliseconds for each new schema."""
+    """Mark each tool whose schema cannot be enforced, so that it accepts any arguments. Raises
+    ``ApiError`` if a strict tool would be marked. Takes milliseconds for each new schema."""
     return tools._replace(all=[_enforceable(tool, tools.objects) for tool in tools.all])
 
 
 def is_too_large(outputs: StructuredOutputsParams, rules: ObjectRules) -> bool:
-    """Whether the grammar of a whole answer cannot be compiled although each of its parts can."""
+    """Whether the grammar of a whole answer cannot be compiled; if so, the reason is logged."""
     whole = form_of(outputs).with_rules(rules)
     size = len(whole.text) + sum(len(part.text) for part in whole.parts)
     if why := (_fault_of_whole if size <= MAX_CACHED_GRAMMAR else fault_of_grammar)(whole):
@@ -36,7 +36,7 @@ def is_too_large(outputs: StructuredOutputsParams, rules: ObjectRules) -> bool:
 
 
 def unenforced(tools: Tools) -> Tools:
-    """Mark all tools that are not strict as not enforced."""
+    """Return the tools with all schemas marked as not enforced, except those of strict tools."""
     return tools._replace(all=[tool._replace(is_enforced=tool.is_strict) for tool in tools.all])
 
 
@@ -65,15 +65,15 @@ def _enforceable(tool: Tool, rules: ObjectRules) -> Tool:
 
 @lru_cache(maxsize=1024)
 def fault_of(schema: str, rules: ObjectRules, *, is_strict: bool) -> str:
-    """Why a JSON schema (as text) cannot be enforced; "" if it can be."""
+    """The reason why a JSON schema cannot be enforced; "" if it can be. schema: JSON text."""
     if why := endless(msgspec.json.decode(schema)):
         return f"the schema {why}"
     return fault_of_grammar(schema_of_arguments(schema, is_strict=is_strict).with_rules(rules))
 
 
 def schema_of_arguments(schema: Any, *, is_strict: bool) -> Grammar:
-    """The grammar of a call's arguments from a JSON schema (a dict or text), with white space as
-    models write it. is_strict: a keyword that cannot be enforced is an error."""
+    """The grammar of a call's arguments by a JSON schema (dict or text), with white space as models
+    write it. is_strict: a keyword that cannot be enforced is an error."""
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     return Grammar("json", text, is_as_trained=True, is_lenient=not is_strict, backend="guidance")
 

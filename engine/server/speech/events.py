@@ -1,9 +1,9 @@
-"""The events of a parsed answer: pieces of thinking, text and tool calls in their order.
+"""The events of a parsed answer: pieces of text, thinking and tool calls, in their order.
 
     Text("Let me see.")
     CallBegin("call_1f", "weather")  CallArguments('{"city": "Ro')  CallArguments('me"}')  CallEnd()
 
-The joined arguments are valid JSON, unless the answer was cut off inside of them.
+The joined arguments of a call are valid JSON, unless the answer was cut off inside them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ class Thinking(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """A tool call begins; its arguments follow."""
+    """The beginning of a tool call; events with its arguments follow."""
 
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    """A piece of the JSON text of the current call's arguments."""
+    """A piece of the current call's arguments, which are JSON text."""
 
     text: str
 
 
 class CallEnd(NamedTuple):
-    """The current call is complete. A call that is cut off with the answer has no such event."""
+    """The end of the current call. There is no such event if the answer is cut off in the call."""
 
 
 class PartEnd(NamedTuple):
-    """A message of the answer ends, so that the next text begins on a new line. Parsers use it
-    among themselves; it is no ``Event``."""
+    """The end of a message in the answer: the next text begins on a new line. Only parsers use it;
+    clients of a ``ParsedAnswer`` do not get it."""
 
 
 Event = Text | Thinking | CallBegin | CallArguments | CallEnd
 
 
 class ToolCall:
-    """A tool call as far as it was parsed."""
+    """A tool call that is complete, or parsed so far."""
 
     def __init__(self, call_id: str, name: str) -> None:
         self.id = call_id
@@ -65,7 +65,7 @@ class ToolCall:
 
 
 def new_call_id(*, is_short: bool) -> str:
-    """A random id of a call; is_short: nine letters and digits, as Mistral's templates require."""
+    """A random id for a call; is_short: nine letters and digits, which Mistral's templates need."""
     if is_short:
         letters = string.ascii_letters + string.digits
         return "".join(secrets.choice(letters) for _ in range(9))

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001  (DeepSeek's markers have a vertical line of their own)
-"""Model families, and how they write thinking and tool calls.
+"""Model families, and how their models write thinking and tool calls.
 
-A family is recognised by texts in the chat template. It names the parser of its calls, the markers
-that this parser uses, and the format of calls in grammars that enforce them.
+A family is recognised by texts in the chat template. It defines the parser of tool calls, the
+markers that this parser uses, and the format of calls in grammars that enforce them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine.server.speech.tagged_calls import GlmCalls, QwenCoderCalls
 
 @dataclass(frozen=True)
 class Calls:
-    """The format of enforced tool calls. Each call is ``begin``, its arguments and ``end``;
-    ``between`` separates two calls, ``before`` and ``after`` enclose all of them. ``{name}`` stands
-    for the tool's name."""
+    """The texts around tool calls in grammars that enforce them. Each call is ``begin``, the
+    arguments and ``end``; ``between`` separates calls, ``before`` and ``after`` enclose all calls.
+    ``{name}`` stands for the tool's name."""
 
     begin: str
     end: str
@@ -42,7 +42,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Family:
-    """Models that write thinking and calls in the same format."""
+    """Models that write thinking and tool calls in the same format."""
 
     name: str
     signs: tuple[str, ...]  # texts that the chat templates of this family contain
@@ -184,5 +184,5 @@ TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
 def family_of(chat_template: str) -> Family:
-    """The first family whose signs are all in the chat template; the last one requires none."""
+    """The first family all of whose ``signs`` occur in the template; a generic one if none fits."""
     return next(f for f in FAMILIES if all(sign in chat_template for sign in f.signs))

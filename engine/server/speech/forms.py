@@ -1,5 +1,5 @@
-"""Build the grammars that enforce tool calls, strict arguments, and formats of the answer after
-free thinking, in llguidance's dialect of Lark."""
+"""Build grammars in llguidance's Lark dialect for answers: they enforce tool calls, strict
+arguments, and formats of the text after thinking."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ANY_OBJECT = {"type": "object"}
 def form_of_answer(
     chat_format: ChatFormat, tools: Tools | None, text: StructuredOutputsParams | None, prompt: str
 ) -> StructuredOutputsParams | None:
-    """The grammar of an answer that may have calls and text; ``None``: any text is allowed.
+    """The grammar of an answer that may have tool calls and text; ``None`` if any text is allowed.
 
     tools: the tools that may be called; text: the format of an answer without calls. Raises
     ``ApiError`` if the schema of a strict tool cannot be enforced.
@@ -75,7 +75,7 @@ def _with_calls(
 def _after_thinking(
     chat_format: ChatFormat, text: StructuredOutputsParams, prompt: str
 ) -> StructuredOutputsParams:
-    """A format of the answer, preceded by free thinking if the model thinks."""
+    """Return the format ``text`` with unrestricted thinking before it, if the model thinks."""
     factory = chat_format.parser_factory(has_tools=False)
     thinks = chat_format.thinking is not None or bool(chat_format.calls.before_text)
     if factory is None or not thinks or chat_format.has_thought(prompt):
@@ -86,7 +86,7 @@ def _after_thinking(
 
 
 class Rules:
-    """Collects the rules and parts of one grammar."""
+    """Collects the Lark rules of one grammar, and the grammars that its rules refer to."""
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
@@ -96,7 +96,7 @@ class Rules:
         self._num_calls = 0
 
     def add(self, name: str, body: str, attribute: str = "") -> str:
-        """Add a rule and return its name."""
+        """Add a Lark rule ``name_N: body`` and return its name. attribute: such as ``[lazy]``."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{attribute}: {body}")
         return name
@@ -105,17 +105,16 @@ class Rules:
         return self._markers.in_grammar(text)
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is a special token, which ordinary text cannot contain."""
+        """Whether this text is a special token of the tokenizer."""
         added = self._markers.tokenizer.added_tokens
         return text in added and added[text].special
 
     def letters(self, markers: Sequence[str]) -> list[str]:
-        """Regular expressions for those markers that are no special tokens."""
+        """Regular expressions for the markers, except those that are special tokens."""
         return [in_regex(each) for each in markers if not self.is_special(each)]
 
     def part(self, form: Grammar) -> str:
-        """Add a grammar that is compiled on its own, and return the name by which rules refer to
-        it."""
+        """Add a grammar that is compiled on its own, and return its name in the rules."""
         self._parts.append(form)
         return f"@part_{len(self._parts) - 1}"
 
@@ -124,13 +123,12 @@ class Rules:
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
-        """Record that the part that was added last may directly follow ``text``. scope: the text
-        that begins the call with this part; the last call begun must be that one. follows: ``text``
-        itself directly follows another part."""
+        """Record a text after which the last added part may begin. scope: the beginning of the call
+        that must contain that text; follows: the text directly follows another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
-        """Add the format of an answer's text, which thinking may precede."""
+        """Add the format of the answer's text, before which the model may think."""
         part, calls = self.part(form), chat_format.calls
         ends = [calls.text, calls.message_end if calls.before_text else ""]
         if chat_format.thinking is not None and not calls.before_text:
@@ -142,7 +140,7 @@ class Rules:
         return self.begun(calls, part)
 
     def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
-        """Rules for thinking and its end, which are optional unless the prompt begins thinking."""
+        """Expressions for thinking, which is optional unless the prompt has begun it."""
         if chat_format.calls.before_text:
             end = chat_format.calls.message_end
             begins = map(self.text, chat_format.calls.before_text)
@@ -156,23 +154,23 @@ class Rules:
         return [self.add("thinking", f"{self.text(begin)} {rest}") + "?"]
 
     def _up_to(self, end: str) -> str:
-        """Free text and the marker that ends it."""
+        """The expression for any text up to and including the marker ``end``."""
         marker = OPENER.match(end)
         if marker is not None and self.is_special(marker[0]):
             return f"{ANY} {self.text(end)}"
         return self.until(end)
 
     def until(self, text: str, but: str = "") -> str:
-        """Add a rule for any text up to and including the next ``text``; but: a suffix of the
-        expression that excludes some texts (see ``_without``)."""
+        """Add a rule for any text up to and including the first ``text``. but: the end of the
+        expression, which excludes some texts (see ``_without``)."""
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
-        """The expression ``text`` after the optional beginning of a final text (``Calls.text``)."""
+        """Return the expression ``text`` with the optional ``Calls.text`` in front of it."""
         return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
-        """Add a rule for one call of any tool: ``begin`` with the tool's name, and its body."""
+        """Add a rule for a call of any of the tools. bodies: the rule after ``begin``, by tool."""
         self._num_calls = len(bodies)
         each = (
             f"{self.text(begin.replace('{name}', name))} {body}" for name, body in bodies.items()
@@ -180,14 +178,14 @@ class Rules:
         return self.add("call", " | ".join(each))
 
     def many(self, first: str, call: str, calls: Calls, *, is_single: bool) -> str:
-        """The expression for one call or several; first: the expression for the first call with the
-        text before it."""
+        """The expression for one or more calls, or just one if ``is_single``. first: the expression
+        for the first call and the text before it."""
         more = "" if calls.between is None or is_single else self.text(calls.between)
         parts = [first, f"({more} {call})*" if calls.between is not None and not is_single else ""]
         return " ".join(part for part in [*parts, self.text(calls.after)] if part)
 
     def form(self, start: list[str]) -> ComposedForm:
-        """The complete grammar; start: the parts of the answer in their order."""
+        """Make the complete grammar. start: expressions for the parts of the answer, in order."""
         grammar = "\n".join([f"start: {' '.join(start)}", *self._rules]) + "\n"
         return ComposedForm(
             grammar=grammar,
@@ -199,7 +197,7 @@ class Rules:
 
 
 def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
-    """The rest of a call of this tool after its beginning."""
+    """The expression for the rest of a call after ``calls.begin``."""
     if calls.form not in ("arguments", "object"):
         return " ".join([*_tagged(rules, calls, tool), rules.text(calls.end)])
     schema = tool.parameters if tool.is_enforced else ANY_OBJECT
@@ -213,8 +211,7 @@ def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
 
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
-    """The schema of a call as a JSON object. References in the tool's schema are adapted to its new
-    place."""
+    """The JSON schema of a call that is one JSON object with the tool's name and its arguments."""
     arguments = _moved(tool.parameters, f"#/properties/{calls.key}")
     return {
         "type": "object",
@@ -228,8 +225,8 @@ def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references are adapted to its new place, ``root``, in another schema.
-    References in a schema with ``$id`` stay, since they are relative to that schema."""
+    """Prefix local references in a schema by ``root``, the place to which the schema is moved. A
+    schema with ``$id`` is unchanged, because its references are relative to itself."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
@@ -242,7 +239,7 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
-    """Rules for arguments between tags in the schema's order; those not required are optional."""
+    """Yield rules for arguments between tags, in order; only required arguments must occur."""
     required = tool.parameters.get("required", [])
     for name in tool.parameters["properties"]:
         if calls.form == "xml":
@@ -257,7 +254,7 @@ def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
 
 
 def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
-    """A rule for the value of an argument between tags: plain text, or JSON for other types."""
+    """The expression for an argument between tags: plain text for strings, otherwise JSON."""
     found = kinds_of(tool.parameters["properties"][name], tool.parameters)
     if found.values:
         spelled = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
@@ -279,7 +276,7 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
 def _strict(
     rules: Rules, chat_format: ChatFormat, bodies: dict[str, str], prompt: str, *, is_single: bool
 ) -> list[str]:
-    """Rules for free text that cannot be parsed as a call, and for calls that match the schemas."""
+    """Expressions for free text that is no call, and for calls that match the tools' schemas."""
     calls = chat_format.calls
     call = rules.calls(calls.begin, bodies)
     whole = " ".join(filter(None, [rules.text(calls.before), call]))
@@ -310,8 +307,7 @@ def _strict(
 def _like_calls(
     rules: Rules, chat_format: ChatFormat, names: Iterable[str], opener: str
 ) -> list[str]:
-    """Regular expressions for text that would be parsed as a call without the opener: other markers
-    of the family, and an object with the name of a tool."""
+    """Regular expressions for text that is parsed as a call even without the marker ``opener``."""
     syntax = (chat_format.family or FAMILIES[-1]).syntax
     others = [text for text in (*syntax.openers, *syntax.inner) if text != opener]
     called = f"({re.escape(PREFIX)})?({'|'.join(map(in_regex, names))})"
@@ -319,13 +315,13 @@ def _like_calls(
 
 
 def _without(expressions: Sequence[str]) -> str:
-    """A suffix of a Lark expression that excludes texts which contain one of ``expressions``."""
+    """The end of a Lark expression that excludes texts which contain one of ``expressions``."""
     return f" & ~/(?s:.*)({'|'.join(expressions)})(?s:.*)/"
 
 
 def whole_expression(pattern: str) -> str:
-    """Convert a schema's pattern, which may match anywhere in a text, to one for the whole text;
-    slashes are escaped."""
+    """Convert a schema's pattern, which may match in any place, to a regular expression for the
+    whole text between slashes."""
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
     inner = pattern[1 if begins else 0 : -1 if ends else None]
     whole = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
@@ -333,6 +329,6 @@ def whole_expression(pattern: str) -> str:
 
 
 def in_regex(text: str) -> str:
-    """Escape a text for a regular expression between slashes."""
+    """Escape a text for use in a regular expression between slashes."""
     special = {"\n": "\\n", "/": "\\/"}
     return "".join(special.get(char) or re.escape(char) for char in text)

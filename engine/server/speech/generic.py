@@ -1,8 +1,7 @@
-"""Describe tools as text for chat templates without tools; calls and results are text, too.
+"""Describe tools as text, for chat templates without tools or with unknown formats of calls.
 
-A template of no known family (``families.py``) has no variable for tools, or writes calls in an
-unknown format, and some have no role for results. So the conversation is written as text in three
-roles (``adapt`` handles templates without a system role):
+Tool calls and results become text too, so a conversation has three roles only (``adapt`` handles
+templates without a system role):
 
     system      the system text, the tools, and the format in which to call them
     assistant   "Let me see.\\n<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>"
@@ -31,7 +30,7 @@ between <tool_response> and </tool_response>. Where no tool helps, answer withou
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Convert a conversation to messages that have only text, with a description of the tools."""
+    """Convert a conversation to plain text messages, with a description of the tools first."""
     found = joined_turns(_turn(message) for message in messages)
     if not tools:
         return found
@@ -42,20 +41,20 @@ def as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> lis
 
 
 def introduction(tools: Sequence[dict[str, Any]]) -> str:
-    """The description of the tools, and of how to call them."""
+    """The text that describes the tools and how to call them."""
     lines = "\n".join(_json(tool["function"]) for tool in tools)
     form = call_text("NAME", {"ARGUMENT": "VALUE"})
     return INTRODUCTION.format(tools=lines, form=form)
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """A call in the format that the description asks for."""
+    """A tool call in the format that ``introduction`` describes."""
     call = _json({"name": name, GENERIC_CALLS.key: arguments})
     return f"{GENERIC_CALLS.begin}{call}{GENERIC_CALLS.end}"
 
 
 def _turn(message: Message) -> Message:
-    """Convert one message: calls and results become text."""
+    """Convert a message, so that its tool calls or results become text."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

@@ -1,4 +1,4 @@
-"""Parser of gpt-oss's answers: messages with headers that name a channel and a recipient.
+"""Parser of gpt-oss's answers: messages whose headers name a channel and perhaps a recipient.
 
 <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary
 to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
@@ -26,14 +26,14 @@ MAX_HEADER = 1000  # characters
 
 
 class HarmonyHeader(NamedTuple):
-    """The text of a header with its markers; ``is_whole`` is False if no message follows it."""
+    """The text of a message's header; ``is_whole``: whether the header is complete."""
 
     text: str
     is_whole: bool
 
 
 class HarmonyCalls(ObjectCalls):
-    """Parses the arguments of calls, whose tool the header names."""
+    """Parses the arguments of a tool call in a message whose header names the tool."""
 
     trailing = ()
 
@@ -84,7 +84,7 @@ class HarmonyParser:
                 is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether a header follows without its first marker, as at the start of an answer."""
+        """Whether the text continues with a header that lacks its first marker."""
         source = self._source
         source.hold()
         yield from source.skip_space()
@@ -99,7 +99,7 @@ class HarmonyParser:
         return bool(found)
 
     def _text(self, *, is_thinking: bool) -> Steps[str]:
-        """Yield text up to a marker, and return the marker; "" at the end of the answer."""
+        """Yield text up to a marker. Returns the marker, or "" at the end of the answer."""
         source = self._source
         while True:
             match = self._all.search(source)
@@ -138,18 +138,18 @@ class HarmonyParser:
         yield PartEnd()
 
     def _recipient(self, header: str) -> re.Match[str] | None:
-        """The recipient in a header. A function may follow the channel without ``to=``."""
+        """Find the recipient that a header names, with or without ``to=``."""
         found = RECIPIENT.search(header)
         return found or FUNCTION.search(header.partition(self._channel)[2])
 
     def _is_message(self, header: str, recipient: re.Match[str] | None) -> bool:
-        """Whether a header begins a message for the user or the model, and not for a tool."""
+        """Whether the header belongs to a message that is not addressed to a tool."""
         if not header.lstrip().removeprefix(WRITER).lstrip().startswith(self._begins):
             return False
         return recipient is None or recipient[1] in ROLES
 
     def _header(self) -> Waits[HarmonyHeader]:
-        """Parse the header that begins here."""
+        """Parse the header at the source's position."""
         source = self._source
         begin = source.at
         yield from source.accept(self._start)
@@ -169,7 +169,7 @@ class HarmonyParser:
                 return HarmonyHeader(source.text[begin : source.at], is_whole=False)
 
     def _body(self, *, is_thinking: bool) -> Steps[None]:
-        """Parse the text of a message after its header."""
+        """Parse the text of a message, which follows its header."""
         self.is_thinking = is_thinking
         found = yield from self._text(is_thinking=is_thinking)
         if found in self._ends:
@@ -181,7 +181,7 @@ class HarmonyParser:
         return "" if channel is None else channel[1]
 
     def _is_known(self, header: str) -> bool:
-        """Whether an incomplete header is the beginning of a well-formed one."""
+        """Whether an incomplete header could be completed to a well-formed one."""
         words = header.removeprefix(self._start).strip().removeprefix(WRITER).strip()
         channel = words.removeprefix(self._channel).strip()
         return not words or any(each.startswith(channel) for each in CHANNELS)

@@ -1,6 +1,6 @@
 """Repair the JSON that models write while it is streamed.
 
-Valid JSON is not changed. Repaired are: control characters and unescaped quotes inside strings,
+Valid JSON is not changed. These are repaired: control characters and unescaped quotes in strings,
 escapes that JSON does not have, lone surrogates, single quotes, words without quotes, Python's
 literals, missing or additional commas, and missing brackets at the end.
 """
@@ -45,7 +45,7 @@ def unchanged(text: str) -> str:
 
 
 class JsonText:
-    """Parses and repairs one JSON value."""
+    """Parses and repairs one JSON value in streamed text."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class JsonText:
         plain: Callable[[str], str] = unchanged,
         ends: tuple[str, ...] = (),
     ) -> None:
-        """plain: replaces marker characters by their texts; ends: texts that may follow the
+        """plain: replaces marker characters by the markers' texts; ends: texts that may follow the
         value."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
         """How the value ended; ``mended``: missing brackets were added; ``cut``: incomplete."""
@@ -74,7 +74,7 @@ class JsonText:
         return self._is_in_string
 
     def read(self) -> Pieces:
-        """Parse the value at the source's position and yield its pieces."""
+        """Parse the value at the source's position and yield it in pieces."""
         yield from self._value()
         while self._stack and not self._is_broken:
             yield from self._next()
@@ -88,7 +88,7 @@ class JsonText:
             yield "".join(CLOSERS[each] for each in reversed(self._stack))
 
     def string(self, *, is_key: bool) -> Pieces:
-        """Parse a string and yield its pieces, with its quotes."""
+        """Parse a string and yield it in pieces, with its quotes."""
         source = self._source
         quote = source.text[source.at]
         source.at += 1
@@ -115,7 +115,7 @@ class JsonText:
         yield '"'
 
     def text(self, *, is_key: bool) -> Generator[None, None, str | None]:
-        """Parse a string and return it without quotes and escapes; ``None`` if it has no end."""
+        """Parse a string and return its text, unescaped; ``None`` if the string has no end."""
         parts = []
         for piece in self.string(is_key=is_key):
             if piece is None:
@@ -164,7 +164,7 @@ class JsonText:
         yield self._take_held() + spelled
 
     def _next(self) -> Pieces:
-        """Parse the next element, member, comma or bracket of the innermost array or object."""
+        """Parse the next comma, bracket, element or member in the innermost array or object."""
         char = yield from self._space()
         if char and char in "}]":
             yield from self._close(char)
@@ -181,8 +181,7 @@ class JsonText:
             yield from self._member(char)
 
     def _begins(self, char: str) -> Waits[bool]:
-        """Whether ``char`` begins an element or a member. If a comma is missing before it, the
-        comma is added."""
+        """Whether ``char`` begins an element or a member. Adds a missing comma before it."""
         is_array = self._stack[-1] == "["
         if self._is_after_value and not self._has_comma:
             if char not in (VALUE_BEGINS if is_array else "\"'"):
@@ -215,7 +214,7 @@ class JsonText:
         yield from self._value()
 
     def _close(self, char: str) -> Pieces:
-        """Close the innermost bracket of this kind, and before it all brackets inside of it."""
+        """Close the innermost bracket of this kind, and the brackets that are open inside it."""
         if OPENERS[char] not in self._stack:
             self._is_broken = True
             return
@@ -231,8 +230,8 @@ class JsonText:
         yield closed
 
     def _space(self) -> Waits[str]:
-        """Skip white space, which is held back until the next piece, and return the character after
-        it."""
+        """Skip white space and return the next character. The space is output with the next
+        piece."""
         source = self._source
         while True:
             char = yield from source.peek()
@@ -251,7 +250,7 @@ class JsonText:
         return held
 
     def _closes(self, is_key: bool) -> Waits[bool]:
-        """Whether the quote at the position ends the string, judged by the text after it."""
+        """Whether the quotation mark at the position ends the string, by the text after it."""
         source = self._source
         char, offset = yield from source.look(1)
         if not char:
@@ -268,7 +267,7 @@ class JsonText:
         return char == '"' and (yield from self._key_follows(offset, is_due=False))
 
     def _more_follows(self, offset: int) -> Waits[bool]:
-        """Whether an element, a member or a closing bracket follows the comma at ``offset``."""
+        """Whether an element, a member or a closing bracket follows the comma before ``offset``."""
         char, offset = yield from self._source.look(offset)
         if not char or char in "]},":
             return True
@@ -279,8 +278,8 @@ class JsonText:
         return (yield from self._key_follows(offset, is_due=True))
 
     def _key_follows(self, offset: int, *, is_due: bool) -> Waits[bool]:
-        """Whether a key and a colon follow at ``offset``; is_due: the result if the text is too
-        short to tell."""
+        """Whether a key and a colon follow at ``offset``; is_due: result if the text is too
+        short."""
         source = self._source
         while True:
             begin = source.at + offset
@@ -313,7 +312,7 @@ class JsonText:
             yield "\\\\"
 
     def _unicode(self) -> str:
-        """Copy a ``\\u`` escape; a lone surrogate becomes U+FFFD."""
+        """Read a ``\\u`` escape and return it; a lone surrogate becomes U+FFFD."""
         source = self._source
         first = UNICODE.match(source.text, source.at)
         if first is None:
@@ -333,13 +332,13 @@ class JsonText:
 
 
 def decoded(text: str) -> str:
-    """Decode the inside of a JSON string."""
+    """Decode the text between the quotation marks of a JSON string."""
     return str(json.loads(f'"{text}"'))
 
 
 def mended(text: str, *, is_cut: bool = False) -> str | None:
-    """Repair a complete text that is one JSON value; ``None`` if that fails, or if more text
-    follows. is_cut: the value may be incomplete, but not inside a string."""
+    """Repair a JSON value; ``None`` if that fails, or if ``text`` has more than one value. is_cut:
+    the value may end early, but not inside a string."""
     source = TextSource()
     source.feed(text)
     source.end(is_cut=False)
@@ -355,7 +354,7 @@ def mended(text: str, *, is_cut: bool = False) -> str | None:
 
 
 def object_in(text: str) -> dict[str, Any]:
-    """The object that a JSON text has; of an incomplete text, its complete members."""
+    """Parse a JSON object; of an incomplete one, return the complete members."""
     begin = BREAKS_OFF.fullmatch(text)
     for part in (text, mended(text if begin is None else begin[1], is_cut=True) or ""):
         try:

@@ -1,7 +1,7 @@
 """Convert a Lark grammar to one regular expression.
 
-A string inside of JSON can be constrained by a regular expression, but not by a grammar. Recursive
-rules are unrolled a few times, so that the expression matches a subset of the grammar's texts.
+A string inside JSON can be constrained by a regular expression, but not by a grammar. Recursive
+rules are unrolled a few times, so the expression matches only a part of the grammar's texts.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class LarkError(ValueError):
 
 
 class Token(NamedTuple):
-    """A token of the grammar's text; ``kind``: the name of its group in ``TOKEN``."""
+    """A token of a grammar's text; ``kind``: the name of its group in the pattern ``TOKEN``."""
 
     kind: str
     text: str
 
 
 def regex_of_lark(grammar: str) -> str:
-    """The regular expression for a grammar. Raises ``LarkError`` with the reason."""
+    """Convert a grammar to a regular expression. Raises ``LarkError`` if that fails."""
     rules, ignored = _rules_of(grammar)
     if "start" not in rules:
         raise LarkError("it has no rule named start")
@@ -71,7 +71,7 @@ Node = tuple[str, "str | list[Node] | tuple[Node, str]"]
 
 
 def _rules_of(grammar: str) -> tuple[dict[str, Node], list[str]]:
-    """The rules and terminals by name, and the names of the ``%ignore`` expressions."""
+    """The rules of a grammar by name, and the names given to its ``%ignore`` expressions."""
     rules: dict[str, Node] = {}
     ignored: list[str] = []
     for line in _whole_lines(grammar):
@@ -88,7 +88,7 @@ def _rules_of(grammar: str) -> tuple[dict[str, Node], list[str]]:
 
 
 def _whole_lines(grammar: str) -> Iterator[str]:
-    """The rules and directives of a grammar, each in one line, without comments."""
+    """Yield each rule and directive of a grammar as one line, without comments."""
     whole = ""
     for line in grammar.splitlines():
         line = re.sub(r"""^\s*(//|#).*""", "", line).rstrip()
@@ -115,14 +115,14 @@ def _imported(line: str) -> dict[str, Node]:
 
 
 class RegexParser:
-    """Parses the part of a rule after its colon."""
+    """Parses the expression of a Lark rule, after its colon."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens_of(text))
         self._at = 0
 
     def whole(self) -> Node:
-        """Parse all tokens. Raises ``LarkError``."""
+        """Parse the complete expression. Raises ``LarkError``."""
         node = self._any_of()
         if self._at < len(self._tokens):
             raise LarkError(f"{self._tokens[self._at].text!r:.40} is not expected")
@@ -229,9 +229,9 @@ def _regex_in(written: str) -> str:
 
 
 def _expand(rules: dict[str, Node], name: str, space: str, inside: dict[str, int]) -> str | None:
-    """The expression of a rule; ``None`` if it is recursive beyond ``MAX_NESTING``. space: an
-    expression that may match before each terminal; inside: how often each rule encloses this
-    one."""
+    """The regular expression of a rule; ``None`` if it is nested deeper than ``MAX_NESTING``.
+    space: expression of ignored text before terminals; inside: number of enclosing uses of each
+    rule."""
     if name not in rules:
         raise LarkError(f"{name!r:.40} is not defined")
     if inside.get(name, 0) > MAX_NESTING:

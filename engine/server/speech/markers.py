@@ -1,8 +1,8 @@
 """Distinguish marker tokens from text that looks like them.
 
 ``<tool_call>`` is one token in most vocabularies, but a model may also write the same letters with
-other tokens, for example in a text about tool calls. So each marker token is one character in the
-text for the parsers, a lone surrogate that no text contains; the letters stay unchanged.
+other tokens, for example in a text about tool calls. So parsers get a text in which each marker
+token is one character, a lone surrogate; the same marker in letters stays unchanged.
 
     token ids   9906  151657            27  14172  13429  29
     text        "Hi"  "<tool_call>"     "<" "tool" "_call" ">"
@@ -24,10 +24,10 @@ FIRST = 0xD800
 
 
 class Markers:
-    """The markers of a family that are tokens of one tokenizer."""
+    """Replaces a family's markers by single characters, if they are tokens of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-        """texts: all markers of the family, also those that are no tokens."""
+        """texts: all markers of the family, including those that are no single tokens."""
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens
         # The longest first: one marker may be the beginning of another.
@@ -41,26 +41,26 @@ class Markers:
         self.names = {token.token_id: text for text, token in added.items()}
 
     def in_template(self, template: dict[str, Any]) -> dict[str, Any]:
-        """A response template whose markers are replaced by their characters."""
+        """Return a response template with its markers replaced by single characters."""
         replaced: dict[str, Any] = _replaced(template, self._signs)
         return replaced
 
     def has(self, text: str) -> bool:
-        """Whether a marker is one token of the tokenizer."""
+        """Whether this marker is a single token of the tokenizer."""
         return text in self._signs
 
     def read(self, text: str) -> str:
-        """Replace all markers in a text by their characters."""
+        """Replace each marker in a text by its character, if it is a token."""
         for marker, sign in self._signs.items():
             text = text.replace(marker, sign)
         return text
 
     def plain(self, text: str) -> str:
-        """Replace the characters of markers by the markers' texts."""
+        """Replace the characters that stand for markers by the markers again."""
         return text.translate(self._texts) if self._texts else text
 
     def in_grammar(self, text: str) -> str:
-        """The text in llguidance's Lark notation, with markers as tokens."""
+        """Write a text in llguidance's Lark dialect, with its markers as tokens."""
         added, parts = self.tokenizer.added_tokens, []
         for part in re.split(f"([{chr(FIRST)}-\udfff])", self.read(text)):
             marker = self.plain(part)
@@ -72,7 +72,7 @@ class Markers:
 
 
 class TokenSpan(NamedTuple):
-    """The place of a token in the text, and the character that replaces it."""
+    """A token's range of characters in the text, and the text that replaces it."""
 
     begin: int
     end: int
@@ -85,7 +85,7 @@ class MarkedText:
     def __init__(
         self, markers: Markers, prompt_token_ids: list[int], *, skip_special: bool
     ) -> None:
-        """skip_special: remove special tokens that are no markers."""
+        """skip_special: remove special tokens that are not markers."""
         self._markers = markers
         self._cut = dict(markers.signs)
         if skip_special:
@@ -97,8 +97,7 @@ class MarkedText:
         self._held = ""  # the beginning of a marker whose end has not arrived
 
     def read(self, token_ids: list[int], text: str) -> str:
-        """Add new tokens and new text, which may lag behind the tokens; return the text for the
-        parser."""
+        """Return new text with its markers replaced. The text may lag behind its tokens."""
         for token in token_ids:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:
@@ -111,7 +110,7 @@ class MarkedText:
         return self._without_markers(text)
 
     def flush(self) -> str:
-        """Return the incomplete marker at the end of the text."""
+        """Return the beginning of a marker at the end of the text, which ``read`` has held back."""
         held, self._held = self._held, ""
         return held
 
@@ -133,7 +132,7 @@ class MarkedText:
 
 
 def markers_in(tokenizer: Tokenizer, template: dict[str, Any]) -> list[str]:
-    """The added tokens that a response template contains, also escaped in its patterns."""
+    """The tokenizer's added tokens that occur in a response template."""
     texts = list(_strings(template["fields"]))
     return [each for each in tokenizer.added_tokens if any(_is_in(each, text) for text in texts)]
 
@@ -154,7 +153,7 @@ def _is_in(marker: str, text: str) -> bool:
 
 
 def _replaced(value: Any, signs: dict[str, str]) -> Any:
-    """Replace markers, also escaped ones, in all texts of a template."""
+    """Replace markers in all texts of a template, where patterns may have them escaped."""
     if isinstance(value, str):
         for marker, sign in signs.items():
             value = value.replace(re.escape(marker), sign).replace(marker, sign)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002  (DeepSeek's markers have a vertical line of their own)
-"""Parse calls of Mistral and DeepSeek: the tool's name, then its arguments as JSON."""
+"""Parse tool calls of Mistral and DeepSeek: the tool's name, then its arguments as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 
 class MistralCalls(ObjectCalls):
-    """Parses ``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, or older models' list of objects."""
+    """Parses ``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, or a list of objects (older models)."""
 
     def attempt(self) -> Steps[bool]:
         if not (yield from self.accept_openers(self.openers)):

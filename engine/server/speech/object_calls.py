@@ -1,4 +1,4 @@
-"""Parse calls that are JSON objects with the tool's name and its arguments."""
+"""Parse tool calls that are JSON objects with the tool's name and its arguments."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SPACE_OR_SEPARATOR = re.compile(r"[\s;,]*")
 
 
 class ObjectCalls(CallReader):
-    """Parses ``{"name": ..., "arguments": {...}}``, or a list of these, perhaps in a code fence."""
+    """Parses ``{"name": ..., "arguments": {...}}``, or a list of them, perhaps in a code fence."""
 
     fences: tuple[str, ...] = (FENCE,)
     trailing: tuple[str, ...] = ("}", "]", FENCE)
 
     def attempt(self) -> Steps[bool]:
-        """Try to parse a call at an opener, code fence, bracket or brace, or return False."""
+        """Try to parse a call at a marker, code fence or bracket. Returns False if it is none."""
         is_marked = yield from self.accept_openers(self.openers)
         return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
-        """Try to parse an object as a call, or return False. is_marked: an opener precedes it;
-        without one the object may have only the members of a call."""
+        """Try to parse an object as a call. Returns False if it is none. is_marked: an opening
+        marker comes before it; otherwise it may only have members that are usual in calls."""
         source = self.source
         char = yield from source.skip_space()
         if char == "`" and not (yield from self.fence()):
@@ -45,7 +45,7 @@ class ObjectCalls(CallReader):
         return (yield from ObjectCall(self, is_marked=is_marked).read())
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another without an opener; False if none follows."""
+        """Try to parse another call, without an opening marker. Returns False if there is none."""
         yield from self.source.match(SPACE_OR_SEPARATOR)
         char = yield from self.source.peek()
         if not char or char not in "{[`":
@@ -53,7 +53,7 @@ class ObjectCalls(CallReader):
         return (yield from self.value(is_marked=False))
 
     def fence(self) -> Waits[bool]:
-        """Skip the start of a code fence; return whether its language is one that calls have."""
+        """Skip the start of a code fence. Returns False if its language is not used for calls."""
         if not (yield from self.source.accept(FENCE)):
             return False
         language = yield from self.source.match(LANGUAGE)
@@ -61,7 +61,7 @@ class ObjectCalls(CallReader):
 
 
 class ObjectCall:
-    """Parses one object, which is a call once a known name and arguments have been parsed."""
+    """Parses one JSON object, which is a call if it has a tool's name and arguments."""
 
     def __init__(self, calls: CallReader, *, is_marked: bool) -> None:
         self._calls = calls
@@ -87,7 +87,7 @@ class ObjectCall:
         return True
 
     def _members(self) -> Steps[bool]:
-        """Parse the members of an object, and return whether it is complete."""
+        """Parse the members of an object. Returns whether the object is complete."""
         source = self._source
         source.at += 1
         while True:
@@ -110,7 +110,7 @@ class ObjectCall:
                 return False
 
     def _member(self, key: str) -> Steps[bool]:
-        """Parse the value of a member, and return whether the object may still be a call."""
+        """Parse the value of a member. Returns False if the object cannot be a call."""
         char = yield from self._source.peek()
         if key in LISTS and char == "[":
             self._source.at += 1

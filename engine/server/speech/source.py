@@ -1,7 +1,7 @@
 """Streamed text for parsers that are generators.
 
-A parser yields events, and ``None`` where it needs more text. It can set ``mark`` to rewind to that
-place later: the text from there on is kept.
+A parser yields events, and ``None`` where it needs more text. It can set ``mark`` to a position to
+which it may rewind: the text after the mark is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END = "\0end"
 
 
 class TextSource:
-    """The text of one answer, with the position ``at`` up to which it was parsed."""
+    """The streamed text of one answer, parsed up to the position ``at``."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -49,19 +49,19 @@ class TextSource:
         self.mark = self.at
 
     def give_back(self) -> int:
-        """Rewind to the mark and remove it; return by how many characters."""
+        """Rewind to the mark and remove it. Returns the number of characters that were rewound."""
         assert self.mark is not None
         num = self.at - self.mark
         self.at, self.mark = self.mark, None
         return num
 
     def take(self, end: int) -> str:
-        """Return the text up to ``end``, and move the position there."""
+        """Return the text from the position up to ``end``, and set the position to ``end``."""
         text, self.at = self.text[self.at : end], end
         return text
 
     def peek(self) -> Waits[str]:
-        """The next character; "" at the end of the answer."""
+        """Return the next character; "" at the end of the answer."""
         while self.at >= len(self.text):
             if self.is_ended:
                 return ""
@@ -81,14 +81,14 @@ class TextSource:
             yield None
 
     def accept(self, *literals: str) -> Waits[str]:
-        """Skip and return the first of ``literals`` that follows; "" if none does."""
+        """Skip one of the ``literals`` if it comes next. Returns the first that does, or ""."""
         found = yield from self.standing(0, literals)
         self.at += len(found)
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Skip and return a match at the position; ``None`` without a match. ``pattern`` must also
-        match every beginning of a text that it matches."""
+        """Match ``pattern`` at the position and skip the match; ``None`` if there is no match. The
+        pattern must also match each beginning of a text that it matches."""
         yield from self.peek()
         while True:
             match = pattern.match(self.text, self.at)
@@ -100,7 +100,7 @@ class TextSource:
         return match
 
     def standing(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of ``literals`` that stands at ``offset`` from the position; "" if none
+        """Return the first of ``literals`` that begins at position + ``offset``; "" if none
         does."""
         while True:
             rest = None
@@ -113,8 +113,8 @@ class TextSource:
             yield None
 
     def look(self, offset: int) -> Waits[tuple[str, int]]:
-        """The first character from ``offset`` on that is not white space, and its offset; "" if the
-        answer ends before it, or after ``MAX_LOOK`` characters."""
+        """Return the first character that is not white space from ``offset`` on, and its offset.
+        The character is "" at the end of the answer, or after ``MAX_LOOK`` characters."""
         while True:
             match = SPACE.match(self.text, self.at + offset)
             assert match is not None
@@ -126,8 +126,8 @@ class TextSource:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of ``literals`` that stands at ``offset`` after white space; ``END`` at the end
-        of the answer, "" if none does."""
+        """Return the first of ``literals`` that follows white space at ``offset``; "" if none does,
+        ``END`` at the end of the answer."""
         char, offset = yield from self.look(offset)
         if not char:
             return END
@@ -135,7 +135,7 @@ class TextSource:
 
 
 class Literals:
-    """Searches for several texts together."""
+    """Searches streamed text for several literals together."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(sorted({*texts} - {""}, key=len, reverse=True))
@@ -143,8 +143,8 @@ class Literals:
         self._longest = max(map(len, self.texts), default=1)
 
     def search(self, source: TextSource) -> re.Match[str] | None:
-        """The next occurrence, of the longest text if several begin there; ``None`` if there is
-        none, or if more text is needed to decide."""
+        """Find the next literal, the longest one if several begin at the same place. ``None`` if
+        there is none, or if more text is needed to decide."""
         match = self._pattern.search(source.text, source.at)
         if match is None or source.is_ended:
             return match
@@ -156,7 +156,7 @@ class Literals:
         return match
 
     def safe_end(self, source: TextSource) -> int:
-        """The position up to which none of the texts can begin, after ``search`` found none."""
+        """After ``search`` found nothing: the position before which no literal can begin."""
         end = len(source.text)
         if source.is_ended:
             return end

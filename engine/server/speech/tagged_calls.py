@@ -1,4 +1,4 @@
-"""Parse calls of Qwen-Coder and GLM, in which each argument stands between tags."""
+"""Parse tool calls of Qwen-Coder and GLM, where each argument is between tags."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NOT_A_KEY = re.compile("[^<\n\ud800-\udfff]*")
 
 
 class TaggedCalls(ObjectCalls):
-    """Base class of both parsers. A value is text if the tool's schema says so, otherwise JSON if
-    it is valid. An end tag ends a value only if another tag or the end of the answer follows."""
+    """Base class of the parsers of tagged calls. The tool's schema decides whether a value is text
+    or JSON. An end tag ends a value only if another tag, or the end of the answer, follows it."""
 
     trailing = ()
 
@@ -41,14 +41,14 @@ class TaggedCalls(ObjectCalls):
 
     @abstractmethod
     def _key(self) -> Waits[str | None]:
-        """Parse the name of the next argument, up to its value; ``None`` if no argument follows."""
+        """Parse an argument up to its value, and return its name; ``None`` if none follows."""
 
     @abstractmethod
     def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
-        """For each name, the text that follows the tag of an argument with that name."""
+        """Texts that follow the opening tag of an argument, for each of these argument names."""
 
     def tagged(self, name: str) -> Steps[None]:
-        """Parse the arguments of a call of ``name`` and yield its events."""
+        """Parse the arguments of a call of the tool ``name``, and yield the events of the call."""
         types, before = self.tools[name], "{"
         yield self.begin(name)
         while (key := (yield from self._key())) is not None:
@@ -69,8 +69,8 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """Try to parse the arguments of a call, or return False. first: tags that may begin
-        them; is_marked: an opener precedes the call, so that it needs no arguments."""
+        """Try to parse a call's arguments. Returns False if they are none. first: tags that may
+        begin them; is_marked: the call had an opening marker, so it may lack arguments."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):
             yield from self.tagged(name)
@@ -84,7 +84,7 @@ class TaggedCalls(ObjectCalls):
 
 
 class QwenCoderCalls(TaggedCalls):
-    """Parses Qwen-Coder's calls, which may lack the outer tags:
+    """Parses Qwen-Coder's calls, whose outer tags may be missing:
     ``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``."""
 
     def attempt(self) -> Steps[bool]:

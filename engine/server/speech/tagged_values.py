@@ -15,7 +15,7 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 
 
 class EndTag(NamedTuple):
-    """Another tag that ends a value whose own end tag the model has left out."""
+    """A tag that ends an argument's value where the model has left out the end tag."""
 
     follow: tuple[str, ...] = ()
     """One of these texts must follow the tag, unless the answer ends there; if empty, the name of
@@ -25,7 +25,7 @@ class EndTag(NamedTuple):
 
 
 class ValueTags:
-    """The tags that may end a value, in the text for parsers."""
+    """The tags that may end the value of an argument."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class ValueTags:
         *,
         has_lines: bool,
     ) -> None:
-        """end: the end tag, which ends a value if one of ``follow`` or the end of the answer comes
-        after it; others: other tags that end a value; has_lines: values have lines of their own."""
+        """end: the value's end tag, valid only before one of ``follow`` or the end of the answer;
+        others: further tags that end a value; has_lines: each value is on lines of its own."""
         self.end = end
         self.follow = follow
         self.others = others
@@ -54,7 +54,7 @@ class TaggedValue:
         plain: Callable[[str], str],
         next_keys: Iterable[str],
     ) -> None:
-        """next_keys: texts that follow the tag of another argument."""
+        """next_keys: texts that may follow the opening tag of another argument."""
         self.is_cut = False
         self._source = source
         self._tags = tags
@@ -63,7 +63,7 @@ class TaggedValue:
         self._newline = ""  # a line end that is held back, since the value's last one is dropped
 
     def read(self) -> Pieces:
-        """Yield pieces of the value's text, in which markers are written out."""
+        """Parse the value and yield its text in pieces."""
         source, literals = self._source, self._tags.literals
         if self._tags.has_lines and (yield from source.peek()) == "\n":
             source.at += 1
@@ -107,7 +107,7 @@ class TaggedValue:
 
 
 def json_of(value: TaggedValue, types: list[str]) -> Pieces:
-    """Yield the value as JSON text; types: JSON types that the tool's schema allows (none: any)."""
+    """Yield the value as JSON in pieces; types: JSON types that its schema allows (empty: any)."""
     if types and TEXTS.issuperset(types):
         yield from _text(value, is_nullable=NULL in types)
         return
@@ -159,7 +159,7 @@ def _typed(text: str, types: list[str]) -> str:
 
 
 def _part(text: str, types: list[str]) -> str:
-    """The JSON text of a value that is cut off."""
+    """Convert an incomplete value to incomplete JSON text."""
     if text.lstrip()[:1] not in ("{", "[") and (not types or "string" in types):
         return quoted(text)[:-1]
     source = TextSource()

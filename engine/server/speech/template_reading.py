@@ -1,5 +1,5 @@
 """Parser of answers for tokenizers with a response template (``response_template`` in
-tokenizer_config.json). It uses transformers' parser; what that cannot parse stays text."""
+tokenizer_config.json). It uses transformers' parser; what that cannot parse becomes text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TOOL_FIELD = "tool_calls"
 
 
 class ResponseTemplate:
-    """A tokenizer's response template, which says how answers are parsed, adapted to the markers of
-    one vocabulary."""
+    """A tokenizer's response template, which defines how answers are parsed, with its markers
+    replaced by single characters."""
 
     def __init__(self, markers: Markers, template: dict[str, Any]) -> None:
         parsing = importlib.import_module(f"{PARSING}.response_templates")
@@ -52,7 +52,7 @@ class ResponseTemplate:
 
 
 class TemplateParser:
-    """Parses one answer with transformers' parser."""
+    """Parses one answer with transformers' parser and a response template."""
 
     def __init__(
         self,
@@ -61,8 +61,7 @@ class TemplateParser:
         tools: list[dict[str, Any]] | None,
         calls: AnswerParser | None,
     ) -> None:
-        """calls: a parser that finds tool calls in the answer's text, for a template that describes
-        no tool calls; else ``None``."""
+        """calls: parser of tool calls in text, for a template that describes no calls."""
         self._template = template
         self._names = {tool["function"]["name"] for tool in tools or []}
         self._parser = template.parser(prompt, tools)
@@ -103,8 +102,8 @@ class TemplateParser:
     def _events_of(
         self, event: dict[str, Any], *, is_cut: bool = False
     ) -> Iterator[Event | PartEnd]:
-        """Convert an event of transformers' parser. is_cut: a tool call that ends with this event
-        counts as incomplete and stays text."""
+        """Convert an event of transformers' parser to ours. is_cut: a tool call that ends with this
+        event is incomplete and becomes text."""
         field, kind = event["field"], event["type"]
         if kind == "region_open":
             self._field, self._call = field, ""
@@ -128,8 +127,7 @@ class TemplateParser:
         return (Text(text),) if self._calls is None else self._calls.read(text)
 
     def _written(self, name: str) -> str:
-        """The current tool call as the model wrote it, with its opening marker; "" outside of a
-        call. name: the name of the called tool."""
+        """The current call as the model wrote it; "" outside of calls. name: the tool's name."""
         if self._field != TOOL_FIELD:
             return ""
         return self._template.opener.replace("{name}", name) + self._call
@@ -147,7 +145,7 @@ class TemplateParser:
             yield CallEnd()
 
     def _arguments(self, given: Any) -> str | None:
-        """The arguments as JSON text; ``None`` if they are not an object."""
+        """Convert a call's arguments to JSON text; ``None`` if they are not an object."""
         if given is None or given == "":
             return "{}"
         try:
@@ -159,7 +157,7 @@ class TemplateParser:
 
 
 def _calls_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and arguments of the calls in a value that the template produced."""
+    """Yield the tool names and arguments of the calls in a parsed value."""
     if isinstance(value, str):
         value = _json(value)
     for each in value if isinstance(value, list) else [value]:
@@ -177,8 +175,8 @@ def _json(text: str) -> Any:
 
 
 def _fitted(markers: Markers, template: dict[str, Any]) -> dict[str, Any]:
-    """Adapt a template to markers that are no tokens of the vocabulary: thinking then begins only
-    at the start of the answer, and the closing marker of a call counts only after a brace."""
+    """Adapt a template to markers that are not single tokens: thinking begins only at the start of
+    the answer, and the end marker of a call counts only after a closing brace."""
     fields = {}
     for name, field in template["fields"].items():
         begin, end = field.get("open"), field.get("close")

@@ -1,4 +1,4 @@
-"""Parser of answers in which thinking and calls stand between markers, and the rest is text."""
+"""Parser of answers where thinking and tool calls are between markers, and the rest is text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BARE = ("{", "[", "```")  # beginnings of calls without a marker
 
 
 class TextParser:
-    """Parses one answer of any family but gpt-oss."""
+    """Parses one answer of any model family except gpt-oss."""
 
     def __init__(
         self,
@@ -22,9 +22,9 @@ class TextParser:
         is_thinking: bool,
         thinks_first: bool,
     ) -> None:
-        """thinking: the opening and closing markers of thinking, as they are in the text for
-        parsers (``None``: no thinking); is_thinking: whether the prompt ends inside thinking;
-        thinks_first: whether thinking can begin only at the start of the answer."""
+        """thinking: the markers around thinking, as single characters if they are tokens (``None``:
+        no thinking); is_thinking: the prompt ends inside thinking; thinks_first: thinking can begin
+        only at the start of the answer."""
         self._source = source
         self._calls = calls
         self._open, close = thinking or ("", "")
@@ -67,8 +67,7 @@ class TextParser:
             yield None
 
     def _plain_text(self) -> Steps[str]:
-        """Yield text up to the next possible marker, and return the marker; "" at the end of the
-        answer."""
+        """Yield text up to a marker. Returns the marker, or "" at the end of the answer."""
         source = self._source
         while True:
             match = self._starts.search(source)
@@ -104,9 +103,8 @@ class TextParser:
         yield from self._after_calls(calls)
 
     def _give_back(self) -> None:
-        """Rewind to where a failed attempt to parse a call began. Once too many characters of the
-        answer have been rewound, the rewound text is not searched for calls again, so that the time
-        stays linear."""
+        """Rewind to the beginning of a call that could not be parsed. After ``MAX_READ_AGAIN``
+        rewound characters, that text is no longer searched for calls, which limits the time."""
         num = self._source.give_back()
         self._num_read_again += num
         if self._num_read_again > MAX_READ_AGAIN:
@@ -116,8 +114,7 @@ class TextParser:
         return self._is_line_blank if calls.bare == "line" else self._is_blank
 
     def _after_calls(self, calls: CallReader) -> Steps[None]:
-        """Drop the closing markers after a call, and parse further calls that follow without an
-        opening marker."""
+        """Drop closing markers after a call, and parse calls that follow without opening ones."""
         source = self._source
         while True:
             source.hold()
@@ -134,8 +131,8 @@ class TextParser:
             source.mark = None
 
     def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Skip an opening marker at the very end of the answer, where the model wrote it in place
-        of a closing marker. Returns True if there was one and the answer was not cut off."""
+        """Skip an opening marker at the end of the answer, where a closing one is meant. Returns
+        False if there is none, or if the answer is incomplete."""
         source = self._source
         opener = yield from source.standing(0, openers)
         if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:

@@ -1,6 +1,6 @@
 """The tools of a request, and which of them may or must be called.
 
-The input has the form of OpenAI's chat completions; other APIs are converted to it.
+The input has the format of OpenAI's chat completions; other APIs convert theirs to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tool(NamedTuple):
 
 
 class ValueKinds(NamedTuple):
-    """The types that a schema allows, and the values if it lists them."""
+    """The JSON types that a schema allows, and the allowed values if it lists them."""
 
     types: list[str]  # empty: any type
     values: list[Any]
@@ -41,7 +41,7 @@ Mode = Literal["auto", "required"]
 
 
 class Choice(NamedTuple):
-    """The tools that ``tool_choice`` allows, and whether one must be called."""
+    """The tool names that ``tool_choice`` allows, and whether the model must call a tool."""
 
     names: list[str]
     mode: Mode
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """The tools that may be called, and whether one must be."""
+    """The tools that the model may call, and whether it must call one."""
 
     all: list[Tool]
     choice: Mode
@@ -62,13 +62,12 @@ class Tools(NamedTuple):
 
     @property
     def read_as(self) -> list[dict[str, Any]]:
-        """The tools in the form that parsers of calls need: only names, and the types of
-        arguments."""
+        """The tools for parsers of calls: only their names, and the types of their arguments."""
         return [_types_of(tool) for tool in self.all]
 
     @property
     def custom(self) -> frozenset[str]:
-        """Names of the tools whose input is plain text."""
+        """The names of custom tools, whose input is plain text."""
         return frozenset(tool.name for tool in self.all if tool.is_custom)
 
     @property
@@ -79,8 +78,8 @@ class Tools(NamedTuple):
 def tools_of(
     given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None
 ) -> Tools | None:
-    """The tools that may be called, by a request's ``tools``, ``tool_choice`` and
-    ``parallel_tool_calls``; ``None`` without tools. Raises ``ApiError``."""
+    """The tools that the model may call, by a request's ``tools``, ``tool_choice`` and
+    ``parallel_tool_calls``; ``None`` if there are none. Raises ``ApiError``."""
     if not given:
         if choice not in (None, "none", "auto"):
             raise field_error(
@@ -140,7 +139,7 @@ def _tool(given: dict[str, Any]) -> Tool:
 
 
 def _custom(given: dict[str, Any]) -> Tool:
-    """A custom tool; it is strict if its input has a grammar."""
+    """Parse a custom tool. It is strict if its input must match a grammar."""
     function, pattern = function_of(given)
     name, described = _known_name(function["name"]), {"type": "function", "function": function}
     is_strict = pattern is not None
@@ -158,8 +157,8 @@ def _known_name(name: Any) -> str:
 
 
 def _choice(choice: Any, names: list[str]) -> Choice:
-    """Interpret ``tool_choice`` for tools with these names. If it names a single tool, that one
-    must be called, once. Raises ``ApiError``."""
+    """Parse ``tool_choice`` for tools with these names. A single tool that it names must be called
+    exactly once. Raises ``ApiError``."""
     if choice is None or choice in CHOICES:
         allowed = [] if choice == "none" else names
         return Choice(allowed, "required" if choice == "required" else "auto")
@@ -197,8 +196,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The types and values that a property's schema allows; its references are looked up in
-    ``root``."""
+    """The types and values that a property's schema allows. root: the schema for its references."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):
@@ -220,7 +218,7 @@ def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """The schema that a local reference points to, or ``None``."""
+    """The schema in ``root`` that a local reference points to; ``None`` if there is none."""
     found = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -236,8 +234,8 @@ def _type_of(value: Any) -> str:
 
 
 def _types_of(tool: Tool) -> dict[str, Any]:
-    """The tool with only the types of its arguments; ``string`` is the last of them, since a parser
-    tries the types in order."""
+    """A tool with its name and the types of its arguments, ``string`` last: a parser tries them in
+    this order."""
     properties = {}
     for name, schema in tool.parameters["properties"].items():
         types = dict.fromkeys(kinds_of(schema, tool.parameters).types)

@@ -1,4 +1,4 @@
-"""The chat format of one model: by its family, or by its tokenizer's response template."""
+"""The chat format of one model, by its family or by its tokenizer's response template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ChatFormat:
-    """How a model writes thinking and calls. Made once for each model and chat template."""
+    """How a model with a given chat template writes thinking and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
         own = tokenizer.response_template
@@ -54,24 +54,22 @@ class ChatFormat:
             self._without = FamilyParserFactory(tokenizer, family, self.thinking, has_calls=False)
 
     def parser_factory(self, *, has_tools: bool) -> ParserFactory | None:
-        """The factory of parsers for answers with or without tools; ``None`` if such answers are
-        text only."""
+        """The factory of parsers for answers; ``None`` if all answers are plain text."""
         return self._with_tools if has_tools else self._without
 
     def is_thinking(self, prompt: str) -> bool:
-        """Whether the prompt ends inside thinking."""
+        """Whether the prompt has begun thinking, so that the answer continues it."""
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[0]))
 
     def has_thought(self, prompt: str) -> bool:
-        """Whether the prompt ends with a closed thinking block, so that the answer has no
-        thinking."""
+        """Whether the prompt ends with thinking that is closed, so the answer has none."""
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[1]))
 
     def begin(
         self, prompt: Any, *, tools: list[dict[str, Any]] | None, skip_special: bool
     ) -> ParsedAnswer:
-        """Begin to parse an answer. prompt: result of ``AsyncLLMEngine.render_chat``; tools: the
-        tools that may be called; skip_special: remove special tokens."""
+        """Make the parser of a new answer. prompt: the result of ``AsyncLLMEngine.render_chat``;
+        tools: those that may be called; skip_special: remove special tokens from the text."""
         factory = self.parser_factory(has_tools=tools is not None)
         if factory is None:
             return PlainAnswer()
@@ -82,8 +80,7 @@ class ChatFormat:
         return StructuredAnswer(marked, factory.markers, reading, counter)
 
     def _counter(self, factory: ParserFactory, is_thinking: bool) -> ThinkingCounter | None:
-        """A counter of the answer's thinking tokens; ``None`` if the markers of thinking are not
-        tokens."""
+        """Make a counter of thinking tokens; ``None`` if the markers of thinking are no tokens."""
         added = factory.markers.tokenizer.added_tokens
         if self.thinking is None or any(marker not in added for marker in self.thinking):
             return None
@@ -92,7 +89,7 @@ class ChatFormat:
 
 
 class FamilyParserFactory:
-    """Makes parsers of answers in a family's format, for one vocabulary."""
+    """Makes parsers of answers in the format of a model family."""
 
     def __init__(
         self,
@@ -103,8 +100,8 @@ class FamilyParserFactory:
         has_calls: bool,
         more: list[str] | None = None,
     ) -> None:
-        """has_calls: whether answers may have tool calls; more: the markers of a response template
-        whose parser reads all of the answer but its tool calls."""
+        """has_calls: whether answers may have tool calls; more: further markers, of a response
+        template that parses everything but tool calls."""
         own = family.markers if has_calls or family.reader is HarmonyCalls else ()
         self.markers = Markers(tokenizer, (*own, *(thinking or ()), *(more or ())))
         self._family = family
@@ -134,13 +131,12 @@ class FamilyParserFactory:
 
 
 class TemplateParserFactory:
-    """Makes parsers of answers by the tokenizer's response template."""
+    """Makes parsers of answers that a response template describes."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None
     ) -> None:
-        """calls: the model family in whose format tool calls are parsed, for a template that
-        describes none; else ``None``."""
+        """calls: the family whose call format is parsed, if the template describes no calls."""
         texts = markers_in(tokenizer, template)
         self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)
@@ -162,7 +158,7 @@ ParserFactory = FamilyParserFactory | TemplateParserFactory
 
 
 def types_of(tools: list[dict[str, Any]]) -> Mapping[str, Types]:
-    """The types of all arguments by name, for each tool."""
+    """For each tool, the JSON types of its arguments by name."""
     found: dict[str, Types] = {}
     for tool in tools:
         function = tool["function"]

@@ -1,1 +1,1 @@
-"""Enforces the parts of JSON schemas that a grammar cannot, on the JSON written so far."""
+"""Checks JSON while it is generated, by the parts of its schema that a grammar cannot enforce."""

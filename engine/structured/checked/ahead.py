@@ -1,8 +1,8 @@
-"""Looks ahead: whether a text can still become valid, and which names or values may follow.
+"""Looks ahead in JSON: can the text still become valid, and which names or values may follow?
 
-It errs to one side: what it calls impossible is impossible, what it calls possible may not be.
-Where only a value's own rules matter, the result is computed once for all texts; the effect of a
-name or value is only tried where other rules depend on it.
+The answer "no" is exact; the answer "yes" may be wrong. Where only the rules of a value itself
+matter, the result is computed once for all texts. A name or value is only tried where other rules
+depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OTHER_NAME = "\uffff another"
 
 
 class Ahead:
-    """Looks ahead in texts of one schema, with caches."""
+    """Looks ahead in JSON texts of one schema, and caches the results."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -41,7 +41,7 @@ class Ahead:
         self.why = ""  # the keyword that made the last result negative
 
     def is_alive(self, frame: ValueFrame) -> bool:
-        """Whether an object or array that waits for a comma or its end can be completed."""
+        """Whether an object or array can be completed from here, after one of its values."""
         if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
         return bool(self._kept_or("alive", frame, self._is_alive))
@@ -55,8 +55,7 @@ class Ahead:
         return self.may_go_on(frame) and self._can_finish_array(frame)
 
     def may_go_on(self, frame: ValueFrame) -> bool:
-        """Whether a comma may follow in this object or array, and after it another member or
-        item."""
+        """Whether a comma and another member or item may follow in this object or array."""
         if not frame.is_watched:
             return True
         if frame.table.kind == "object":
@@ -65,8 +64,7 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """Return the names that the next member may have, each with its opening quotation mark;
-        ``None`` if they are not limited."""
+        """Return the names that may follow, each with its first quotation mark; ``None``: any."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -77,8 +75,8 @@ class Ahead:
         return found
 
     def values(self, frame: ValueFrame, kind: str) -> Options:
-        """Return the values of this kind that may be written here, strings without quotation marks;
-        ``None`` if others than those listed in the schema are allowed."""
+        """Return the JSON texts of the values of this kind that may come next, strings without
+        quotation marks; ``None`` if values that the schema does not list may come too."""
         place = frame.open_place
         listed = place.listed(kind)
         if not listed or (place.is_plain and not frame.is_watched):
@@ -100,7 +98,7 @@ class Ahead:
         return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
 
     def _kept_or(self, what: str, frame: ValueFrame, look: Callable[[ValueFrame], Found]) -> Found:
-        """Return ``look(frame)``, cached under ``what`` for equivalent frames at the same depth."""
+        """Return ``look(frame)``, from a cache if there was an equivalent frame at this depth."""
         standing = frame.standing
         if standing is None:
             return look(frame)
@@ -116,7 +114,7 @@ class Ahead:
         return found
 
     def may_become(self, frame: ValueFrame, text: bytes) -> bool:
-        """Whether these digits are the start of a valid number."""
+        """Whether this text can be the beginning of a valid number."""
         place = frame.open_place
         if not place.is_must or len(text) > MOST_DIGITS:
             return self._may_become(frame, place, text)
@@ -148,7 +146,7 @@ class Ahead:
         return most is None or number * 1000 <= most
 
     def _is_within(self, place: Place, number: Number) -> bool:
-        """Whether a number that can only grow in magnitude is not yet beyond the allowed range."""
+        """Whether a number whose magnitude can only grow is still within the allowed range."""
         if place.most_number is not None and number > max(place.most_number, 0):
             self.why = "maximum"
             return False
@@ -165,7 +163,7 @@ class Ahead:
         return self._judged(with_news(frame.filled(vector, number)))
 
     def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
-        """Whether the value that is being written may be this literal."""
+        """Whether the next value may be this literal."""
         place = frame.open_place
         if place.is_must and not frame.compares:
             return self._fits(place.on_listed(value))
@@ -174,22 +172,21 @@ class Ahead:
         return self._may_be(frame, verdicts_on(place, value), value)
 
     def has_value(self, frame: ValueFrame) -> bool:
-        """Whether any value may be written here."""
+        """Whether any value is allowed next."""
         place = frame.open_place
         if (not frame.compares or place.is_endless) and (place.is_easy or place.is_must):
             return place.has_value
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
     def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
-        """Whether the value that is being written may be an object or array (``table`` tells
-        which)."""
+        """Whether the next value may be an object or array of the kind of ``table``."""
         if not frame.compares or table.place.is_endless:
             return True
         began = with_news(ValueFrame(table, frame))
         return self._judged(began) and self._deeper(lambda: self.is_alive(began))
 
     def _has_kind(self, frame: ValueFrame, kind: str) -> bool:
-        """Whether the value that is being written may be of this kind."""
+        """Whether the next value may be of this kind."""
         place = frame.open_place
         table = place.table(kind)
         if place.is_must and not self._fits(table.vector):
@@ -206,11 +203,11 @@ class Ahead:
     # -- helpers
 
     def _is_as_before(self, frame: ValueFrame) -> bool:
-        """Whether the last member of an object affects neither required nor allowed names."""
+        """Whether an object's last member does not change which names are required or allowed."""
         return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
-        """Whether none of these verdicts is a failure."""
+        """Whether none of these verdicts is a failure (the name of a keyword)."""
         for verdict in vector:
             if isinstance(verdict, str):
                 self.why = verdict
@@ -218,8 +215,8 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """Whether a value that the schema lists may be written here. known: a cache of results by
-        the value's verdicts, for cases in which the verdicts decide."""
+        """Whether the next value may be this one, which the schema lists. known: results by
+        verdicts, for values about which only the verdicts matter."""
         vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
@@ -229,7 +226,7 @@ class Ahead:
         return known[vector]
 
     def _may_be(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:
-        """Whether the text may continue after a value with these verdicts."""
+        """Whether the text may go on after ``value``. vector: the rules' verdicts on it."""
         filled = with_news(frame.filled(vector, value))
         if not self._judged(filled):
             return False
@@ -266,8 +263,7 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
-        """Whether the object or array may close here, regardless of whether its parent can be
-        completed after it."""
+        """Whether the object or array may end here, even if its parent cannot be completed."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:
@@ -292,7 +288,7 @@ class Ahead:
         return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
     def _names_left(self, frame: ValueFrame) -> Sequence[str] | None:
-        """Return the known names that may follow; ``None`` if other names may follow too."""
+        """Return names in the schema that may follow; ``None`` if others may follow, too."""
         place = frame.table.place
         if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
             return None
@@ -311,14 +307,12 @@ class Ahead:
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: ValueFrame) -> bool:
-        """Whether the object can be completed once its last name has got a value, which is
-        unknown."""
+        """Whether the object can be completed once its last name has a value."""
         filled = self._filled(began)
         return self._may_close(filled) or self._can_finish(filled)
 
     def _can_finish(self, frame: ValueFrame) -> bool:
-        """Whether the object can be completed, possibly by more members, whose values are
-        unknown."""
+        """Whether the object can be completed, now or with further members of unknown values."""
         why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
         closed = frame.closed()
         if not self._fits_closed(frame, closed):
@@ -344,14 +338,14 @@ class Ahead:
         return True  # unknown: the search would take too long
 
     def _with_member(self, frame: ValueFrame, name: str) -> Iterator[ValueFrame]:
-        """Yield the frame with a member of unknown value, unless the member is not allowed."""
+        """Yield the frame with one more member of unknown value, if such a member is allowed."""
         is_other = name.startswith(OTHER_NAME)
         began = with_news(frame.named(name, frame.table.place.others if is_other else None))
         if self._judged(began):
             yield self._filled(began)
 
     def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
-        """Return names that may still be added to the object; required names come last."""
+        """Return names that can be added to the object, required names last."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
             return lacking
@@ -363,7 +357,7 @@ class Ahead:
         return [*found, *lacking]
 
     def _filled(self, began: ValueFrame) -> ValueFrame:
-        """Return the frame after an unknown value for the member or item that has begun."""
+        """Return the frame after an unknown value for the current member or item."""
         return with_news(began.filled(began.open_place.start, UNKNOWN))
 
     # -- arrays
@@ -386,7 +380,7 @@ class Ahead:
         return True
 
     def _num_options(self, began: ValueFrame) -> int | None:
-        """Count the different values that an item may have; ``None`` if there are too many."""
+        """Return how many different values the item may have; ``None`` if there are many."""
         place, found = began.open_place, 0
         if place.is_endless:
             return None
@@ -407,14 +401,14 @@ class Ahead:
 
 
 def verdict_of(frame: ValueFrame) -> Verdict:
-    """Return the verdict on the whole text that this frame is a part of."""
+    """Return the verdict on the whole text to which the frame belongs."""
     while frame.parent is not None:
         frame = frame.parent
     return frame.verdicts[-1]
 
 
 def spellings(value: Exact) -> tuple[bytes, ...]:
-    """Return how a string or number may be spelled in JSON, a string without quotation marks."""
+    """Return the JSON text of a string or number, a string without quotation marks."""
     if isinstance(value, str):
         return (value.encode("utf-8", "surrogatepass"),)
     return (str(value).encode(),)

@@ -1,4 +1,4 @@
-"""Follows JSON text byte by byte, and refuses bytes after which no valid text can follow.
+"""Checks JSON text while it is written, and refuses bytes after which no valid text can follow.
 
 state = Checker(schema).begin()
 state.feed(b'{"names": ["a", "a"')   # False
@@ -41,7 +41,7 @@ SYNTAX = "JSON"
 
 
 class Checker:
-    """A schema, compiled to check any number of texts."""
+    """A compiled JSON schema, which can check any number of texts."""
 
     def __init__(self, schema: Any) -> None:
         """Raises ``SchemaError`` for a schema that cannot be checked."""
@@ -61,7 +61,7 @@ class Checker:
 
 
 class CheckerState:
-    """The state of one text so far. Useless after a failure."""
+    """The state of checking one text. It cannot be used any more after a failure."""
 
     __slots__ = ("buffer", "checker", "escape", "frame", "is_first", "mode", "options", "why")
 
@@ -85,14 +85,14 @@ class CheckerState:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes that may be refused here: text up to the next of them is allowed. ``None`` if
-        any byte may be refused."""
+        """The bytes that the checker may refuse here, while it allows all others; ``None``: it may
+        refuse any byte."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
     @property
     def skips(self) -> bytes:
-        """The bytes, such as spaces, that are allowed here and do not change what may follow."""
+        """Bytes, such as spaces, that are allowed here and do not change what may follow."""
         if self.mode == COLON:
             return SPACES + b":"
         is_between = self.mode in (VALUE, AFTER) or (self.mode == NAME and not self.buffer)
@@ -100,7 +100,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """The checker allows every text with fewer quotation marks here, unless the text would be
+        """A number of quotation marks: text with fewer of them is allowed here, except where it is
         invalid in any JSON."""
         if not self.checker.is_only_of_names:
             return 0
@@ -112,8 +112,8 @@ class CheckerState:
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string or name which may not be repeated here. Nothing can
-        follow such a text unless the grammar allows a longer string: the caller must check."""
+        """Texts that would complete a string or name which must not be repeated here. The caller
+        must check each: such a text is a dead end unless the grammar allows a longer string."""
         text, mode = self.buffer, self.mode
         if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []
@@ -126,8 +126,8 @@ class CheckerState:
         return [each[len(text) :] for each in taken if each.startswith(text)]
 
     def _taken(self) -> list[bytes]:
-        """Return the strings or names that were used here already and may not come again; none if
-        the schema does not limit which others are possible."""
+        """Return the strings or names used here that must not be repeated; empty if the schema does
+        not limit which others may be used."""
         frame = self.frame
         if self.mode == NAME:
             names = frame.names if frame.table.place.has_names and self.buffer else ()
@@ -145,12 +145,12 @@ class CheckerState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether only spaces may follow."""
+        """Whether the value is complete, so that only spaces may follow."""
         return self.mode == AFTER and self.frame.parent is None
 
     def feed(self, data: bytes) -> bool:
-        """Feed more bytes. Returns ``False`` if no valid text starts so; ``why`` then names the
-        keyword."""
+        """Check more bytes. Returns False if no valid text begins with the bytes so far; ``why`` is
+        then the schema's keyword that forbids it."""
         at = 0
         while at < len(data):
             at = _READERS[self.mode](self, data, at)
@@ -159,8 +159,8 @@ class CheckerState:
         return True
 
     def feed_value(self, data: bytes, at: int) -> int:
-        """Feed bytes up to the end of the value. Returns the index after the last byte used, or -1
-        if no valid value starts so."""
+        """Check bytes from index ``at`` to the end of the value. Returns the index after the last
+        byte used, or -1 if the text is invalid."""
         while at < len(data) and not self.is_whole:
             at = _READERS[self.mode](self, data, at)
             if at < 0:
@@ -169,7 +169,7 @@ class CheckerState:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether only spaces were fed."""
+        """Whether the text has only spaces so far."""
         return self.mode == VALUE and self.frame.parent is None
 
     # -- readers of one element each; they return the next index, or -1 on failure
@@ -193,7 +193,7 @@ class CheckerState:
         return at + 1 if mode == STRING else at
 
     def _name(self, data: bytes, at: int) -> int:
-        """Read bytes before or inside the name of a property."""
+        """Read bytes of a property's name, or spaces before it."""
         if self.buffer:
             return self._text(data, at)
         byte = data[at]
@@ -291,7 +291,7 @@ class CheckerState:
         return -1
 
     def _judged(self) -> bool:
-        """Whether the values so far leave the text valid."""
+        """Whether the text is still valid after the values so far."""
         verdict = verdict_of(self.frame)
         if isinstance(verdict, str):
             self.why = verdict
@@ -304,8 +304,8 @@ class CheckerState:
         return self._judged()
 
     def _learn(self, kind: str, word: Exact) -> bool:
-        """Begin a scalar of this kind. word: its value, if it is a literal. Returns False if no
-        such scalar may begin here."""
+        """Begin a string, number or literal. word: the value of a literal. Returns False if no
+        value of this kind may begin here."""
         # All digits begin the same kind, and a mask tries each of them.
         learned = self.frame.learned
         if (kind, word) not in learned:
@@ -314,8 +314,8 @@ class CheckerState:
         return not self.why
 
     def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
-        """Return the frame after the beginning of a scalar, the only contents that it may have
-        (``None``: any), and why it must not begin ("" if it may)."""
+        """Begin a value of this kind. Returns the frame after its beginning, the only texts that
+        the value may have (``None``: any), and why it must not begin ("" if it may)."""
         frame, ahead = self.frame, self.checker.ahead
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.table(kind).vector
@@ -372,7 +372,7 @@ class CheckerState:
         return self._fill(number_of(self.buffer.decode()))
 
     def _fill(self, value: Exact) -> bool:
-        """End a scalar with this value. Returns False if no valid text can follow."""
+        """End a string, number or literal. Returns False if this value is not allowed."""
         place = self.frame.open_place
         return self._filled(self.frame, place.on_scalar(value), value)
 
@@ -389,8 +389,8 @@ class CheckerState:
     def _after_value(
         self, frame: ValueFrame, vector: Vector, value: Exact
     ) -> tuple[ValueFrame, str]:
-        """Return the frame after the value that was being written, and why the text cannot continue
-        ("" if it can). vector: the verdicts on the value."""
+        """Return the frame after a value, and why the text cannot go on ("" if it can). vector: the
+        rules' verdicts on the value."""
         filled = with_news(frame.filled(vector, value))
         verdict = verdict_of(filled)
         if isinstance(verdict, str):
@@ -399,7 +399,7 @@ class CheckerState:
         return filled, "" if ahead.is_alive(filled) else ahead.why or SYNTAX
 
     def _fits(self) -> bool:
-        """Whether the unfinished string or number can become an allowed one."""
+        """Whether the unfinished string or number can still become an allowed value."""
         written = self.buffer
         if self.options is None:
             if self.mode != NUMERAL or self.checker.ahead.may_become(self.frame, written):
@@ -431,7 +431,7 @@ def _decoded(text: bytes) -> str | None:
 
 
 def _unescaped(text: bytes) -> bytes:
-    """Decode a string up to its last complete escape."""
+    """Decode a string without an incomplete escape at its end."""
     quote = text[:1] if text.startswith(b'"') else b""
     rest = text[len(quote) :]
     for cut in range(7):

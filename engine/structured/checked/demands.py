@@ -1,7 +1,7 @@
-"""Translates the demands of a rule to functions that judge the value being written.
+"""Makes functions (judges) that check the demands of a rule on a value while it is written.
 
-Each function takes a frame (see ``frames``) or a ``Scalar``, and returns a verdict. In ``verdicts``
-of its argument it finds the verdicts of the rules that were judged before.
+A judge takes a ``ValueFrame`` or a ``Scalar``, and returns a verdict. The verdicts of the rules
+that were judged before are in ``verdicts`` of that argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Numbers = dict[Rule, int]  # the index of each rule of a place
 
 
 def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Judge, ...]:
-    """Return the functions that judge values of this kind by one rule, the cheap ones first."""
+    """Make the judges that check one rule on values of this kind, the cheap ones first."""
     found: list[Judge] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)
@@ -202,16 +202,16 @@ def _most_properties(most: int) -> Judge:
 
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
-    """Return the names of the only properties whose values the rule limits; ``None`` if it may
-    limit the value of any property."""
+    """Return the names of the properties whose values the rule limits; ``None`` if it may limit the
+    values of any property."""
     others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
     is_open = rule.members.patterns or any(each is not None for each in others)
     return None if is_open else tuple(rule.members.properties)
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Judge:
-    """Make a judge of the values of members or items. number: that of the rule; names: the only
-    properties whose values the rule limits, ``None`` if it may limit any."""
+    """Make the judge of a rule's demands on members or items. number: the rule's; names: properties
+    that the rule limits, ``None``: it may limit any."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -323,8 +323,8 @@ def _contains(rule: Rule, number: int) -> Judge:
 
 
 def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
-    """Make a judge that fails if a member or item is invalid by the schema of ``keyword`` (such as
-    ``unevaluatedItems``), and no part of the rule evaluates it."""
+    """Make the judge of ``unevaluatedItems`` or ``unevaluatedProperties`` (``keyword``). It fails
+    for an invalid member or item that no other part of the rule evaluates."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:
@@ -339,7 +339,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
 
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
-    """Whether some part of the rule evaluates this member or item, and may still hold."""
+    """Whether a part of the rule that has not failed evaluates this member or item."""
     if frame.may_contain(numbers[rule], key):
         return True
     waiting = _contributing(rule, numbers, frame)
@@ -367,7 +367,7 @@ def _contributing(rule: Rule, numbers: Numbers, frame: Any) -> list[Rule]:
 
 
 def names_members(rule: Rule) -> bool:
-    """Whether a rule has demands on the values of properties."""
+    """Whether the rule limits the values of properties."""
     others = (rule.members.additional, rule.members.unevaluated)
     return bool(
         rule.members.properties or rule.members.patterns or any(each is not None for each in others)

@@ -1,6 +1,6 @@
-"""Resolves the references of a schema document.
+"""Resolves references within a JSON schema document.
 
-A schema with an ``$id`` starts its own resource, in which anchors and fragments are looked up.
+A schema with an ``$id`` starts a resource of its own, in which anchors and fragments are looked up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEWEST = 2020
 
 
 class SchemaResource:
-    """A part of the document with its own address."""
+    """A part of the document that has its own address (``$id``)."""
 
     def __init__(self, address: str, root: Any, draft: int) -> None:
         self.address = address
@@ -38,12 +38,12 @@ class SchemaResource:
 
     @property
     def is_recursive(self) -> bool:
-        """Whether ``$recursiveRef`` may lead to an outer resource instead of this one."""
+        """Whether a ``$recursiveRef`` to this resource may lead to an outer one instead."""
         return isinstance(self.root, dict) and self.root.get("$recursiveAnchor") is True
 
 
 class Document:
-    """A schema document with all its resources."""
+    """A JSON schema document with all the resources in it."""
 
     def __init__(self, schema: Any) -> None:
         self._resources: dict[str, SchemaResource] = {}
@@ -65,7 +65,7 @@ class Document:
         return self._homes[id(schema)]
 
     def found(self, schema: Schema, reference: str, keyword: str) -> Any:
-        """Resolve a reference. Raises ``SchemaError`` if its target is not in the document."""
+        """Return the target of a reference. Raises ``SchemaError`` if it is not in the document."""
         home = self.home(schema)
         if reference.startswith("#"):
             resource: SchemaResource | None = home
@@ -121,7 +121,7 @@ class Document:
             waiting.extend((part, resource) for part in parts(each))
 
     def _entered(self, schema: Schema, resource: SchemaResource) -> SchemaResource:
-        """Return the resource that a schema inside ``resource`` belongs to: its own if it has an
+        """Return the resource that a schema inside ``resource`` belongs to: a new one if it has an
         ``$id``."""
         named = schema.get("$id", schema.get("id") if resource.draft <= 4 else None)
         is_hidden = resource.draft <= 7 and "$ref" in schema
@@ -144,7 +144,7 @@ class Document:
 
 
 def parts(schema: Schema) -> Iterator[Any]:
-    """Yield the schemas directly inside a schema."""
+    """Yield the schemas that are directly inside this schema."""
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from value.values()
@@ -155,7 +155,7 @@ def parts(schema: Schema) -> Iterator[Any]:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Resolve a reference against a base address."""
+    """Resolve an address relative to a base address."""
     if base.startswith("urn:") and not reference.startswith("#"):
         return reference
     if base.startswith("urn:"):

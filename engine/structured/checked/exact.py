@@ -1,4 +1,4 @@
-"""Converts JSON values to hashable ones that are equal exactly if JSON schema calls them equal.
+"""Converts JSON values to hashable values, equal exactly where JSON schema defines them as equal.
 
 Numbers are equal by value (1 equals 1.0), booleans equal no number, and the order of an object's
 members does not matter. A string stays a string, a number becomes an ``int`` or a ``Decimal``.
@@ -26,7 +26,7 @@ NUMBER_PREFIX = re.compile(
 
 
 def number_of(text: str) -> Number:
-    """Convert a number in JSON's notation, exactly."""
+    """Convert the JSON text of a number, without rounding."""
     if text.lstrip("-").isdecimal() and len(text) < MOST_DIGITS:
         return int(text)
     found = Decimal(text)
@@ -38,7 +38,7 @@ def number_of(text: str) -> Number:
 
 
 def exact(value: Any) -> Exact:
-    """Convert a value that a JSON library decoded."""
+    """Convert a value that was decoded from JSON to a hashable one."""
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bool):
@@ -63,7 +63,7 @@ def object_of(members: Iterable[tuple[str, Exact]]) -> Exact:
 
 
 def kind_of(value: Exact) -> str:
-    """Return the value's type in JSON schema, with ``number`` for integers too."""
+    """Return the JSON schema type of the value; ``number`` for integers too."""
     if isinstance(value, str):
         return "string"
     if isinstance(value, tuple):
@@ -76,7 +76,7 @@ def is_whole(value: Number) -> bool:
 
 
 def is_multiple(value: Number, step: Number) -> bool:
-    """Whether a number is a multiple of another, computed exactly in decimals."""
+    """Whether ``value`` is an exact multiple of ``step``."""
     if not value or not step:
         return not value
     number, exponent = _scaled(value)
@@ -89,7 +89,7 @@ def is_multiple(value: Number, step: Number) -> bool:
 
 
 def _scaled(value: Number) -> tuple[int, int]:
-    """Return the absolute value as an integer and a power of ten."""
+    """Return (n, e) so that the absolute value is n * 10**e."""
     if isinstance(value, int):
         return abs(value), 0
     return int("".join(map(str, value.as_tuple().digits))), _exponent(value)

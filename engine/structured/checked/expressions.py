@@ -1,4 +1,4 @@
-"""Runs the patterns of schemas, which are ECMAScript, with Python's ``regex`` package."""
+"""Searches texts for the ECMAScript patterns of schemas, with Python's ``regex`` package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = re.compile(r"\\c[A-Za-z]|\\u\{[0-9a-fA-F]+\}|\(\?<(?![=!])|\\k<|\\.|.",
 
 @lru_cache(maxsize=1024)
 def searcher(pattern: str) -> Callable[[str], bool]:
-    """Make a function that searches a text. Raises ``SchemaError`` for a malformed pattern."""
+    """Make a function that searches texts for a pattern. Raises ``SchemaError`` for a wrong one."""
     import regex
 
     try:
@@ -45,7 +45,7 @@ def searcher(pattern: str) -> Callable[[str], bool]:
 
 
 def is_expression(pattern: str) -> bool:
-    """Whether this is a regular expression by ECMAScript's strict rules."""
+    """Whether the text is a regular expression by ECMAScript's strict rules."""
     bare = _ESCAPED_OR_CLASS.sub(_kept_repeat, pattern)
     if _LOOSE.search(bare) or _NO_ESCAPE.search(pattern.replace("\\\\", "")):
         return False
@@ -61,7 +61,7 @@ def _kept_repeat(found: re.Match[str]) -> str:
 
 
 def _of_python(pattern: str) -> str:
-    """Translate a pattern to Python's dialect."""
+    """Translate a pattern from ECMAScript to Python."""
     written = []
     in_class = False
     for part in _PARTS.findall(pattern):

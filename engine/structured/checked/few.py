@@ -1,4 +1,4 @@
-"""Lists all texts that match a pattern, where there are few."""
+"""Lists all texts that a pattern matches, if they are few."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _RANGE = re.compile(rf"({_MEMBER})-({_MEMBER})|\\d|{_MEMBER}")
 
 
 class ManyError(Exception):
-    """There are too many texts, or the pattern is not supported."""
+    """The pattern matches too many texts, or is not supported."""
 
 
 def few_texts(pattern: str) -> list[str] | None:
-    """List all texts that an anchored pattern matches; ``None`` if there are too many."""
+    """List all texts that an anchored pattern matches; ``None`` if there are many."""
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return None
     try:
@@ -30,7 +30,7 @@ def few_texts(pattern: str) -> list[str] | None:
 
 
 class _FewReader:
-    """Reads a pattern from left to right."""
+    """Parses a pattern, and lists the texts that it matches."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -41,8 +41,8 @@ class _FewReader:
         return self._at == len(self._text)
 
     def ways(self, *, is_outermost: bool = False) -> list[str]:
-        """Read alternatives, and return all texts that they match. An outermost ``|`` is refused,
-        because it would also separate the anchors."""
+        """Parse alternatives and list all their texts. Raises ``ManyError`` for an outermost ``|``,
+        which would separate the pattern's anchors too."""
         found = self._sequence()
         while self._takes("|"):
             if is_outermost:

@@ -1,4 +1,4 @@
-"""Checks the formats of strings, by the specifications that JSON schema refers to."""
+"""Checks strings by the formats of JSON schema, such as ``date`` or ``email``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _TEMPLATE = (
 
 
 def _reference(more: str) -> tuple[str, str]:
-    """Return a pattern of absolute URIs and one of all URI references, by RFC 3986. more: further
-    characters that are allowed, as in the IRIs of RFC 3987."""
+    """Return the patterns of absolute URIs and of relative references, by RFC 3986. more:
+    additional characters that are allowed, such as those of RFC 3987."""
     hexes = "%[0-9A-Fa-f]{2}"
     char = rf"(?:[{_UNRESERVED}{_SUB}:@{more}]|{hexes})"
     first = rf"(?:[{_UNRESERVED}{_SUB}@{more}]|{hexes})+"
@@ -91,7 +91,7 @@ def _ipv4(text: str) -> bool:
 
 
 def _host(text: str) -> bool:
-    """Check a host; a label with "--" at index 2 is an encoded international one."""
+    """Check a host name. Labels such as ``xn--...`` must be valid encoded international ones."""
     others = [label for label in text.split(".") if label[2:4] == "--"]
     return _ascii_host(text) and (not others or _idn_host(".".join(others)))
 
@@ -122,7 +122,7 @@ def _idn_email(text: str) -> bool:
 
 
 def _time(text: str) -> bool:
-    """Check a time; a leap second only occurs at the end of a day in UTC."""
+    """Check a time. A leap second is only valid at the end of a day in UTC."""
     if not _clock(text):
         return False
     if text[6:8] != "60":

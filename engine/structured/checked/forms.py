@@ -1,4 +1,4 @@
-"""Makes the checkers for parsed grammars."""
+"""Makes the checkers of parsed grammars."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.structured.schemas import SchemaError
 
 
 def checker_of(grammar: Grammar) -> Checker | Layout | None:
-    """Make the checker of a grammar; ``None`` if it needs none. Raises ``SchemaError`` for what
-    cannot be checked, unless the grammar is lenient."""
+    """Make the checker of a grammar; ``None`` if it needs none. Raises ``SchemaError`` for a schema
+    that cannot be checked, unless the grammar is lenient."""
     if grammar.kind in ("json", "json_object"):
         schema = msgspec.json.decode(grammar.text) if grammar.kind == "json" else {"type": "object"}
         plan = plan_of(schema, grammar)
@@ -40,7 +40,7 @@ Place = tuple[str, str, bool, Any, Grammar]  # an opening with the schema that f
 
 
 def _openings(places: list[Place]) -> Iterator[PartOpening]:
-    """Yield the openings with a schema that needs a checker."""
+    """Yield the openings after which JSON needs a checker."""
     together: dict[tuple[str, str, bool], list[tuple[SchemaPlan, Grammar]]] = {}
     for text, scope, follows, schema, grammar in places:
         plan = plan_of(schema, grammar)

@@ -1,7 +1,7 @@
-"""The objects and arrays that are open in a text, as frames that link to the one around them.
+"""The open objects and arrays of a text, as frames, each with a link to the frame around it.
 
-A frame never changes once it is part of a state: each step makes new frames, so copying a state
-only copies a reference to the innermost frame.
+A frame is never changed once it is part of a state: each step makes new frames. So copying a state
+copies only a reference to the innermost frame.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """The verdicts on the members or items of a value so far, by the number of the rule that makes
-    demands on them."""
+    """The verdicts on the members or items of a value so far, by number of the rule."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
@@ -39,8 +38,8 @@ class MemberAccount:
         return other
 
     def with_failed(self, failed: Sequence[tuple[int, str]]) -> MemberAccount:
-        """Return a copy with more broken rules, each with the keyword that breaks it. A rule that
-        was broken before keeps its first keyword."""
+        """Return a copy with more failed rules, each with the keyword that failed. A rule that had
+        failed before keeps its keyword."""
         if all(number in self.failed for number, _ in failed):
             return self
         other = self._copy()
@@ -63,8 +62,7 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """Return a copy with this verdict on whether item ``key`` satisfies the ``contains`` of a
-        rule."""
+        """Return a copy that records whether item ``key`` matches the ``contains`` of a rule."""
         if isinstance(verdict, str):
             return self
         other = self._copy()
@@ -81,7 +79,7 @@ NOTHING = MemberAccount()
 
 
 class ValueFrame:
-    """An object or array as far as it is written, or the whole document."""
+    """The part of an object or array, or of the whole document, that is already written."""
 
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
@@ -90,7 +88,7 @@ class ValueFrame:
     )
 
     def __init__(self, table: PlaceTable, parent: ValueFrame | None) -> None:
-        """Begin an object or array right after its opening bracket."""
+        """Begin an object or array, after its opening bracket."""
         self.table, self.parent = table, parent
         self.verdicts = table.start.copy()
         self.account = NOTHING
@@ -114,32 +112,30 @@ class ValueFrame:
 
     @property
     def open_place(self) -> Place:
-        """The place (the rules) of the value that is being written."""
+        """The rules that apply to the current value."""
         assert self.open is not None, "a value is being written"
         return self.open[1].place
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the values in it are kept, to compare them with others (``uniqueItems``,
-        ``enum``)."""
+        """Whether the values in the frame are stored, for ``uniqueItems`` or ``enum``."""
         return self.is_kept or self.table.is_unique
 
     @property
     def compares(self) -> bool:
-        """Whether what may follow depends on the exact values in it, not only on the verdicts on
-        them."""
+        """Whether the values decide what may follow, and not only the verdicts on them."""
         return self.is_compared or self.table.is_unique
 
     @property
     def vector(self) -> Vector:
-        """The verdicts on this object or array by the rules that its parent depends on."""
+        """The verdicts on this object or array that its parent needs."""
         verdicts = self.verdicts
         return tuple([verdicts[number] for number in self.table.place.ends])
 
     @property
     def standing(self) -> Any:
-        """A key that is equal for frames after which the same texts may follow. ``None`` if that
-        depends on too much to compare."""
+        """A hashable state. Frames with equal states allow the same further texts. ``None`` if the
+        state is too large to compare."""
         found: list[Any] = []
         frame: ValueFrame | None = self
         for _ in range(MOST_NESTED):
@@ -158,8 +154,8 @@ class ValueFrame:
 
     @property
     def exact(self) -> Exact:
-        """The whole object or array, if its values are kept; equal to no other value if a part is
-        unknown."""
+        """The complete object or array as a hashable value, if its values are stored. If one of
+        them is unknown, the result equals no other value."""
         if self.is_vague:
             return object()
         found, parts = [], self.parts
@@ -183,8 +179,8 @@ class ValueFrame:
         return other
 
     def named(self, name: str, member: Member | None = None) -> ValueFrame:
-        """Return a copy with one more name, whose value follows. member: the rules for the value,
-        if already known."""
+        """Return a copy after one more name, with its value as the current one. member: the rules
+        for that value, if already known."""
         other = self.copy()
         if member is None:
             member = self.table.place.property(name)
@@ -196,22 +192,22 @@ class ValueFrame:
         return other
 
     def at_item(self) -> ValueFrame:
-        """Return a copy in which the next item begins."""
+        """Return a copy in which the next item is the current value."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += 1
         other._record(self.count, member, member.place.start, is_whole=False)
         return other
 
     def opened(self, vector: Vector) -> ValueFrame:
-        """Return a copy with new verdicts on the value that is being written."""
+        """Return a copy with new verdicts on the current value."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         other._record(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
     def filled(self, vector: Vector, value: Exact) -> ValueFrame:
-        """Return a copy in which the value that was being written is finished. vector: the verdicts
-        on it; value: needed only if values are kept."""
+        """Return a copy after the current value. vector: the verdicts on it; value: the value,
+        ignored unless values are stored."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         key, member, _ = self.open
@@ -226,7 +222,7 @@ class ValueFrame:
         return other
 
     def with_members(self, names: Sequence[str]) -> ValueFrame:
-        """Return a copy with more members, of which only the names are known."""
+        """Return a copy with more members, whose values are unknown."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
         other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
@@ -237,7 +233,7 @@ class ValueFrame:
         return other
 
     def stretched(self, num_more: int) -> ValueFrame:
-        """Return a copy with this many more items, of which nothing is known."""
+        """Return a copy with ``num_more`` more items, which are unknown."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
         other._record(other.count, member, member.place.start, is_whole=True)
@@ -246,20 +242,18 @@ class ValueFrame:
         return other
 
     def closed(self) -> ValueFrame:
-        """Return a copy in which the object or array is closed."""
+        """Return a copy after the closing bracket."""
         other = self.copy()
         other.is_over = True
         self.table.judge(other)
         return other
 
     def is_evaluated_by(self, number: int, key: Key) -> bool:
-        """Whether a rule evaluates this member or item, so that it is not an unevaluated one for
-        the rules around."""
+        """Whether a rule evaluates this member or item (see ``unevaluatedItems``)."""
         return number in self._member(key).evaluators or self.may_contain(number, key)
 
     def may_contain(self, number: int, key: Key) -> bool:
-        """Whether item ``key`` may satisfy the ``contains`` of a rule, and so count as
-        evaluated."""
+        """Whether item ``key`` may match the ``contains`` of a rule, which then evaluates it."""
         rule = self.table.place.rules[number]
         if rule.elements.contained is None or not rule.elements.contained_is_evaluated:
             return False
@@ -282,7 +276,7 @@ class ValueFrame:
         is_judged: bool = True,
     ) -> None:
         """Record the verdicts on a member or item. is_whole: its value is complete; is_judged:
-        judge the whole frame again afterwards."""
+        update the verdicts on the frame afterwards."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:
@@ -306,7 +300,7 @@ class ValueFrame:
 
 
 def with_news(frame: ValueFrame) -> ValueFrame:
-    """Pass the verdicts of a new frame on to the frames around it, as far as they change something
+    """Update the frames around a new frame with its verdicts, as far as these change anything
     there. Returns the frame."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
@@ -318,7 +312,7 @@ def with_news(frame: ValueFrame) -> ValueFrame:
 
 
 def verdicts_on(place: Place, value: Exact) -> Vector:
-    """Return the verdict of each root rule of a place on a complete value."""
+    """Return the verdicts of a place's root rules on a complete value."""
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
         return place.on_scalar(value)

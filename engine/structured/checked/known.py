@@ -1,4 +1,4 @@
-"""Names the keywords that the checker enforces; the grammar need not enforce these."""
+"""Names the schema keywords that the checker enforces, so that the grammar need not."""
 
 from __future__ import annotations
 

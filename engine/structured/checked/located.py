@@ -1,8 +1,7 @@
-"""Finds the parts of a text that are JSON by what is written before them, and checks them.
+"""Finds the JSON parts of a text by their openings (the texts before them), and checks them.
 
-Any text is allowed between them: the grammar limits that text, and requires JSON after each
-opening. Where several schemas may apply, as for calls of several tools, one of their checkers must
-accept the part.
+The grammar limits the text between the parts, and requires JSON after each opening. If several
+schemas may apply to a part, as for calls of several tools, one of their checkers must accept it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 
 class PartOpening(NamedTuple):
-    """A text after which a part that is JSON begins, and the checkers of such parts."""
+    """A text after which a JSON part begins. One of ``checkers`` must accept this part."""
 
     text: bytes  # empty: the whole text starts with the part
     checkers: tuple[Checker, ...]
@@ -25,7 +24,7 @@ class PartOpening(NamedTuple):
 
 
 class Layout:
-    """All openings of a grammar, indexed to find them in a text."""
+    """All openings of a grammar, indexed for finding them in a text."""
 
     def __init__(self, openings: Sequence[PartOpening]) -> None:
         self._openings = openings
@@ -49,8 +48,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Return the checkers of the parts that start after this text. scope: the scope before it,
-        see ``PartOpening``."""
+        """Return the checkers for a part after ``text``. scope: the last scope text before it."""
         return [
             checker
             for each in self._openings
@@ -60,7 +58,7 @@ class Layout:
 
 
 class Located:
-    """The state of a text with JSON parts; implements ``Following``."""
+    """The state of checking a text that has JSON parts; implements ``Following``."""
 
     __slots__ = ("_after", "_layout", "_longer", "_scope", "_states", "_tail", "why")
 
@@ -93,7 +91,7 @@ class Located:
 
     @property
     def least_quotes(self) -> int:
-        """Always 0, because another part may follow with a stricter checker."""
+        """Always 0, because another part with a stricter checker may begin."""
         return 0
 
     @property
@@ -118,8 +116,8 @@ class Located:
         return True
 
     def _parts(self, data: bytes, at: int) -> int:
-        """Read JSON with the checkers of all parts that may be here. Returns the next index, or -1
-        on failure."""
+        """Read JSON with each checker that may apply. Returns the next index, or -1 if none accepts
+        it."""
         alive, ends, is_text, why = [], [], True, ""
         for state in self._states:
             is_new = state.is_untouched
@@ -143,7 +141,7 @@ class Located:
         return -1
 
     def _byte(self, data: bytes, at: int) -> int:
-        """Read one byte that may belong to a part or to a longer opening."""
+        """Read one byte that may belong to a JSON part, or to a longer opening."""
         end = self._parts(data[: at + 1], at)
         longer = [(text, done + 1) for text, done in self._longer if text[done] == data[at]]
         self._longer = [(text, done) for text, done in longer if done < len(text)]
@@ -156,7 +154,7 @@ class Located:
         return at + 1
 
     def _text(self, data: bytes, at: int) -> int:
-        """Read free text up to the next part."""
+        """Read text up to the next JSON part. Returns the next index."""
         if data[at : at + 1] == SPECIAL:
             return at + 1
         end = data.find(SPECIAL, at)
@@ -181,7 +179,7 @@ class Located:
         self._longer += [(other, len(text)) for other in self._layout.longer[text]]
 
     def _between(self, new: bytes) -> int:
-        """Count the new bytes that belong to the separator before another part."""
+        """Return how many of the new bytes belong to a separator between two JSON parts."""
         assert self._after is not None, "a part has ended"
         num_before, text = len(self._after), self._after + new
         for each in self._layout.between:

@@ -1,4 +1,4 @@
-"""Follows a text of tokens with a grammar's matcher and a checker together."""
+"""Combines a grammar's matcher with a checker of JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_PRESSING = 16  # texts whose continuations are checked
 
 
 class CheckedMatcher:
-    """A ``Matcher`` that allows what both another matcher and a checker allow."""
+    """A ``Matcher`` that allows the tokens which both another matcher and a checker allow."""
 
     def __init__(
         self, matcher: Matcher, state: Following, vocabulary: Vocabulary, eos: tuple[int, ...]
@@ -73,8 +73,8 @@ class CheckedMatcher:
         return tokens[: self.num_allowed(tokens)] if len(tokens) else tokens
 
     def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
-        """Clear the mask bits of ``state.pressing`` tokens after which no token could follow.
-        Returns True if no bit is left. before: the drafts before this mask."""
+        """Clear the bits of tokens in ``state.pressing`` that are dead ends. Returns True if the
+        mask is then empty. before: the drafts before this mask."""
         if not (pressing := state.pressing):
             return False
         bits = words.view(np.uint32)
@@ -89,7 +89,7 @@ class CheckedMatcher:
         return not words.any()
 
     def _is_stuck(self, tokens: Sequence[int], state: Following) -> bool:
-        """Whether nothing can follow these tokens. state: the checker after them."""
+        """Whether no token can follow ``tokens``. state: the checker's state after them."""
         num_words = -(-len(self._vocabulary.in_order) // WORD)
         masks: Column = np.zeros((len(tokens) + 1, num_words), np.int32)
         self._matcher.fill(masks, tokens)
@@ -97,7 +97,7 @@ class CheckedMatcher:
         return not masks[-1].any()
 
     def _narrow(self, words: Column, state: Following) -> str:
-        """Clear the bits of forbidden tokens. Returns the reason if no bit is left, else ""."""
+        """Clear the bits of tokens that the checker forbids. Returns why none is left, or ""."""
         may_end = [token for token in self._eos if words[token // WORD] >> token % WORD & 1]
         narrowing = Narrowing(self._vocabulary)
         forbidden = narrowing.forbidden(words, may_end, state)

@@ -1,4 +1,4 @@
-"""Finds the tokens of a mask that a checker forbids, and skips most of those it allows."""
+"""Finds the tokens in a mask that a checker forbids, without looking at most of the others."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from engine.structured.checked.vocabulary import Skipped, Stops, Vocabulary
 
 
 class Following(Protocol):
-    """The state of a checker in a text; implemented by ``CheckerState`` and ``Located``."""
+    """The state of a checker in a text, implemented by ``CheckerState`` and ``Located``."""
 
     why: str
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes that may be refused here: text up to the next of them is allowed. ``None`` if
-        any byte may be refused."""
+        """The bytes that the checker may refuse here, while it allows all others; ``None``: it may
+        refuse any byte."""
 
     @property
     def skips(self) -> bytes:
-        """The bytes, such as spaces, that are allowed here and do not change what may follow."""
+        """Bytes, such as spaces, that are allowed here and do not change what may follow."""
 
     @property
     def least_quotes(self) -> int:
-        """The checker allows every text with fewer quotation marks here, unless the text would be
+        """A number of quotation marks: text with fewer of them is allowed here, except where it is
         invalid in any JSON."""
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string which may not be repeated here. Nothing can follow
-        such a text unless the grammar allows a longer string: the caller must check."""
+        """Texts that would complete a string which must not be repeated here. The caller must check
+        each: such a text is a dead end unless the grammar allows a longer string."""
 
     @property
     def may_end(self) -> bool:
@@ -42,11 +42,11 @@ class Following(Protocol):
         """Return an independent copy."""
 
     def feed(self, data: bytes) -> bool:
-        """Feed bytes. Returns ``False`` if no valid text starts so; ``why`` then has the reason."""
+        """Check more bytes. Returns False, and sets ``why``, if no valid text begins so."""
 
 
 class Narrowing:
-    """Walks the tokens of a mask as a tree of their bytes."""
+    """Searches the tokens of a mask for forbidden ones, as a tree of their bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -54,8 +54,8 @@ class Narrowing:
         self.why = ""
 
     def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
-        """Return the tokens that the mask ``words`` allows and the checker forbids; ``why`` then
-        has the reason for one of them. without: tokens to skip."""
+        """Return the token ids that the mask ``words`` allows and the checker forbids; ``why`` is
+        the reason for one of them. without: token ids to leave out."""
         skipped = Skipped(state.stops, state.skips, state.least_quotes)
         ranks = self._vocabulary.candidates(words, without, skipped)
         self._look(ranks, 0, state)
@@ -63,8 +63,8 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Check tokens, and note the forbidden ones. ranks: the tokens' ranks, ascending; the first
-        ``depth`` bytes of these tokens are equal and were fed to ``state``."""
+        """Check tokens and collect the forbidden ones. ranks: the tokens' ranks, ascending; their
+        first ``depth`` bytes are equal, and ``state`` is after these bytes."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):
@@ -90,7 +90,7 @@ class Narrowing:
             at = after
 
     def _left(self, ranks: list[int], depth: int, state: Following) -> list[int]:
-        """Drop the tokens whose remaining bytes can all be skipped."""
+        """Return the tokens that have bytes after the first ``depth`` which must be checked."""
         if state.stops is not None:
             last_stops = self._vocabulary.last_stops(state.stops).data
             return [rank for rank in ranks if last_stops[rank] >= depth]
@@ -101,6 +101,6 @@ class Narrowing:
 
 
 def _above(beginning: bytes) -> bytes:
-    """Return a text that sorts after all texts with this beginning, and before all later ones."""
+    """Return the end of the range of texts that begin with ``beginning``, in sorted order."""
     byte = beginning[-1]
     return beginning[:-1] + bytes([byte + 1]) if byte < 0xFF else beginning + b"\xff" * 64

@@ -1,7 +1,7 @@
-"""The rules that apply together to one value, and the verdict of each on the value.
+"""The rules that apply together to one value (a place), and their verdicts on the value.
 
-A verdict is ``True``, the name of the keyword that failed, or ``None`` while both are possible; the
-first two are final.
+A verdict is final if it is ``True`` or the name of the keyword that failed. It is ``None`` as long
+as both are possible.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MOST_SCALARS = 16_384  # cached scalars per schema, about 150 bytes each
 
 
 class Member:
-    """The rules that apply to a property with some name, or to an item at some index."""
+    """The rules that apply to a property with a certain name, or to an item at a certain index."""
 
     def __init__(self, place: Place, demands: Sequence[tuple[int, str, Rule]]) -> None:
-        """place: the place of its value. demands: for each rule for the value, the number of the
-        rule that contains it, and the keyword there."""
+        """place: the rules for the value. demands: for each of its root rules, the number of the
+        outer rule that contains it, the keyword there, and the root rule."""
         self.place = place
         slots = {rule: slot for slot, rule in enumerate(place.roots)}
         found = [(number, keyword, slots[rule]) for number, keyword, rule in demands]
@@ -48,13 +48,12 @@ APART = ("contains", "unevaluatedProperties", "unevaluatedItems")
 
 
 class Place:
-    """The rules that apply to one value together: the ``roots``, and the rules that they refer
-    to."""
+    """The rules for one value: ``roots``, and the rules that they combine, as by ``allOf``."""
 
     def __init__(
         self, roots: tuple[Rule, ...], places: PlaceIndex, musts: tuple[bool, ...] = ()
     ) -> None:
-        """musts: for each root, whether the whole text is invalid if that root fails."""
+        """musts: for each of ``roots``, whether the whole text is invalid if this rule fails."""
         self.roots = roots
         self.is_must = all(musts) and bool(musts)
         self.places = places
@@ -75,7 +74,7 @@ class Place:
         self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
 
     def _must(self, musts: tuple[bool, ...]) -> frozenset[int]:
-        """Return the rules whose failure makes the whole text invalid."""
+        """Return the numbers of the rules whose failure makes the whole text invalid."""
         found: set[int] = set()
         waiting = [rule for rule, must in zip(self.roots, musts, strict=False) if must]
         while waiting:
@@ -92,7 +91,7 @@ class Place:
         return self._tables[kind]
 
     def on_scalar(self, value: Exact) -> Vector:
-        """Return the verdict of each root rule on a string, a number or a literal."""
+        """Return the verdicts of the root rules on a string, a number or a literal."""
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             return self._judged(value)
         # A mask tries the same short strings and numbers many times.
@@ -102,25 +101,25 @@ class Place:
         return found
 
     def forget_scalars(self) -> None:
-        """Clear the cached verdicts on scalars."""
+        """Clear the cached verdicts on strings, numbers and literals."""
         self._on_scalars.clear()
 
     def _judged(self, value: Exact) -> Vector:
         return Scalar(self.table(kind_of(value)), value).vector
 
     def on_others(self, kind: str) -> Vector:
-        """Return the verdict of each root rule on a value of this kind that no schema lists."""
+        """Return the verdicts of the root rules on a value of this kind that no schema lists."""
         return Scalar(self.table(kind), OTHER).vector
 
     def on_listed(self, value: Exact) -> Vector:
-        """Return the verdict of each root rule on a scalar that a schema lists, as in ``enum``."""
+        """Return the verdicts of the root rules on a value that a schema lists, as in ``enum``."""
         if (found := self._on_listed.get(value)) is None:
             found = self._on_listed[value] = self._judged(value)
         return found
 
     @cached_property
     def known_names(self) -> list[str]:
-        """All property names that a schema mentions."""
+        """All property names that occur in the rules."""
         names = [each.members.names for each in self.rules if each.members.names is not None]
         place = self.places.place(tuple(dict.fromkeys(names)))
         others = (name for rule in self.rules for name in rule.names)
@@ -128,7 +127,7 @@ class Place:
 
     @cached_property
     def is_endless(self) -> bool:
-        """Whether the rules allow more values than an output can have, by a cheap estimate."""
+        """Whether the rules allow at least ``MANY`` values, by a cheap estimate."""
         return all(num_values(rule) >= MANY for rule in self.roots)
 
     @cached_property
@@ -144,8 +143,7 @@ class Place:
         return kind in ("object", "array") or self.own_options(kind) != []
 
     def own_options(self, kind: str) -> list[Exact] | None:
-        """Return the listed strings or numbers that the rules of this place allow; ``None`` if
-        these allow others than the listed ones too."""
+        """Return the listed strings or numbers that are allowed; ``None`` if others are too."""
         if kind not in self._options:
             found, listed = None, self.listed(kind)
             if listed and not _may_hold(self.on_others(kind)):
@@ -155,7 +153,7 @@ class Place:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the grammar enforces all demands on scalars."""
+        """Whether the grammar enforces all demands on strings, numbers and literals."""
         lists = [rule for rule in self.rules if rule.values is not None]
         return len(lists) <= 1 and not any(
             rule.one_of or rule.negated is not None or rule.condition is not None
@@ -164,32 +162,31 @@ class Place:
 
     @cached_property
     def most_number(self) -> Number | None:
-        """The largest number that may be valid; ``None`` if the rules set no such limit."""
+        """The largest number that may be valid; ``None`` if there is no such limit."""
         found = [self.rules[number].most for number in self.must]
         return min((each for each in found if each is not None), default=None)
 
     @cached_property
     def least_number(self) -> Number | None:
-        """The smallest number that may be valid; ``None`` if the rules set no such limit."""
+        """The smallest number that may be valid; ``None`` if there is no such limit."""
         found = [self.rules[number].least for number in self.must]
         return max((each for each in found if each is not None), default=None)
 
     @cached_property
     def is_of_whole_numbers(self) -> bool:
-        """Whether numbers must be integers, and there are other demands that the grammar does not
-        enforce."""
+        """Whether numbers must be integers, with other demands that no grammar enforces."""
         own = [self.rules[number] for number in self.must]
         is_whole = any(rule.types is not None and "number" not in rule.types for rule in own)
         return is_whole and not (self.is_plain and self.is_must)
 
     @cached_property
     def is_shaped(self) -> bool:
-        """Whether some rule limits which strings are allowed."""
+        """Whether a rule limits strings, for example by a pattern or a length."""
         return any(rule.texts for rule in self.rules)
 
     @cached_property
     def is_easy(self) -> bool:
-        """Whether no rule visibly limits the number of values."""
+        """Whether no rule obviously limits the values to a few."""
         return not any(_is_narrow(rule) for rule in self.rules)
 
     def listed(self, kind: str) -> list[Exact]:
@@ -204,7 +201,7 @@ class Place:
 
     @cached_property
     def others(self) -> Member:
-        """The rules for properties that no schema names."""
+        """The rules for properties whose names no schema has."""
         demands = [
             (number, keyword, rule)
             for number in self.named
@@ -269,23 +266,22 @@ class Place:
 
 
 class PlaceIndex:
-    """All places of a schema, created on demand."""
+    """All places of a schema, which are made when they are needed."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """Return the place where these rules apply, the same for equal arguments. musts: for each
-        root, whether the whole text is invalid if that root fails."""
+        """Return the one place for these arguments. musts: for each of ``roots``, whether the whole
+        text is invalid if this rule fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
         return self._places[key]
 
     def note_scalar(self) -> None:
-        """Count one more cached scalar, and clear all caches at the limit: a schema has many
-        places, and many schemas are kept."""
+        """Count a cached value, and clear the caches of all places once there are too many."""
         self._num_scalars += 1
         if self._num_scalars > MOST_SCALARS:
             for place in self._places.values():
@@ -294,7 +290,7 @@ class PlaceIndex:
 
 
 class PlaceTable:
-    """The judges of a place for values of one kind."""
+    """The judges that check values of one kind by the rules of a place."""
 
     def __init__(self, place: Place, kind: str) -> None:
         self.place = place
@@ -316,13 +312,13 @@ class PlaceTable:
 
     @cached_property
     def vector(self) -> Vector:
-        """The verdict of each root rule on a value of which only the kind is known."""
+        """The verdicts of the root rules on a value of which only the kind is known."""
         if self.kind in ("object", "array"):
             return tuple([self.start[number] for number in self.place.ends])
         return Scalar(self, UNKNOWN).vector
 
     def _is_watchful(self, rule: Rule) -> bool:
-        """Whether a rule for objects or arrays has demands that a grammar cannot enforce."""
+        """Whether a rule for objects or arrays has demands that the grammar cannot enforce."""
         at, start = self.place.numbers, self.start
         if any(each is not None for each in (rule.negated, rule.condition)) or rule.values:
             return True
@@ -362,7 +358,7 @@ class PlaceTable:
         return frozenset(self.place.known_names) - loud
 
     def judge(self, frame: Any) -> None:
-        """Update the verdicts of all rules on a frame, those of inner rules first."""
+        """Update the verdicts of all rules on a frame, those of a rule's parts before its own."""
         verdicts = frame.verdicts
         for number, parts in self.rows:
             if verdicts[number] is None:
@@ -379,7 +375,7 @@ _TYPES = {"number": {"number", "integer"}}
 
 
 class Scalar:
-    """A complete string, number or literal, in place of a frame."""
+    """A complete string, number or literal, which judges take like a ``ValueFrame``."""
 
     is_over = True
     vector: Vector
@@ -404,7 +400,7 @@ def _of_all(parts: tuple[Judge, ...], frame: Any) -> Verdict:
 
 
 def _at_once(rule: Rule, kind: str) -> Verdict:
-    """Return the verdict that the kind of a value alone decides."""
+    """Return the rule's verdict on all values of this kind; ``None`` if it depends on the value."""
     if rule.is_false:
         return "false"
     if rule.types is not None and not rule.types & _TYPES.get(kind, {kind}):
@@ -419,7 +415,7 @@ def _may_hold(vector: Vector) -> bool:
 
 
 def _is_narrow(rule: Rule) -> bool:
-    """Whether a rule may allow only a few values, or none."""
+    """Whether the rule may allow only a few values, or none."""
     if rule.is_false or rule.one_of or rule.lists:
         return True
     if rule.negated is not None or rule.condition is not None:
@@ -428,7 +424,7 @@ def _is_narrow(rule: Rule) -> bool:
 
 
 def _in_order(roots: Sequence[Rule]) -> list[Rule]:
-    """Return the roots and the rules they refer to, each once and after its own parts."""
+    """Return the roots and all rules that they apply to the same value, each after its parts."""
     found: dict[Rule, None] = {}
     waiting = [(rule, False) for rule in reversed(roots)]
     while waiting:

@@ -1,6 +1,5 @@
-"""Compiles schemas to rules: one for each schema of a document, its demands sorted by the type of
-value that they apply to. References are resolved, also recursive ones.
-"""
+"""Compiles the schemas of a document to rules, whose demands are sorted by the type of value. All
+references are resolved, including recursive ones."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ NumberCheck = tuple[str, Callable[[Number], bool]]
 
 
 class MemberRules:
-    """The demands of a schema on an object."""
+    """The demands of a schema on objects."""
 
     def __init__(self) -> None:
         self.properties: dict[str, Rule] = {}
@@ -39,7 +38,7 @@ class MemberRules:
 
 
 class Elements:
-    """The demands of a schema on an array."""
+    """The demands of a schema on arrays."""
 
     def __init__(self) -> None:
         self.prefix: list[Rule] = []
@@ -58,7 +57,7 @@ NO_MEMBERS, NO_ELEMENTS = MemberRules(), Elements()  # shared by rules without s
 
 
 class Rule:
-    """The demands of one schema on a value."""
+    """All demands of one schema on a value."""
 
     def __init__(self) -> None:
         self.is_false = False
@@ -86,28 +85,27 @@ class Rule:
 
     @property
     def lists(self) -> list[Iterable[Exact]]:
-        """The lists of allowed values: one for each way in which the rule limits values to a
-        few."""
+        """The lists of allowed values in this rule: from ``enum``, a range, or a pattern."""
         found: tuple[Iterable[Exact] | None, ...] = (self.values, self.domain, self.few_texts)
         return [each for each in found if each is not None]
 
     @property
     def names(self) -> list[str]:
-        """The names of properties that the rule mentions."""
+        """The property names that occur in this rule."""
         own = self.members
         found = [*own.properties, *own.required, *(name for name, _ in self.dependents)]
         return found + [name for first, rest in own.dependent_names for name in (first, *rest)]
 
     @property
     def same(self) -> list[Rule]:
-        """All rules that this rule applies to its own value, as in ``allOf`` or ``not``."""
+        """The rules that this rule applies to the same value, as by ``allOf`` or ``not``."""
         found = [*self.all_of, *(each for group in self.any_of + self.one_of for each in group)]
         single = (self.negated, self.condition, self.consequence, self.alternative)
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
 
 
 def num_values(rule: Rule, depth: int = 0) -> int:
-    """Count the values that satisfy a rule, up to ``MANY``: an upper bound that is cheap to find.
+    """Return an upper bound of the number of values that satisfy a rule, at most ``MANY``.
 
     depth: the number of rules around this one.
     """
@@ -137,8 +135,8 @@ def _num_objects(rule: Rule, depth: int) -> int:
 
 
 def rules_of(schema: Any) -> Rule:
-    """Compile a document to the rule of its root. Raises ``SchemaError`` for a reference to another
-    file, or one by which a schema applies itself to the same value."""
+    """Compile a schema document. Returns the rule of its root. Raises ``SchemaError`` for a
+    reference to another file, and for a schema that applies itself to the same value."""
     reader = _RuleCompiler(Document(schema))
     root = reader.rule(schema)
     reader.read_all()
@@ -147,7 +145,7 @@ def rules_of(schema: Any) -> Rule:
 
 
 class _RuleCompiler:
-    """Compiles schemas to rules, each schema once for each dynamic scope that it is reached in."""
+    """Compiles each schema to a rule, or to several where dynamic references require it."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -159,7 +157,7 @@ class _RuleCompiler:
         self.made: list[Rule] = []
 
     def rule(self, schema: Any) -> Rule:
-        """Return the rule of a schema that the current one contains or refers to."""
+        """Return the rule of a schema that the current schema contains or refers to."""
         if not isinstance(schema, dict):
             rule = Rule()
             rule.is_false = schema is False
@@ -193,7 +191,7 @@ class _RuleCompiler:
         rule.all_of.append(self.rule(target))
 
     def _outermost(self, target: Schema, keyword: str) -> Any:
-        """Resolve a dynamic reference in the current scope."""
+        """Return the target of a dynamic reference in the current scope."""
         if keyword == "$recursiveRef":
             if not self._document.home(target).is_recursive:
                 return target
@@ -222,15 +220,15 @@ def _domain(schema: Schema) -> range | None:
 
 
 def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
-    """Return the first or last integer that a limit allows, ``step`` away from an exclusive one;
-    ``None`` if the schema has no such limit, or it is no integer."""
+    """Return the first or last integer within a limit; ``None`` without an integer limit. step:
+    from an exclusive limit (keyword ``strict``) to that integer."""
     if strict in schema:
         return schema[strict] + step if type(schema[strict]) is int else None
     return schema[key] if type(schema.get(key)) is int else None
 
 
 def _check_cycles(rules: Sequence[Rule]) -> None:
-    """Raise ``SchemaError`` for a schema that applies itself to the same value once more."""
+    """Raise ``SchemaError`` if a schema applies itself to the same value again."""
     done: set[Rule] = set()
     for first in rules:
         if not first.same:
@@ -277,7 +275,7 @@ def _elements(rule: Rule) -> Elements:
 
 
 def _many(attribute: str) -> Keyword:
-    """Make a reader for keywords with a list of schemas for the same value."""
+    """Make a reader of a keyword that has a list of schemas for the same value."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         if isinstance(value, list):
@@ -287,7 +285,7 @@ def _many(attribute: str) -> Keyword:
 
 
 def _one(attribute: str, of: RulePart = _itself) -> Keyword:
-    """Make a reader for keywords with one schema. of: gives the rule's part with ``attribute``."""
+    """Make a reader of a keyword that has one schema. of: returns the object with ``attribute``."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         setattr(of(rule), attribute, reader.rule(value))
@@ -317,7 +315,7 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
 
 
 def _limit(keyword: str, strict: str, holds: Callable[[Number, Number], bool]) -> Keyword:
-    """Make a reader for a bound. In draft 4 it is exclusive if the keyword ``strict`` is true."""
+    """Make a reader of a bound, which the keyword ``strict: true`` of draft 4 makes exclusive."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         is_strict = reader.schema.get(strict) is True
@@ -403,7 +401,7 @@ def _prefix(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
 
 
 def _items(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
-    """Read ``items``; a list of earlier drafts means ``prefixItems`` and ``additionalItems``."""
+    """Read ``items``. A list (earlier drafts) means ``prefixItems`` and ``additionalItems``."""
     if not isinstance(value, list):
         _elements(rule).items = reader.rule(value)
         return

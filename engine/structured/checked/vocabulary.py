@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, indexed for the search for tokens that a checker forbids."""
+"""The bytes of a model's tokens, indexed for finding the tokens that a checker forbids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL = b"\xff"
 
 
 class Stops:
-    """Bytes that a checker must look at; it skips all others."""
+    """A set of bytes that a checker must look at, while it skips all other bytes."""
 
     def __init__(self, stops: Iterable[int]) -> None:
         self.bytes = frozenset(stops)
@@ -30,13 +30,13 @@ class Stops:
         )
 
     def next(self, text: bytes, at: int) -> int:
-        """Return the index of the next of these bytes in ``text``, or the length of ``text``."""
+        """Return the index of the next of these bytes in ``text``, or the text's length."""
         found = self._pattern.search(text, at)
         return len(text) if found is None else found.start()
 
 
 class Skipped(NamedTuple):
-    """Which tokens a checker need not look at."""
+    """Which tokens a checker can skip."""
 
     stops: Stops | None
     """Tokens without any of these bytes are skipped."""
@@ -47,7 +47,7 @@ class Skipped(NamedTuple):
 
 
 class Vocabulary:
-    """The texts of all tokens."""
+    """The bytes of all tokens of a model."""
 
     def __init__(self, texts: list[bytes]) -> None:
         """texts: the bytes of each token."""
@@ -70,16 +70,16 @@ class Vocabulary:
         return self._texts[token]
 
     def spelling(self, text: bytes) -> int | None:
-        """Return the token with exactly this text, or ``None``."""
+        """Return the id of the token with exactly these bytes; ``None`` if there is none."""
         at = bisect_left(self.in_order, text)
         is_there = at < len(self.in_order) and self.in_order[at] == text
         return int(self.tokens[at]) if is_there else None
 
     def candidates(self, words: Column, without: Sequence[int], skipped: Skipped) -> list[int]:
-        """Return the ranks of the allowed tokens that a checker must look at, in order.
+        """Return the ranks of the tokens in a mask that a checker must look at, in order.
 
-        words: the mask, one bit per token; without: further tokens to skip. The same masks recur,
-        so short results are cached.
+        words: the mask, one bit per token; without: token ids to leave out. Short results are
+        cached.
         """
         key = (words.tobytes(), tuple(without), skipped)
         found = self._candidates.get(key)
@@ -105,13 +105,13 @@ class Vocabulary:
         return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
 
     def tails(self, skipped: bytes) -> Column:
-        """Return the length of each token without these bytes at its end, by rank."""
+        """Return, by rank, the length of each token without the bytes ``skipped`` at its end."""
         if skipped not in self._tails:
             self._tails[skipped] = np.array([len(text.rstrip(skipped)) for text in self.in_order])
         return self._tails[skipped]
 
     def last_stops(self, stops: Stops) -> Column:
-        """Return the index of the last of these bytes in each token, by rank; -1 if none."""
+        """Return, by rank, the index of the last stop byte in each token; -1 if there is none."""
         if stops.bytes not in self._last_stops:
             flat = np.frombuffer(b"".join(text + b"\0" for text in self.in_order), np.uint8)
             ends = np.cumsum([len(text) + 1 for text in self.in_order])
@@ -129,7 +129,7 @@ def vocabulary_of(
     spelled: Callable[[int], bytes], is_special: Callable[[int], bool], size: int
 ) -> Vocabulary:
     """Make the vocabulary of ``size`` tokens. spelled: returns the bytes of a token; is_special:
-    whether no text spells a token."""
+    returns whether a token is special, so that no text contains it."""
     return Vocabulary(
         [(SPECIAL if is_special(token) else b"") + spelled(token) for token in range(size)]
     )
