@@ -402,8 +402,8 @@ def _check_one(matcher: LLMatcher) -> None:
 
 
 class CheckedOnly:
-    """A ``GrammarCompiler`` for a replay, which has no tokenizer: it refuses invalid grammars, and
-    its matchers accept the recorded tokens."""
+    """A ``GrammarCompiler`` for replaying recordings, without a tokenizer: it refuses invalid
+    grammars, and its matchers accept all tokens."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
         elsewhere(partial(_check, grammar_from(grammar)))
@@ -467,7 +467,7 @@ def matchers_of(grammar: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
 
 
 def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) -> Matcher:
-    """Join the matchers into one that follows all of them."""
+    """Join the matchers into one that allows what all of them allow."""
     first, *others = (GuidanceMatcher(each, tokenizer, eos) for each in matchers)
     return JointMatcher(first, others) if others else first
 
@@ -483,7 +483,7 @@ def reason(error: BaseException) -> str:
 
 
 def started(work: Callable[[], None]) -> Thread:
-    """Start a daemon thread with a stack that is large enough for any grammar."""
+    """Start a daemon thread whose stack is large enough to compile any grammar."""
     before = stack_size(STACK_BYTES)
     try:
         thread = Thread(target=work, name="grammar", daemon=True)

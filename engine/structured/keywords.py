@@ -136,7 +136,7 @@ def named(value: Any) -> dict[str, Any]:
 
 
 def texts_in(value: Any) -> list[str]:
-    """Return the strings in a list, without repeats; none if the value is not a list."""
+    """Return the strings in a list, without repeats; [] if the value is not a list."""
     return list(dict.fromkeys(each for each in listed(value) if isinstance(each, str)))
 
 

@@ -20,7 +20,7 @@ MAX_KEPT = 4  # recent plans: the grammar and the checker need the same one in t
 
 
 class SchemaPlan(NamedTuple):
-    """How a schema is enforced: the full schema, and the one written for llguidance."""
+    """A schema, its version for llguidance, and what the checker must enforce in addition."""
 
     schema: Any
     """The full schema, in standard keywords."""

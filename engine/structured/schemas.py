@@ -92,10 +92,10 @@ def types_of_value(value: Any) -> set[str]:
 
 
 def of_rust(pattern: str) -> str:
-    r"""Translate an ECMAScript pattern to Rust's dialect, with ``\s`` and ``\S`` written out as
+    """Translate an ECMAScript pattern to Rust's dialect: ``\\s`` and ``\\S`` become explicit
     classes.
 
-    A ``\s`` or ``\S`` next to a hyphen is kept, since llguidance could refuse the result as a
+    They are kept next to a hyphen, where an explicit class could be refused as the end of a
     range."""
     parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
     triples = zip(["", *parts], parts, [*parts[1:], ""], strict=False)

@@ -45,8 +45,7 @@ NamedGrammar = dict[str, Any]  # a grammar of llguidance's with its name
 def sources_of(grammar: Grammar, special_of: SpecialOf = none_special) -> list[str]:
     """Return the inputs for llguidance: one, or two that must both accept the output.
 
-    special_of: returns the special token with a given text. Raises ``GrammarError``.
-    """
+    special_of: returns the id of the special token with a given text. Raises ``GrammarError``."""
     found = [_source(list(_grammars(grammar, "wanted", special_of)))]
     if any(each.whitespace is not None for each in (grammar, *grammar.parts)):
         found.append(_source(list(_grammars(grammar, "wanted", special_of, is_spacing=True))))

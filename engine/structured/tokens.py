@@ -1,4 +1,4 @@
-"""Looks at tokens with llguidance's tokenizer, for the matchers of both grammar libraries."""
+"""Helpers for tokens, which the matchers of both grammar libraries use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: 
 
 
 def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
-    """Return the token with exactly this text, if it is a special token."""
+    """Return the id of the special token with exactly this text, or ``None``."""
     tokens = tokenizer.tokenize_str(text)
     is_one = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
     return tokens[0] if is_one else None

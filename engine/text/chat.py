@@ -152,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON without escaping HTML, as Jinja's own filter would."""
+    """Convert to JSON. Unlike Jinja's own filter, it does not escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -126,7 +126,7 @@ def split_context(
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found, and the number of characters to keep of the text."""
+    """A stop string that was found, and how many characters of the text to keep."""
 
     string: str
     keep: int

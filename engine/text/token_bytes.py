@@ -1,4 +1,4 @@
-"""Finds the bytes of each token. Joined, the bytes of its tokens are the bytes of a text."""
+"""Finds the bytes of each token. The bytes of a text are those of its tokens, joined."""
 
 from __future__ import annotations
 

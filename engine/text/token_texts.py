@@ -17,8 +17,8 @@ REPLACEMENT = "\ufffd"  # replaces bytes of an incomplete character
 class TokenTexts(dict[int, str | None]):
     """The text that each token id adds to earlier text, computed at first use.
 
-    ``None`` for a token of single bytes, whose text depends on its neighbours. Empty for a skipped
-    special token, and for an id beyond the tokenizer's own, which pads a model's embedding
+    ``None`` for a byte or a part of a character, whose text depends on its neighbours. Empty for a
+    skipped special token, and for an id beyond the tokenizer's own, which pads a model's embedding
     table."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

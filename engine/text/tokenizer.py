@@ -262,7 +262,8 @@ def _named_tokens(options: dict[str, Any]) -> dict[str, str]:
 def _add_special_tokens(
     tokenizer: RustTokenizer, options: dict[str, Any], named: dict[str, str]
 ) -> None:
-    """Add the special tokens that tokenizer_config.json names and tokenizer.json lacks."""
+    """Add the tokens that tokenizer_config.json names and tokenizer.json does not mark as
+    special."""
     known = tokenizer.get_added_tokens_decoder()
     added = {token.content: token for token in known.values()}
     for index, fields in sorted(
@@ -450,8 +451,8 @@ class PythonBackend:
 
 
 class WindowStream:
-    """Decodes new ids by the difference of two texts: that of the last ids, and that of the last
-    and the new ids.
+    """Decodes new ids as the difference between two texts: of the last ids alone, and of the last
+    and the new ids together.
 
     New text is withheld while it ends in an incomplete character."""
 

@@ -1,1 +1,1 @@
-"""The former place of ``policylab.verify``."""
+"""Deprecated: moved to ``policylab.verify``."""

@@ -1,4 +1,4 @@
-"""The former place of ``policylab.verify.testing``; the next release removes it."""
+"""Deprecated: moved to ``policylab.verify.testing``. The next release removes this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a ``StepPlan`` into one buffer for the device, and that into a forward pass's inputs."""
+"""Copies a ``StepPlan`` to the device in one buffer, and makes a forward pass's inputs from it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Batches:
         return Staged(rows, tokens, room, draws, picked, changes, padding)
 
     def mixed_room(self, num_tokens: int) -> Room:
-        """The tensors of a mixed graph of this many tokens, with the most sequences possible."""
+        """Return tensors for a mixed step of this many tokens and the most sequences possible."""
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
@@ -276,7 +276,7 @@ class Batches:
     def _fill(
         self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padding: Padding
     ) -> None:
-        """Fill the columns of fixed size; columns for sampling only if a decode graph follows."""
+        """Fill the columns of fixed size. Those for sampling are filled only for a decode graph."""
         num, (kind, size) = len(rows.counts), padding
         host.slots[:num] = rows.slots
         self._fill_ids(host.host_ids[: len(tokens.slots)], rows, tokens)

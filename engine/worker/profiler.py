@@ -23,9 +23,9 @@ logger = logging.getLogger("engine.worker")
 class TorchProfiler:
     """Records the torch operations of all threads of this process between ``start`` and ``stop``.
 
-    Traces are written to ``directory``, created if missing, as ``trace-PID-N.json``; ``None`` means
-    that no traces can be recorded. Raises ``ConfigError`` if it is not writable. ``failures``
-    counts traces that could not be written."""
+    Traces are written to ``directory``, created if missing, as ``trace-PID-N.json``. Raises
+    ``ConfigError`` if the directory is not writable; ``None`` means that nothing can be recorded.
+    ``failures`` counts traces that could not be written."""
 
     def __init__(self, directory: str | None, failures: Failures | None = None) -> None:
         self._failures = failures or Failures()

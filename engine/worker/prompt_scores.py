@@ -18,8 +18,7 @@ ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
 class PromptScores:
     """Computes log-probabilities of prompt tokens from the hidden states of the prompt's chunks.
 
-    They are complete after the last chunk. A chunk that is run again replaces its earlier scores.
-    """
+    The scores are complete after the last chunk. A chunk that is run again replaces its scores."""
 
     def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._logits = logits

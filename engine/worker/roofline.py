@@ -56,7 +56,7 @@ class Ceilings:
     bfloat16: Positive
 
     def peak(self, dtype: str) -> float:
-        """Operations per second with weights of this dtype; bfloat16 may be widened to float32."""
+        """Operations per second with this dtype, or with float32 instead if that is faster."""
         return max(self.float32, self.bfloat16) if dtype == "bfloat16" else self.float32
 
     def floor(self, work: ModelWork, dtype: str) -> float:
@@ -182,8 +182,8 @@ def peak(dtype: torch.dtype, seconds: float, products: Sequence[Product]) -> flo
 
 
 def least_seconds(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """The shortest time in seconds of repeated calls, at least three, over ``seconds``. The first
-    call is not counted."""
+    """Call repeatedly for ``seconds``, at least three times, and return the shortest time in
+    seconds. The first call is not counted."""
     call()
     found: list[float] = []
     end = time.perf_counter() + seconds

@@ -290,7 +290,7 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Apply the plan's changes of requests. Returns the sampling options of the new
+        """Add and remove requests as the plan says. Returns the sampling options of new
         sequences."""
         machine = self.machine
         machine.live.apply(plan)
@@ -413,7 +413,7 @@ class Runner:
     # -- helpers
 
     def _padding_for(self, rows: PlanRows) -> Padding:
-        """Pad the rows for the smallest graph or CPU recording that can compute them, if any."""
+        """Return the padding to the smallest graph or CPU recording that fits, if any."""
         machine, num_rows, num_tokens = self.machine, len(rows.counts), int(rows.counts.sum())
         if not num_rows or any(feature.touches(rows) for feature in machine.features):
             return NO_PADDING

@@ -20,8 +20,8 @@ from kernels.slots import Drawn, SamplingColumns, SlotState
 
 class LiveSeqs:
     """The host's table of running sequences by slot. ``tokens[slot, p]``, for p below
-    ``num_sent[slot]``, is the token at position p of the slot's sequence. Tokens from there on are
-    only on the device."""
+    ``num_sent[slot]``, is the token at position p of the slot's sequence. Later tokens are only on
+    the device."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -100,8 +100,8 @@ class Slots:
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """A table of the same sequences for a second model (drafts) with one group of layers. Its
-        lengths and block tables are its own; tokens and sampling parameters are shared."""
+        """Return a table of the same sequences for a second model (drafts) with one group of
+        layers. Lengths and block tables are separate; tokens and sampling parameters are shared."""
         other, state = copy(self), self.state
         lengths, tables, windows = (
             platform.zeros(tuple(column.shape), column.dtype)

@@ -1,6 +1,5 @@
 """Ways to compute a step, and how its results are read. A step is launched kernel by kernel or
-replays a recorded graph. The graph of a decode step covers the whole step; that of any other step
-covers all layers but the last."""
+replays a recorded graph: a decode step entirely, any other step in all layers but the last."""
 
 from __future__ import annotations
 
@@ -253,8 +252,8 @@ class BySize(Generic[G]):
 
 
 def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[GraphedStep]:
-    """Record decode steps of these numbers of rows, the largest first, so that the others reuse its
-    memory."""
+    """Record decode steps of these numbers of rows, the largest first, so that smaller graphs reuse
+    its memory."""
     if not sizes:
         return BySize()
     most, platform = max(sizes), machine.platform

@@ -80,8 +80,8 @@ def pause(typing_context):
 
 @intrinsic
 def system_call(typing_context, function, number, first, second, third):
-    """Call libc's ``syscall`` with a system call's number and three arguments. Its fourth argument
-    is 0 (for a futex: no timeout)."""
+    """Call libc's ``syscall`` with a system call's number and four arguments, the last one 0 (for a
+    futex: no timeout)."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [_I64] * 5)

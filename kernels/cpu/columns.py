@@ -198,7 +198,7 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 
 def _down_columns(joined, bounds, initial, join, work):
-    """Return a code generator for a loop down 16 columns of scores. Four states, each `initial` at
+    """Return the code generator of a loop over rows of 16 scores. Four states, each `initial` at
     first, take turns at the rows; `join` then merges them into the value at the address in argument
     number `joined`. bounds: number of the argument with the bounds, or None. work(builder, args,
     scores, state, is_seen) returns the row to store and the next state."""
@@ -326,8 +326,8 @@ def cap_scores(typing_context, scores, count, softcap, factor):
 
 
 def _exp2(builder, x):
-    """2 ** x of a vector, to about one unit in the last place. NaN stays NaN; x is clamped to the
-    range."""
+    """2 ** x of a vector, to about one unit in the last place. NaN stays NaN; x is clamped to
+    limits that avoid overflow."""
     for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
         x = builder.select(builder.fcmp_ordered(order, x, _all(limit)), _all(limit), x)
     exponent = builder.fptosi(builder.fadd(x, _all(BIAS + 0.5)), _WORDS)

@@ -165,7 +165,7 @@ class Locator:
         return cls(function, file) if os.path.exists(file) else None
 
     def get_cache_path(self) -> str:
-        """The path in the writable directory, otherwise in the first readable one."""
+        """The path in the writable cache directory, or else in the first readable one."""
         places = CURRENT.places
         base = places.writable or next(iter(places.readable), NOWHERE)
         return os.path.join(base, self.below) if base else NOWHERE

@@ -1,7 +1,7 @@
 """Edits of logits on the CPU; see `kernels.reference.logits`. Logits are contiguous float32.
 
-Rows without options are skipped. For penalties, so are blocks of the vocabulary none of whose
-tokens occurred."""
+Skips rows without options and, for penalties, blocks of the vocabulary with no token that
+occurred."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _C = tuple(map(np.float32, EXP2_TERMS))
 
 @njit(inline="always", fastmath=FAST, error_model="numpy")
 def exp2(x):
-    """2 ** x to about one unit in the last place. NaN stays NaN; x is clamped to the range."""
+    """2 ** x to about one unit in the last place. NaN stays NaN; x is clamped to avoid overflow."""
     bounded = _SMALLEST if x < _SMALLEST else x
     bounded = _LARGEST if bounded > _LARGEST else bounded
     exponent = np.int32(bounded + (_BIAS + _HALF))  # positive, so truncation rounds down

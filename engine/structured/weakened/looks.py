@@ -83,7 +83,7 @@ def _negated(inner: str) -> str | None:
 
 
 def _not_within(first: str, second: str | None) -> str:
-    """Return a pattern for texts without this character, or, given two, without both in a row."""
+    """Return a pattern for texts without this character or, given two, this pair of characters."""
     a = re.escape(first[-1])
     if second is None:
         return f"^[^{a}]*$"

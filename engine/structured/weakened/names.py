@@ -81,7 +81,7 @@ class SchemasByName:
 
 def close(reading: SchemaReading) -> Schema | None:
     """Forbid properties that the reading neither names nor requires. Does nothing if it names none
-    or limits the others. Returns the added schema, which must be kept alive, or ``None``."""
+    or has a keyword for these. Returns the added schema, which must be kept alive, or ``None``."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
     keywords = {key for schema in schemas for key in schema}
     held = any(UNEVALUATED in holder for holder in reading.holders.values())

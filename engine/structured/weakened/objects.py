@@ -142,8 +142,8 @@ class Objects:
         return found
 
     def _apart(self, names: ObjectSchema) -> ObjectSchema:
-        """Remove each property with a recursive schema that matches a pattern with a recursive
-        schema: the pattern's schema then applies, since llguidance cannot merge the two."""
+        """Remove named properties that a pattern covers, too, if both schemas are recursive, since
+        llguidance cannot merge them: only the pattern's schema then applies."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
@@ -157,8 +157,8 @@ class Objects:
     # -- propertyNames
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
-        """Return the names that ``propertyNames`` allows: either a list of them or a pattern is
-        given, the other is ``None``. Both are ``None`` if names cannot be limited."""
+        """Return the names that ``propertyNames`` allows: a list and ``None``, or ``None`` and a
+        pattern. Both are ``None`` if names are not limited."""
         schemas = self._name_schemas
         if not schemas:
             return None, None
@@ -178,8 +178,8 @@ class Objects:
     # -- how many
 
     def _counted(self, names: ObjectSchema, least: int, most: int | None) -> list[Schema]:
-        """Return schemas, one of which each object with ``least`` to ``most`` properties satisfies,
-        in the schema's order of properties."""
+        """Return schemas for objects with ``least`` to ``most`` properties, in the schema's order.
+        Such an object satisfies one of the schemas."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
         needed = set(names.required)

@@ -92,7 +92,7 @@ class SchemaReader:
         self._found: dict[tuple[int, str], list[Any]] = {}  # targets by schema and keyword
 
     def readings(self, schemas: Sequence[Any]) -> list[SchemaReading]:
-        """Return all ways to satisfy all of the schemas; none if they contradict each other."""
+        """Return all ways to satisfy all schemas; [] if the schemas contradict each other."""
         done: list[SchemaReading] = []
         first = [SchemaPart(each, rank=(number,)) for number, each in enumerate(schemas)]
         pending = [SchemaReading(first[::-1])]
@@ -206,7 +206,7 @@ class SchemaReader:
                     yield part.within(each, at)
 
     def _add_limits(self, reading: SchemaReading, schema: Schema) -> bool:
-        """Record types and constants. Returns ``False`` if they contradict earlier ones."""
+        """Record types and constants. Returns ``False`` if they contradict recorded ones."""
         if "type" in schema:
             reading.types &= types_of(schema)
         if not reading.types:

@@ -92,7 +92,7 @@ def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
 
 
 def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
-    """Yield each bound and whether it is exclusive. strict: in draft 4 a bool for ``key``."""
+    """Yield (bound, is exclusive) of keywords such as "minimum" and "exclusiveMinimum"."""
     for each in schemas:
         if is_number(each.get(key)):
             yield each[key], each.get(strict) is True
@@ -106,7 +106,7 @@ def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
 
 
 def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
-    """Translate a pattern to patterns that must all match; none if llguidance has none."""
+    """Return patterns for llguidance, all of which must match; [] if it supports none."""
     written = of_rust(pattern)
     if is_taken(written):
         return [written]

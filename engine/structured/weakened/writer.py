@@ -96,8 +96,8 @@ def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> W
 
 
 def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
-    """Return the top-level keywords without any one of which the schema would allow a value,
-    separated by commas. Returns "" for a large schema, which would take long to try."""
+    """Return the names of top-level keywords, separated by commas: without any one of them, the
+    schema would allow a value. Returns "" for a large schema, which would take long to try."""
     is_small = isinstance(schema, dict) and len(schema) <= MOST_TRIED
     if not is_small or len(msgspec.json.encode(schema)) > MOST_TRIED_BYTES:
         return ""
@@ -222,7 +222,7 @@ class _SchemaWriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _union(self, schema: Any) -> list[list[Any]] | None:
-        """Return the alternatives of a schema that is only a choice, else ``None``."""
+        """Return the alternatives of a schema with only ``anyOf`` or ``oneOf``, or ``None``."""
         schema = self._followed(schema)
         is_closed = False
         if isinstance(schema, dict) and _is_closing(schema) and len(schema["allOf"]) == 1:
@@ -245,7 +245,7 @@ class _SchemaWriter:
         return ways
 
     def _closed(self, schemas: list[Any]) -> Schema:
-        """Make a schema for values that satisfy all of these, with no unnamed properties."""
+        """Make a schema for values that satisfy all schemas, with no unnamed properties."""
         made = {"allOf": schemas, "unevaluatedProperties": False}
         self._kept.append(made)
         return made
@@ -292,7 +292,7 @@ class _SchemaWriter:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Return schemas for these values: an enum, and with a free order one schema per object."""
+        """Return an enum of these values, and a schema for each object if its order is free."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]

@@ -50,7 +50,7 @@ class GrammarSource(NamedTuple):
 
 
 def source_of(grammar: Grammar) -> GrammarSource:
-    """Convert a grammar to xgrammar's input. Raises ``SchemaError`` if it would not be enforced."""
+    """Convert a grammar to xgrammar's input. Raises ``SchemaError`` if xgrammar would ignore it."""
     if grammar.kind not in OF_XGRAMMAR:
         raise SchemaError(f"{grammar.kind} is not supported by xgrammar: leave backend out")
     if len(grammar.text) > (limit := MAX_CHARS.get(grammar.kind, len("{}"))):

@@ -17,7 +17,7 @@ class NothingAllowedError(SchemaError):
 
 
 def as_object(schema: Any) -> Schema:
-    """Return an empty schema for ``True``. Raises ``SchemaError`` for other non-objects."""
+    """Return a schema that is an object; ``True`` becomes {}. Raises ``SchemaError`` for others."""
     if schema is True:
         return {}
     if schema is False:

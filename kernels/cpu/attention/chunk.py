@@ -129,8 +129,8 @@ def row_address(start, index, head, p, size):
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Address of a KV head's key at a position of the sequence with block table `table`. size:
-    bytes of a key. The next keys of the block follow it; its value is half a block after it."""
+    """Address of a head's key at a position of the sequence with block table `table`. size: bytes
+    of a key. A head's keys are adjacent in a block; a value is half a block after its key."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size
@@ -197,9 +197,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Convert an item's scores in one stretch to softmax weights, zero where a token does not
-    attend to a key. span: positions where the stretch starts, and where the item's keys in it start
-    and end; sums: arrays for each row's sum of weights and largest score."""
+    """Convert an item's scores in one stretch to softmax weights, zero for keys that a row's token
+    does not attend to. span: positions where the stretch starts, and where the item's keys in it
+    start and end; sums: arrays for each row's sum of weights and largest score."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):

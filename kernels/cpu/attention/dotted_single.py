@@ -118,8 +118,8 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """scores[group, 64] from place `base` of the stretch on = q @ keys. high: end of the item's
-    keys; group, how: literals."""
+    """scores[:group, base : base + 64] = q @ keys, or only 16 scores if no more keys are left.
+    base: place in the stretch; high: end of the item's keys; group, how: literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:

@@ -311,8 +311,8 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[v, :16] = 16 keys @ queries of the v-th 16 rows, for all v. left: address and stride
-    of the keys, from `keys_address`; how: a literal."""
+    """scores[v, :16] = 16 keys @ queries of rows 16 * v to 16 * v + 15, for all v. left: address
+    and stride of the keys, from `keys_address`; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data

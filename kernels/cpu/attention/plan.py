@@ -42,8 +42,7 @@ class Heads(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """The work items of a step's attention: those of sequences with one query token and those of
-    chunks."""
+    """The work items of a step's attention: for sequences with one query token, and for chunks."""
 
     header: NDArray[np.int64]
     singles: Items
