@@ -1,13 +1,12 @@
 """Samples tokens from the logits of a step, in three phases:
 
     prepare   copy logits for log-probabilities; apply masks, edits, penalties and processors
-    draw      temperature, min-p, top-k, top-p and noise; reads only columns by slot, so it can be
-              part of a graph
-    finish    count accepted tokens for penalties; compute log-probabilities
+    draw      apply temperature, min-p, top-k and top-p, add noise and choose the tokens; it runs
+              only on the device, so a CUDA graph may contain it
+    finish    count sampled tokens for penalties; compute log-probabilities
 
-The noise depends only on the request's seed and the token's position: a seeded request samples the
-same tokens from the same logits in any batch, row or chunking, with or without drafts, and after
-any preemption.
+The noise depends only on the request's seed and the token's position. A seeded request therefore
+gets the same tokens from the same logits, however its steps are batched.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from kernels.slots import Rows, SamplingColumns
 
 
 class DraftRows(NamedTuple):
-    """Drafts for each sampled row. Row j of a sequence is sampled after its first j drafts."""
+    """The draft tokens (speculative decoding) that belong to each sampled row of logits."""
 
     judged: Column  # [R], the draft at the position to sample; -1: none
     before: NDArray[np.int32]  # [R, K], drafts of the sequence before this position; -1: none
 
 
 class RowMasks(NamedTuple):
-    """Masks of allowed tokens for sampled rows."""
+    """Bit masks of the allowed tokens of sampled rows."""
 
     words: torch.Tensor  # [M, V / 32] int32 on the device, one bit per token
     of_row: Column  # [R], mask index of each row; -1: none
 
 
 class Draws(NamedTuple):
-    """The R rows of logits from which a step samples: the request and position of each. Columns are
-    on the host."""
+    """The request and the token position of each of the R rows of logits from which a step
+    samples."""
 
     rows: Column  # [R], row of the plan
     slots: Column  # [R]; -1: padding, or a row that does not sample
@@ -53,7 +52,7 @@ class Draws(NamedTuple):
 
 
 class RawRows(NamedTuple):
-    """Unedited logits of the rows that need log-probabilities of ``num`` most likely tokens."""
+    """Unedited logits of the rows for which ``num`` log-probabilities are wanted."""
 
     num: int
     rows: list[int]  # sampled rows
@@ -62,7 +61,7 @@ class RawRows(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What ``prepare`` passes on to ``draw`` and ``finish``. Rows are indices of sampled rows."""
+    """The state that ``Sampler.prepare`` passes on to ``draw`` and ``finish``."""
 
     errors: dict[int, str]  # by row that gets no token
     edited: list[int]  # rows whose logits were changed
@@ -82,7 +81,7 @@ class RowScores(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """Device columns that the sampler reads by slot."""
+    """Tensors on the device with one entry per slot (running sequence), which the sampler reads."""
 
     requested: SamplingColumns  # options of the choice
     history: torch.Tensor  # [slots, max_len] int32, output tokens by position
@@ -121,7 +120,8 @@ class Sampler:
         return not (self._random or self._edited or self._num_logprobs)
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Enter a new or resumed sequence in place of the slot's last one."""
+        """Register a sequence that starts or resumes in its slot, replacing any earlier one
+        there."""
         slot = seq.slot
         self.remove(slot)
         self._edits.add(slot, spec)
@@ -164,9 +164,9 @@ class Sampler:
     ) -> Drawing:
         """Copy logits for log-probabilities, then edit the logits [R, V] float32 in place.
 
-        The draft tokens before a row must be in the history already. may_leave_masks: a mask that
-        is a row's only edit may be left to ``draw``; the caller then passes ``Drawing.masks`` to
-        it, and can read the logits on the host after it.
+        The drafts before each sampled position must be in the token history already. With
+        ``may_leave_masks``, masks of rows that have no other edit are not applied here but returned
+        in ``Drawing.masks``: the caller must pass them to ``draw``.
         """
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], [], None, None, [], set())
@@ -205,12 +205,12 @@ class Sampler:
         return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
-        """True if a token that is sampled for this slot without a mask would also be sampled with
-        any mask that allows it."""
+        """True if the slot's next token may be sampled before its mask is known: if the mask allows
+        that token, sampling with the mask gives the same one."""
         return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
-        """Sample one token for each row, [R] int32; -1 for a row that gets no token."""
+        """Sample one token for each row. Returns int32 tokens [R]; -1 for a row without a token."""
         if masks is None:
             return on_slots.sample(rows, self._tables.requested)
         of_row = self._upload(masks.of_row)
@@ -219,8 +219,8 @@ class Sampler:
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor
     ) -> list[RowScores]:
-        """Count sampled tokens [R] for penalties (negative: not accepted) and compute their
-        log-probabilities. On a CPU, errors of rows without a token are entered in
+        """Count the sampled tokens ``drawn`` [R] for penalties and return their log-probabilities.
+        Negative tokens are not counted. On a CPU, the reason why a row got no token is added to
         ``drawing.errors``."""
         if drawn.is_cpu and np.count_nonzero((tokens := drawn.numpy()) < 0):
             self._explain(rows.logits, draws, drawing, tokens)
@@ -247,8 +247,8 @@ class Sampler:
         return raw
 
     def _process(self, logits: torch.Tensor, draws: Draws, errors: dict[int, str]) -> None:
-        """Run the custom processors on the logits of their rows. The host waits for the output
-        tokens, which processors need."""
+        """Call the custom logits processors; the error text of a row whose processor fails is added
+        to ``errors``."""
         if not self._processors:
             return
         columns = zip(draws.slots.tolist(), draws.positions.tolist(), strict=True)
@@ -266,8 +266,8 @@ class Sampler:
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
     ) -> dict[int, str]:
-        """Errors of rows with invalid logits, by row; none if the logits are not on the CPU. sound:
-        whether the logits of each row in ``edited`` are valid."""
+        """Return the error text of each row whose logits are invalid, by row. On a GPU the result
+        is empty. ``sound``: for each row in ``edited``, whether its logits are valid."""
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
@@ -301,8 +301,8 @@ class Sampler:
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
-    """Split masks into those of the sampled rows in ``rows`` and those of all other rows; ``None``
-    for a part that has no masks."""
+    """Split masks in two: those of the sampled rows in ``rows``, and those of all other rows.
+    ``None`` replaces a result without any mask."""
     if not rows:
         return None, masks
     is_one = np.zeros(len(masks.of_row), dtype=bool)
@@ -316,12 +316,12 @@ def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMask
 
 
 def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") -> str:
-    """Error text for invalid logits of the model."""
+    """Error text for a position with invalid logits; ``what``: what is wrong with them."""
     return f"the model's logits for position {position} {what}"
 
 
 def why_none_left(position: int) -> str:
-    """Error text for valid logits whose edits forbid all tokens."""
+    """Error text for a position whose logits are valid, but whose edits forbid all tokens."""
     return (
         f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
         "structured_outputs and logits processors together forbid all tokens"
@@ -329,7 +329,7 @@ def why_none_left(position: int) -> str:
 
 
 def flaw(logits: torch.Tensor) -> str:
-    """What is wrong with logits [V] from which no token can be sampled."""
+    """Describe why no token can be sampled from the logits [V]: NaN, +inf, or all -inf."""
     if bool(logits.isnan().any()):
         return "hold NaN"
     return "hold +inf" if bool((logits == torch.inf).any()) else "are all -inf"

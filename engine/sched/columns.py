@@ -1,4 +1,4 @@
-"""Numbers of many requests as arrays, for policies that rank all requests in one call."""
+"""Arrays with one number per request, for policies that rank all requests in one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 
 class OwnNumbers:
-    """A float64 that a policy stores for each unfinished request."""
+    """A float that a policy stores for each unfinished request: ``numbers[req] = value``."""
 
     __slots__ = ("_column",)
 
@@ -32,15 +32,15 @@ class OwnNumbers:
         self._column.at[req.row] = value
 
     def put(self, columns: Columns, values: Array | float) -> None:
-        """Set one value for all requests of ``columns``, or an array with one value for each."""
+        """Set the numbers of all requests in ``columns``, to one value or to an array of values."""
         self._column.all[columns.rows] = values
 
 
 class Columns:
-    """Properties of some requests as arrays of numbers: entry i belongs to request i. A snapshot.
+    """Properties of some requests as arrays: entry i of each array belongs to request i.
 
-    Names are those of ``Request``. Counts are int64, times are float64 seconds on the engine's
-    clock. Each array is built when it is first read, and must not be written.
+    Properties are named as in ``Request``. Counts are int64; times are float64 seconds on the
+    engine's clock. An array keeps the values of its first use, and must not be written.
     """
 
     def __init__(
@@ -100,8 +100,7 @@ class Columns:
         return self._count(self._table.facts.user.all)
 
     def heads(self) -> dict[int, Request]:
-        """For each user, by the user's number, the first of that user's requests in these
-        columns."""
+        """The first request of each user in these columns, by user number."""
         first = np.full(len(self._table.facts.users), -1)
         first[self.user[::-1]] = np.arange(len(self) - 1, -1, -1)
         places = np.sort(first[first >= 0])
@@ -114,7 +113,7 @@ class Columns:
 
     @cached_property
     def tbt(self) -> FloatArray:
-        """Wanted seconds between output tokens (TBT); inf for a request that gives none."""
+        """Wanted seconds between output tokens (TBT); inf for a request without such a wish."""
         return self._table.facts.tbt.all[self.rows]
 
     @cached_property
@@ -150,8 +149,8 @@ class Columns:
 
     @cached_property
     def num_uncomputed(self) -> IntArray:
-        """Number of tokens that the next step could compute; 0 once a step in flight samples the
-        request's last token."""
+        """Number of tokens that the next step could compute; 0 if no more are needed, because the
+        request's last token is being sampled."""
         upto = self.num_tokens + self.num_pending
         return np.where(upto >= self.max_total, 0, upto - self.num_computed)
 
@@ -178,7 +177,7 @@ class Columns:
 
     @cached_property
     def predicted(self) -> IntArray:
-        """Predicted total of output tokens of each request, as by ``view.predict``."""
+        """Predicted number of output tokens that each request will have in total."""
         return self._predict(self)
 
     @cached_property
@@ -193,8 +192,8 @@ class Columns:
         return found
 
     def own(self, name: str, default: float = 0.0) -> FloatArray:
-        """The numbers that the policy stores for these requests under this name, by
-        ``view.own``."""
+        """The numbers that the policy has stored with ``view.own(name)``; ``default`` where it
+        stored none."""
         return self._table.facts.own_column(name, default).all[self.rows]
 
     def _count(self, column: Array) -> IntArray:

@@ -27,7 +27,7 @@ class RequestCounts(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """A request that ``finish_requests`` has finished, and the message about it to its client."""
+    """A request that ``finish_requests`` ended, and the message for its client."""
 
     request_id: str
     client_index: int
@@ -45,41 +45,41 @@ class PauseState(Enum):
 class SchedulerInterface(ABC):
     """Decides, step by step, how many tokens of which requests the workers compute.
 
-    ``add_request`` and ``finish_requests`` may be called between any two steps. Each plan that
-    ``schedule`` returns is passed to ``update_from_output`` once, in the same order; several plans
-    may be in flight.
+    The engine passes each plan from ``schedule`` to ``update_from_output`` once, in the same order.
+    Meanwhile it may request further plans. ``add_request`` and ``finish_requests`` may be called
+    between any two steps.
 
     A custom scheduler (``scheduler_cls``) is created by ``cls(config, kv, policy, clock=, timer=,
     seed=, resources=)``: ``SchedulerConfig``, ``KVManager``, ``Policy``, two functions that return
-    seconds (the engine's clock, and a timer for hooks), an int, and a tuple of ``Resource``. It may
-    ignore all of them but ``kv``, from which the blocks in its plans must be reserved.
+    seconds (the engine's clock, and a timer for hooks), an int, and a tuple of ``Resource``. The KV
+    blocks in its plans must be reserved from ``kv``.
     """
 
     @abstractmethod
     def add_request(self, add: AddRequest) -> object:
-        """Queue a request. Raises ``RequestError`` if it could never run, or if an unfinished
-        request has the same id. The engine ignores the returned value."""
+        """Queue a request; the returned value is ignored. Raises ``RequestError`` if the request
+        could never run, or if an unfinished request has the same id."""
 
     @abstractmethod
     def schedule(self) -> StepPlan:
-        """Plan the next step. Request counters advance before the step's result is known."""
+        """Plan the next step. Earlier steps may still be running."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Bit masks of the allowed next tokens for the rows of ``plan.masks``. Called once, when
-        all earlier steps are settled. With ``None`` these rows fail."""
+        """Bit masks of the allowed next tokens for the rows in ``plan.masks``; with ``None`` these
+        rows fail. Called once per plan, after the results of all earlier steps."""
         return None
 
     @abstractmethod
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Settle a step: append tokens, finish requests that stop. Returns outputs by client."""
+        """Append a step's tokens and finish requests. Returns the outputs by client index."""
 
     @abstractmethod
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
     ) -> list[FinishedRequest]:
-        """Finish the requests with these ids (``None``: all); returns those that were unfinished.
+        """Finish the requests with these ids (``None``: all). Returns those that were unfinished.
 
-        A plain string is one id; unknown ids are ignored.
+        A string is one id; unknown ids are ignored.
         """
 
     @abstractmethod
@@ -88,10 +88,10 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """True if finished requests have not been reported to the worker yet."""
+        """True if requests have finished of which the worker does not know yet."""
 
     def wake(self, request_id: str) -> None:
-        """Return a parked request to the queue; unknown ids are ignored."""
+        """Return a parked request to the queue; an unknown id is ignored."""
 
     def get_num_unfinished_requests(self) -> int:
         return sum(self.get_request_counts())
@@ -100,37 +100,37 @@ class SchedulerInterface(ABC):
         return self.get_num_unfinished_requests() > 0
 
     def has_requests(self) -> bool:
-        """True if there are unfinished requests, or finished ones to report to the worker."""
+        """True if there are unfinished requests, or finished ones unknown to the worker."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def take_outputs(self) -> StepOutputs:
-        """Take the outputs of requests that ended outside a step: deadlines and aborts."""
+        """Return new outputs of requests that ended outside a step, by a deadline or an abort."""
         return {}
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Empty the prefix cache. While blocks are in use, return False and keep the cache.
+        """Empty the prefix cache and return True, or return False while any KV block is in use.
 
-        ``reset_running``: first preempt all running requests; they keep their order in the queue.
-        They stay preempted even if False is returned because a transfer uses some blocks.
+        ``reset_running``: first preempt all running requests, which then wait in their former
+        order. They stay preempted even if False is returned because a KV transfer uses blocks.
         """
         return False
 
     def set_pause_state(self, state: PauseState) -> None:
-        """Stop starting new requests, or stop scheduling at all, until ``UNPAUSED``."""
+        """Pause the scheduler as ``state`` defines, or resume it (``UNPAUSED``)."""
         name = type(self).__name__
         raise NotImplementedError(f"{name} cannot be paused: it lacks set_pause_state")
 
     def get_kv_connector(self) -> KVSource | None:
-        """The KV source from which KV computed elsewhere is loaded, or ``None``."""
+        """The connector that loads KV computed elsewhere, or ``None``."""
         return None
 
     def take_judgements(self) -> list[Judgement]:
-        """Take the decisions since the last call that depended on measured times. The step log
-        records them, so that a replay can repeat them."""
+        """Return the decisions since the last call that depended on measured times. A step log
+        records them, since a replay could not compute them again."""
         return []
 
     def expect_judgement(self, judgement: Judgement) -> None:
-        """In a replay: use this recorded decision in the next step."""
+        """In a replay: make this recorded decision in the next step."""
 
     def make_stats(self) -> SchedulerStats | None:
         """Current statistics, or ``None`` if the scheduler keeps none."""

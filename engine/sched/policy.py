@@ -38,11 +38,11 @@ class Admission(Enum):
 
 
 class Limits(NamedTuple):
-    """Limits of one step. They can only lower the configured limits; ``None`` keeps those.
+    """Limits of one step. They can only lower the configured limits; ``None`` changes nothing.
 
-    ``max_tokens``: tokens computed in this step, for prompts and decodes together.
-    ``max_seqs``: running requests after this step; requests that run already are not stopped.
-    ``admission``: False if no waiting request may start in this step.
+    ``max_tokens``: tokens computed in this step, for prompts and decodes together. ``max_seqs``:
+    running requests after this step; requests that run already are not stopped. ``admission``:
+    False if no waiting request may start in this step.
     """
 
     max_tokens: int | None = None
@@ -57,7 +57,7 @@ class Refuse(NamedTuple):
 
 
 class Defer(NamedTuple):
-    """Result of ``on_add``: park the request until this time (seconds, on the clock of ``now``)."""
+    """Result of ``on_add``: park the request until this time, in seconds like ``view.now``."""
 
     until: float
 
@@ -70,7 +70,7 @@ k-th number of each request's rank; or a single array, if a rank is one number."
 
 
 class SchedView(Protocol):
-    """What a policy may read. These are the scheduler's live objects, which it must not change."""
+    """What a policy may read of the scheduler. It must not change these objects."""
 
     now: float
     """Time in seconds on the only clock a policy may use. It is constant during a step."""
@@ -89,12 +89,12 @@ class SchedView(Protocol):
 
     @property
     def cost(self) -> CostModel:
-        """Predicts how long steps take; fitted to the steps measured so far."""
+        """The cost model, which predicts how many seconds a step takes."""
         ...
 
     @property
     def last(self) -> StepShape:
-        """The shape of the last finished step."""
+        """The sizes and the duration of the last finished step."""
         ...
 
     @property
@@ -108,27 +108,27 @@ class SchedView(Protocol):
         ...
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: first those with one token left to compute (decodes), then the others;
-        each part in rank order."""
+        """Running requests: decodes (one token left to compute) before prompts, both in rank
+        order."""
         ...
 
     def by_rank(self) -> list[Request]:
-        """Running requests in rank order. Prompts leave one token of the budget for each decode."""
+        """Running requests in rank order, with one token of the budget reserved for each decode."""
         ...
 
     def default_order(self) -> list[Request]:
-        """Running requests in the default order: decodes first. While free blocks may not suffice
-        for all running requests, all are in rank order."""
+        """Running requests, decodes first. If running prompts may lack free blocks, all are in rank
+        order instead."""
         ...
 
     @property
     def unoffered(self) -> list[Request]:
-        """Waiting requests that can still be scheduled in this step, in rank order."""
+        """Waiting requests, in rank order, that can still be scheduled in this step."""
         ...
 
     @property
     def parked(self) -> Collection[Request]:
-        """Requests taken out of the queue until what they wait for is ready."""
+        """Requests that are out of the queue until a resource or a timer wakes them."""
         ...
 
     @property
@@ -143,13 +143,13 @@ class SchedView(Protocol):
         ...
 
     def columns(self, reqs: Sequence[Request]) -> Columns:
-        """Numbers of these requests as arrays, in the same order. Cheapest for ``view.waiting``,
-        ``view.running`` and the requests passed to ``ranks``, whose rows are already known."""
+        """The properties of these requests as arrays, in the same order. Fastest for
+        ``view.waiting``, ``view.running`` and the requests passed to ``ranks``."""
         ...
 
     @property
     def unoffered_columns(self) -> Columns:
-        """``columns(unoffered)``, without building the list of requests."""
+        """The properties of the ``unoffered`` requests as arrays."""
         ...
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
@@ -170,13 +170,13 @@ class SchedView(Protocol):
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts: with ``keeps_headroom``, those that
-        running prompts need plus one per four running requests; else the configured watermark."""
+        """Number of blocks to leave free when a waiting request starts: the configured watermark
+        or, without one, the blocks that running prompts need plus one per four running requests."""
         ...
 
     @property
     def keeps_headroom(self) -> bool:
-        """True if headroom is expected to save time, by the cost model. Costly to compute."""
+        """True if leaving ``headroom_blocks`` free is expected to save time. Slow to compute."""
         ...
 
     def prefill_seconds(
@@ -190,7 +190,7 @@ class SchedView(Protocol):
         ...
 
     def predict(self, req: Request) -> int:
-        """Total output tokens the request will have, as the configured predictor estimates."""
+        """Predicted number of output tokens that the request will have in total."""
         ...
 
 
@@ -198,8 +198,8 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     """Base class of policies. A policy reads the view and changes only its own fields. All hooks
     have defaults, except that either ``rank`` or ``ranks`` must be defined.
 
-    Decisions may use ``view.now`` and ``view.rng`` but no other clock or random numbers, so that
-    equal inputs give equal plans everywhere. Equal ranks are ordered by arrival.
+    To give the same plans in a replay, decisions must use no clock but ``view.now`` and no random
+    numbers but ``view.rng``. Equal ranks are ordered by arrival.
     """
 
     api_version = API_VERSION  # the API version it was written for; a plug-in may pin a number
@@ -212,8 +212,8 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     per step), "recomputing" (preempted requests compute much again)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Derive ``rank`` from ``ranks`` or the reverse: the one that the class, or else its
-        nearest base class, defines is used for both."""
+        """Let a class that defines only one of ``rank`` and ``ranks`` use it for the other as
+        well."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "ranks" in own and "rank" not in own:
@@ -226,30 +226,30 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         raise NotImplementedError
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
-        """The ranks of all these requests, in the same order. Called in each step of a ``dynamic``
-        policy for the running requests and, if one may start, for the waiting requests.
+        """The rank of each of these requests. Called in each step of a ``dynamic`` policy.
 
-        The default calls ``rank`` for each. Arrays, computed from ``view.columns(reqs)``, are much
-        faster: ``(late, due)``, two arrays of ``len(reqs)`` numbers, gives request i the rank
-        ``(late[i], due[i])``. NaN is not allowed. A policy that defines both methods must return
-        the same ranks in both.
+        By default ``rank`` is called for each request. Returning arrays is much faster: ``(late,
+        due)``, computed from ``view.columns(reqs)``, gives request i the rank ``(late[i],
+        due[i])``. NaN is not allowed. A policy that defines both methods must return the same ranks
+        in both.
         """
         return [self.rank(req, view) for req in reqs]
 
     def limits(self, view: SchedView) -> Limits:
-        """Limits of this step. This is the first hook that is called in a step."""
+        """Limits of this step. Called before all other hooks of the step."""
         return Limits()
 
     def evict(self, view: SchedView) -> Iterable[Request]:
-        """Running requests to preempt voluntarily; called once before a step is planned."""
+        """Running requests to preempt by choice. Called once before each step is planned."""
         return ()
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        """The order in which requests are scheduled. A running request that is left out pauses.
+        """The order in which requests are offered tokens. A running request that is left out
+        pauses.
 
-        A request that was offered tokens in a step cannot be preempted in it. So the default order
-        is by rank when blocks are scarce (a waiting request may preempt, or running requests need
-        more blocks than are free). Otherwise decodes come first.
+        A request that was offered tokens cannot be preempted in the same step. Therefore the
+        default order is by rank if blocks are scarce or a waiting request may preempt; else decodes
+        come first.
         """
         running = view.running
         urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
@@ -265,11 +265,11 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
             yield waiting
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        """The waiting request to try next in this step, or None; called again after each."""
+        """The waiting request to try next in this step, or ``None`` to stop. Called repeatedly."""
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """Admit if prompt and output tokens so far fit and the headroom stays free."""
+        """By default, admit if the request's tokens fit and the headroom stays free."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
             return Admission.YES  # the scheduler checks whether preemption frees enough blocks
         left = view.kv.num_free - view.kv.missing(req, req.num_tokens)
@@ -281,26 +281,26 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """True if the waiting request ``req`` may preempt ``other``, for a policy with
-        ``waiting_may_preempt``. The default of ``takes_blocks`` calls it too."""
+        """True if ``req`` may preempt ``other``. Called for a waiting ``req`` if
+        ``waiting_may_preempt`` is set, and by the default ``takes_blocks`` for a running one."""
         return self.precedes(req, other)
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
         """True if ``req``, which runs and lacks blocks for its next tokens, may preempt ``other``.
 
-        If no request may be preempted, ``req`` pauses with the blocks it holds. A policy whose
-        ``outranks`` is seldom True should decide by rank: ``return self.precedes(req, other)``.
+        If ``req`` may preempt no request, it pauses and keeps its blocks. If ``outranks`` is seldom
+        True, override this hook with ``return self.precedes(req, other)``.
         """
         return self.outranks(req, other)
 
     def precedes(self, req: Request, other: Request) -> bool:
-        """True if ``req`` comes before ``other`` by rank, then by arrival. A helper, not a hook."""
+        """True if ``req`` has a smaller rank, or an equal one and arrived earlier. Not a hook."""
         return (*req.rank, req.arrival) < (*other.rank, other.arrival)
 
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        """The request to preempt for ``req``, which may preempt any of the candidates."""
+        """Choose the candidate that is preempted for ``req``; all candidates are allowed."""
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
@@ -332,7 +332,7 @@ update_abstractmethods(Policy)
 
 
 def as_columns(answer: object) -> tuple[Array, ...] | None:
-    """The arrays of ranks that a policy returned as arrays; ``None`` for ranks in tuples."""
+    """The arrays of ranks that a policy returned; ``None`` if it returned tuples."""
     if isinstance(answer, np.ndarray):
         return (answer,)
     if isinstance(answer, tuple) and answer and all(isinstance(a, np.ndarray) for a in answer):
@@ -341,7 +341,7 @@ def as_columns(answer: object) -> tuple[Array, ...] | None:
 
 
 def rank_of_one(self: Policy, req: Request, view: SchedView) -> tuple[Any, ...]:
-    """``rank`` of a policy that defines only ``ranks``."""
+    """Implements ``rank`` by calling the policy's ``ranks`` for one request."""
     answer: Any = self.ranks((req,), view)
     if (columns := as_columns(answer)) is not None:
         return tuple(place.item() for place in columns)

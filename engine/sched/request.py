@@ -1,7 +1,7 @@
 """Request: the identity, constants and history of one request.
 
-Nothing is stored twice: a request reads its changing numbers from its row of the scheduler's table.
-Only ``move`` changes the status.
+Its changing numbers are read from its row of the scheduler's table. Only ``move`` changes the
+status.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def as_array(tokens: list[int]) -> array[int]:
 
 
 class Request:
-    """One sequence to generate. It exists until no step in flight contains it any more.
+    """A sequence to generate: ``tokens`` has the prompt and the output of finished steps.
 
-    ``tokens``: the prompt, and the output of finished steps. Only the scheduler changes requests.
+    Only the scheduler changes a request. It exists until no step in flight contains it.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """The rank that the policy returned last. Ranks returned as arrays are in the table."""
+        """The rank that the policy returned last."""
         rank, row = self.own_rank, self.row
         if rank is not None:
             return rank
@@ -150,18 +150,18 @@ class Request:
 
     @property
     def tbt(self) -> float | None:
-        """Wanted seconds between output tokens (TBT), if the request gives it."""
+        """Wanted seconds between output tokens (TBT); ``None``: not given."""
         return self.add.tbt
 
     @property
     def first_token_time(self) -> float | None:
-        """When the step of its first output token finished, in seconds on the engine's clock."""
+        """When it got its first output token, in seconds on the engine's clock, or ``None``."""
         time = self.table.facts.first_token.at[self.row]
         return time if time == time else None
 
     @property
     def last_token_time(self) -> float | None:
-        """When the step of its latest output token finished, in seconds on the engine's clock."""
+        """When it got its latest output token, in seconds on the engine's clock, or ``None``."""
         time = self.table.facts.last_token.at[self.row]
         return time if time == time else None
 
@@ -172,12 +172,12 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """Name of its LoRA adapter, or None."""
+        """Name of the request's LoRA adapter, or ``None``."""
         return self.add.adapter
 
     @property
     def media(self) -> list[MediaItem]:
-        """Images and other media in its prompt, sorted by offset."""
+        """Images and other media in the prompt, sorted by offset."""
         return self.add.media
 
     @property
@@ -186,7 +186,7 @@ class Request:
 
     @property
     def num_cached(self) -> int:
-        """Tokens found in the prefix cache when it first started; 0 before."""
+        """Tokens found in the prefix cache when the request first started; 0 before that."""
         return self.history.num_cached
 
     # -- counts
@@ -213,7 +213,7 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that the next step could compute; 0 once the last token is in flight."""
+        """Tokens that the next step could compute; 0 once the last one is being sampled."""
         table, row = self.table, self.row
         upto = table.num_tokens.at[row] + table.num_pending.at[row]
         return 0 if upto >= table.limit.at[row] else upto - table.num_computed.at[row]
@@ -225,12 +225,12 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Index in the worker's tables; -1 for a request that does not run."""
+        """Index of the running request in the worker's tables; -1 if it does not run."""
         return self.table.slot.at[self.row]
 
     @property
     def considered(self) -> int:
-        """The last step in which it was offered tokens or preempted."""
+        """Number of the last step that offered this request tokens or preempted it."""
         return self.table.considered.at[self.row]
 
     @property
@@ -257,7 +257,7 @@ class Request:
 
 
 class End(NamedTuple):
-    """Why a request ends before it is complete. ``code``: None for the reason's default code."""
+    """Why a request ends before it is complete. ``code`` is None for the reason's default."""
 
     req: Request
     reason: FinishReason
@@ -266,7 +266,7 @@ class End(NamedTuple):
 
 
 def start_of(req: Request, index: int, now: float) -> Started:
-    """The message that a request has started, with a copy of its history so far."""
+    """Message that the request at ``index`` of the outputs has started, with its history so far."""
     history = req.history
     return Started(
         index,
@@ -285,7 +285,7 @@ def end_of(
     stop_reason: int | None = None,
     end: End | None = None,
 ) -> Finished:
-    """The message that a request has finished, with its history. ``end``: why it ended early."""
+    """Message that the request at ``index`` of the outputs ended. ``end``: why it ended early."""
     history = req.history
     return Finished(
         index,

@@ -26,12 +26,12 @@ class OnRefuse(Enum):
 
 
 class Fit(NamedTuple):
-    """How many tokens a resource allows now; if fewer than requested, ``cause`` is the reason.
+    """How many tokens a resource allows now; ``cause``: the reason why it allows no more.
 
     ``on_refuse``: what happens to a waiting request that gets no token (``None``: the resource's
-    default). ``hold``: a parked request reserves blocks for this many tokens; if they are not free
-    it stays in the queue and admission closes. ``by``: the resource that refused; the scheduler
-    fills it in. ``code``: the error code of a request that fails.
+    default). ``hold``: number of tokens for which a parked request reserves blocks; if too few are
+    free, it is not parked and no further request starts. ``by``: the resource that refused, set by
+    the scheduler. ``code``: error code of a request that fails.
     """
 
     num_tokens: int
@@ -58,7 +58,7 @@ class AttachedScheduler(Protocol):
         """Return a parked request to the queue."""
 
     def watch_again(self, req: Request) -> None:
-        """Ask ``watches`` and ``serializes`` again for this request, since their answers have
+        """Call ``watches`` and ``serializes`` again for this request, because their results have
         changed."""
 
     def get_request_counts(self) -> RequestCounts:
@@ -69,8 +69,8 @@ class AttachedScheduler(Protocol):
 class Resource:
     """Base class of resources: LoRA slots, encoder budget, drafts, compiled grammars.
 
-    ``fit`` must change nothing and be monotone (``fit(n) <= n``; ``n <= m`` implies
-    ``fit(n) <= fit(m)``), so that the order of several resources does not matter.
+    ``fit`` must change nothing. To allow any order of resources, it must be monotone: ``fit(n) <=
+    n``, and ``n <= m`` implies ``fit(n) <= fit(m)``.
     """
 
     api_version = API_VERSION
@@ -84,21 +84,21 @@ class Resource:
     a request with this field arrives. Empty: all requests need it."""
 
     def attach(self, scheduler: AttachedScheduler) -> None:
-        """Called once. Keep ``scheduler`` if you need to ``wake`` parked requests or to read its
-        ``config`` or ``view``.
+        """Called once at the start. Store ``scheduler`` to ``wake`` parked requests or to read its
+        ``config`` and ``view``.
 
         Raises ``ConfigError`` if the resource cannot work with this scheduler.
         """
 
     def objection(self, add: AddRequest) -> str | None:
-        """Why this request could never run and is rejected; ``None`` if it could."""
+        """Why the request can never run and must be rejected; ``None`` if it can run."""
         return None
 
     def added(self, req: Request) -> None:
         """Called when a request is queued: long preparations can start."""
 
     def watches(self, req: Request) -> bool:
-        """True if the hooks must be called for this request in every step. Decodes that no resource
+        """True if the hooks must be called in every step of this request. Decodes that no resource
         watches are scheduled in bulk.
 
         Called when the request arrives, and after ``scheduler.watch_again``.
@@ -106,45 +106,43 @@ class Resource:
         return True
 
     def serializes(self, req: Request) -> bool:
-        """True if the request's last token must be known before the next one is computed.
-
-        Only one step in flight contains such a request. Called whenever ``watches`` is.
-        """
+        """True if only one step in flight may contain the request, because each step needs the
+        token that the last one sampled. Called together with ``watches``."""
         return False
 
     def begin_step(self, step: Step) -> None:
         """Called before a step is planned."""
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens to be verified with a decode, in addition to its one token."""
+        """Number of draft tokens to verify in a decode of this request."""
         return 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of ``num_tokens`` tokens the resource allows in this step, and why not more."""
+        """How many of ``num_tokens`` tokens the resource allows in this step, and why no more."""
         return Fit(num_tokens)
 
     def seated(self, req: Request, step: Step) -> None:
-        """Called before ``take`` when a request starts in ``req.slot``, also after a preemption."""
+        """Called when a request starts or restarts in ``req.slot``, before ``take``."""
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        """Called when tokens of the request are scheduled, after all resources allowed them."""
+        """Called when tokens of the request are scheduled, which all resources have allowed."""
 
     def parked(self, req: Request) -> None:
-        """Called when this resource parked a request, which holds the blocks of ``Fit.hold``."""
+        """Called when the request was parked because of this resource."""
 
     def release(self, req: Request) -> None:
         """Called when a request was preempted or has finished (``req.is_finished``)."""
 
     def describe(self, plan: StepPlan) -> None:
-        """Add this resource's part to the plan. A plan with such a part is sent to the worker even
-        if it has no rows."""
+        """Add this resource's part to the plan. A plan with any such part is sent to the worker,
+        even without rows."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Bit masks of the allowed next tokens for the rows of ``plan.masks``; ``None`` if this
-        resource did not write that part of the plan.
+        """Bit masks of the allowed next tokens for the rows in ``plan.masks``; ``None`` if another
+        resource wrote ``plan.masks``.
 
-        Called when all earlier steps are settled; a row may have ended meanwhile. A row whose next
-        token was sampled early (``plan.masks.drawn``) needs no mask if that token is allowed.
+        Called after the results of all earlier steps; requests may have ended by then. A row whose
+        next token is already in ``plan.masks.drawn`` needs no mask if that token is allowed.
         """
         return None
 
@@ -153,7 +151,7 @@ class Resource:
         return {}
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Read this resource's part of a step's result. Rows with an error in ``result`` end."""
+        """Read this resource's part of a result. Requests with an error in ``result`` end."""
 
     def shutdown(self) -> None:
         """Called when the engine ends: release files, connections and threads."""

@@ -29,11 +29,9 @@ def by_rank(req: Request) -> tuple[object, ...]:
 
 
 class RankedQueue(Sequence[Request]):
-    """A list of requests, sorted by rank, smallest first.
+    """Requests sorted by rank, smallest first.
 
-    Ranks are tuples or, after ``rerank_columns``, numbers in the table. In the second case no sort
-    keys are kept, and bisection finds the places of the few requests that are added or removed
-    between two steps.
+    The ranks are tuples or, after ``rerank_columns``, columns of the table.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class RankedQueue(Sequence[Request]):
         self._packed = None
 
     def remove(self, req: Request) -> None:
-        """Remove a request, whose rank must not have changed since it was added."""
+        """Remove a request. Its rank must not have changed since it was added."""
         reqs = self._reqs
         if reqs and reqs[0] is req:
             index = 0
@@ -117,8 +115,8 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """Do ``rerank`` with arrays. ``ranks[k]``: the k-th number of each request's rank, in the
-        queue's present order; ``by_row``: the request in each row of the table."""
+        """Set new ranks, given as arrays, and sort. ``ranks[k]``: number k of each request's rank,
+        in the queue's present order; ``by_row``: the request in each row of the table."""
         if not self._reqs:
             return
         rows = self.rows
@@ -137,11 +135,10 @@ class RankedQueue(Sequence[Request]):
 
 
 def sorted_places(columns: Sequence[Array]) -> Rows:
-    """Indices that sort by the first column, equal values by the second, and so on. The values of
-    the last column must all differ, and no column may have a NaN.
+    """Indices that sort by the first column, equal values by the second, and so on.
 
-    Five times as fast as ``lexsort``: the first column that varies decides most comparisons, and
-    numpy's unstable sorts are fast.
+    The values of the last column must all differ; NaN is not allowed. Five times as fast as
+    ``np.lexsort``.
     """
     *first, last = columns
     varied = [column for column in first if (column != column[0]).any()]
@@ -183,12 +180,11 @@ class Cause:
 
 
 class WaitLedger:
-    """Attributes the waiting time of requests: each second in the queue to exactly one cause.
+    """Attributes each second that a request waits in the queue to one cause.
 
-    The cost is O(1) per step: between two plans all waiting requests share one cause, namely what
-    closed admission in the earlier plan. One running total is kept per cause; a request stores
-    the totals when it enters the queue and takes the difference when it leaves. Only requests that
-    were refused individually, or wait for a cause of their own, are updated one by one.
+    Between two plans all waiting requests share the cause for which the earlier plan started no
+    more of them. A step updates only the total of that cause; a request's waits are differences of
+    totals. Requests that were refused individually have causes of their own.
     """
 
     def __init__(self) -> None:
@@ -199,8 +195,8 @@ class WaitLedger:
         self._refused: dict[int, tuple[Request, str]] = {}  # by row: individual causes since then
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
-        """Record that a request starts to wait. ``own``: the cause of its whole wait; ``None``: it
-        shares the causes of the queue."""
+        """Record that a request starts to wait. ``own``: the cause of this whole wait; ``None``:
+        the cause is shared by the queue and may change with each plan."""
         req.history.wait_from = now
         req.history.own_cause = own
         if own is None:
@@ -224,8 +220,8 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """Set the cause that all waiting requests share until the next plan. ``refused``: requests
-        that were refused individually, each with its own cause."""
+        """Set the cause that waiting requests share until the next plan. ``refused``: requests that
+        wait for another cause, and that cause."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)
@@ -237,8 +233,7 @@ class WaitLedger:
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
-        """Add to ``sums`` the waiting times of a request that has ended: ``waits``, in seconds by
-        cause."""
+        """Add the waits of an ended request, in seconds by cause, to ``sums``."""
         for cause, seconds in waits.items():
             # The sums ignore which request or resource caused a preemption.
             kind = Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
@@ -252,7 +247,7 @@ class WaitLedger:
         return totals
 
     def _charge_own(self, req: Request, now: float) -> None:
-        """Charge the time since the last plan to the request's own cause, not the common one."""
+        """Move the time since the last plan from the shared cause to the request's own cause."""
         history, (_, cause) = req.history, self._refused[req.row]
         seconds = now - self._since
         for name, change in ((cause, seconds), (self._cause, -seconds)):
@@ -260,7 +255,8 @@ class WaitLedger:
 
 
 class Roster:
-    """Owns the sets of waiting, running and parked requests. A seat is a slot of the worker."""
+    """The waiting, running and parked requests. A running request has a seat: a slot of the
+    worker."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_seats = max_num_seqs
@@ -289,12 +285,12 @@ class Roster:
         return len(self.waiting) + len(self.parked)
 
     def waiting_holders(self) -> list[Request]:
-        """Waiting requests that hold blocks. Parked ones, whose blocks are being loaded, are left
-        out."""
+        """Waiting requests that hold KV blocks; parked requests are not included."""
         return [req for req in self.block_holders.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
-        """The request that loses its blocks first when the scheduler is stuck."""
+        """The request that loses its blocks first when the scheduler is stuck: a waiting one if any
+        holds blocks, else the last running one."""
         if holders := self.waiting_holders():
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None
@@ -322,7 +318,7 @@ class Roster:
         self.by_id[req.request_id] = req
 
     def seat(self, req: Request, now: float) -> None:
-        """Move a request from the queue to a seat."""
+        """Start a request: move it from the queue to a seat."""
         self.waits.leave(req, now)
         self._dequeue(req)
         self.block_holders.pop(req.row, None)
@@ -334,7 +330,7 @@ class Roster:
         self.table.has_output.at[req.row] = 0
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
-        """Move a request from its seat back to the queue, where it waits for ``cause``."""
+        """Move a running request back to the queue, where it waits for ``cause``."""
         self.waits.enter(req, now, own=cause)
         self._leave_seat(req)
         req.move(Status.WAITING)
@@ -360,7 +356,7 @@ class Roster:
         self.waiting.add(req)
 
     def finish(self, req: Request, now: float) -> None:
-        """Remove a request. Its row is kept until no step in flight contains it (``retire``)."""
+        """Remove a finished request. Its row is freed once no step in flight contains it."""
         if req.status is not Status.RUNNING:
             self.waits.leave(req, now)
         self.waits.add_up(req.history.waits)
@@ -406,8 +402,8 @@ class Roster:
 
 
 class RunningColumns:
-    """The table rows of the running requests in ascending order, and columns of their values that
-    stay the same until a request starts or stops running."""
+    """The table rows of the running requests, ascending, and values of these rows that stay
+    constant while the same requests run."""
 
     def __init__(self, rows: Rows, table: Table) -> None:
         self.rows = rows
@@ -417,12 +413,11 @@ class RunningColumns:
 
 
 class RunningRows:
-    """The table rows of the running requests. ``list`` has them in ascending order; it is
-    read-only.
+    """The table rows of the running requests; ``list`` has them in ascending order.
 
-    ``version`` changes whenever a request starts or stops running. It is recorded for each plan
-    that contains all running rows (a full step). If it is the same when the step is settled, the
-    same requests are running, and cached arrays can be reused.
+    ``version`` changes when a request starts or stops running. It is recorded for each full step
+    (its plan contains all running rows). If it is still the same when the step's result arrives,
+    the same requests run, and cached arrays can be reused.
     """
 
     def __init__(self, table: Table) -> None:
@@ -448,7 +443,7 @@ class RunningRows:
         return self._columns
 
     def sorted(self, rows: list[int]) -> Rows:
-        """Sort ``rows``, which are some or all of the running rows, in ascending order."""
+        """Sort ``rows``, all of which belong to running requests, in ascending order."""
         if len(rows) == len(self.list):
             return self.columns.rows
         return np.array(sorted(rows), dtype=np.intp)
@@ -458,7 +453,7 @@ class RunningRows:
         self._full_steps[step] = self.version
 
     def pop_full_step(self, step: int) -> bool:
-        """True if this step's plan contains exactly the requests running now. Forgets the step."""
+        """Forget this step. True if its plan contains exactly the requests that run now."""
         return self._full_steps.pop(step, -1) == self.version
 
     def is_full_step(self, step: int) -> bool:

@@ -1,8 +1,8 @@
 """Scheduler: plans steps. The policy states preferences; the scheduler checks and applies them.
 
-There are no prefill and decode phases. A request has ``num_computed`` tokens in the KV cache and
-computes its other tokens (also those that steps in flight will sample); a decode is a
-request with one token to compute. Each step distributes a budget of tokens, best rank first.
+There are no prefill and decode phases. Each step distributes a budget of tokens among requests,
+best rank first. A request can compute all tokens that have no KV yet, also tokens that steps in
+flight will sample; a decode is a request with one token to compute.
 
     begin_step ──> grant_plain (decodes without special needs, in bulk)
                 └> for each request offered: tokens_for ─> secure (seat, blocks, victims) ─> grant
@@ -65,9 +65,9 @@ BULK_PARTS = ("tokens_for", "secure", "grant")
 class Scheduler(SchedulerInterface):
     """The scheduling mechanism that all policies share.
 
-    Custom scheduling loops can call ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
-    ``preempt`` and ``seal``. ``clock`` returns the time in seconds. ``timer`` does too, but is read
-    only to measure how long hooks take. No other clock is read.
+    A custom scheduling loop can call ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
+    ``preempt`` and ``seal``. ``clock`` and ``timer`` return seconds; ``timer`` only measures how
+    long hooks take.
     """
 
     few_decodes: ClassVar[int] = FEW
@@ -139,21 +139,22 @@ class Scheduler(SchedulerInterface):
             self.settler.woken(req)
 
     def watch_again(self, req: Request) -> None:
-        """Call ``watches`` and ``serializes`` of the resources again for this request."""
+        """Update which resources watch and serialize the request, by calling their hooks again."""
         flags = self.roster.table.flags.at
         flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
     # -- the step
 
     def schedule(self) -> StepPlan:
-        """Grant plain decodes in bulk, then offer the rest of the budget, best rank first."""
+        """Plan the next step: offer tokens to requests, best rank first, until the budget is
+        used."""
         step = self.begin_step()
         if self.roster.by_id:
             self.serve(self.offers(step), step)
         return self.seal(step)
 
     def serve(self, offers: Iterable[Request], step: Step) -> None:
-        """Grant each offered request as many tokens as it can have, until the step is full."""
+        """Grant each offered request as many tokens as it may have, until the budget is used."""
         plain, index = self.roster.table.plain.at, step.index
         grant_one = None
         for req in offers:
@@ -173,7 +174,8 @@ class Scheduler(SchedulerInterface):
                 self.grant(req, fit.num_tokens, step)
 
     def begin_step(self) -> Step:
-        """Run due timers, reset budgets, recompute dynamic ranks, and call ``evict``."""
+        """Begin a step: run due timers, set its budget, update ranks, preempt what ``evict``
+        names."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
@@ -205,8 +207,8 @@ class Scheduler(SchedulerInterface):
         return step
 
     def offers(self, step: Step) -> Iterator[Request]:
-        """The requests to which tokens are offered, in the policy's order, without those granted in
-        bulk."""
+        """Yield the requests to which tokens are offered, in order. Decodes that got their token in
+        bulk are left out."""
         policy, num_waiting = self.active_policy, len(self.roster.waiting)
         contested = policy.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
@@ -220,7 +222,7 @@ class Scheduler(SchedulerInterface):
             yield req
 
     def tokens_for(self, req: Request, step: Step) -> Fit:
-        """How many tokens the budget, limits, policy and resources allow the request now."""
+        """How many tokens the request may get now, by the budget, limits, policy and resources."""
         pending, is_waiting = req.num_pending, req.is_waiting
         if pending and (is_waiting or req.is_serial):
             # Preempted or serial: it waits until tokens being sampled are known.
@@ -252,8 +254,8 @@ class Scheduler(SchedulerInterface):
         return room_beside_decodes(step, self.config, self.roster)
 
     def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
-        """How many of the ``wanted`` tokens the policy and the resources allow. ``num_left``: how
-        many tokens the request has left to compute."""
+        """How many of the ``wanted`` tokens the policy and the resources allow. ``num_left``:
+        number of tokens that the request still has to compute."""
         if wanted < num_left and not self.config.enable_chunked_prefill:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
@@ -266,9 +268,8 @@ class Scheduler(SchedulerInterface):
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
-        """Get a seat and blocks for ``num_tokens`` more tokens, preempting other requests if
-        needed. Returns False if that fails; no request is preempted if preemption cannot free
-        enough."""
+        """Get a seat and blocks for ``num_tokens`` more tokens, and return whether that worked.
+        Other requests are preempted only if that frees enough."""
         start = req.num_computed
         if req.is_waiting:
             if not self._admits(req, step):
@@ -307,7 +308,7 @@ class Scheduler(SchedulerInterface):
         self.guard.on_grant(req, num_tokens, self.view)  # even if the default order is used
 
     def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
-        """Handle a request that gets no tokens now. Only a waiting one can close admission."""
+        """Handle a request that gets no tokens now: skip, park or end it, or stop admission."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:
@@ -320,7 +321,7 @@ class Scheduler(SchedulerInterface):
             step.skip(req, fit.cause)
 
     def _park(self, req: Request, fit: Fit, step: Step) -> None:
-        """Park the request until ``wake``, with blocks for ``fit.hold`` tokens."""
+        """Park the request until ``wake``, with reserved blocks for ``fit.hold`` tokens."""
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
@@ -338,7 +339,8 @@ class Scheduler(SchedulerInterface):
         self.resources.parked(req, fit.by)
 
     def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
-        """Take the request's blocks and seat; it returns to the queue and will recompute.
+        """Free the request's blocks and seat; it returns to the queue and computes its tokens
+        again.
 
         Tokens that steps in flight sample for it are still appended, since its KV was valid then.
         """
@@ -347,7 +349,7 @@ class Scheduler(SchedulerInterface):
         step.preempted.append(req)
 
     def seal(self, step: Step) -> StepPlan:
-        """Build the plan of the step, which is then in flight unless it is empty."""
+        """Finish the step and return its plan, which is then in flight unless it is empty."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
@@ -448,13 +450,11 @@ class Scheduler(SchedulerInterface):
     # -- helpers
 
     def _rescue(self, step: Step) -> None:
-        """Make progress when no request got a token and no step is in flight: serve in the default
-        order, unless it was used already; if still no request can run, preempt one.
+        """Make progress when no request got a token and no step is in flight.
 
-        Perhaps the running requests merely wait for a resource. So while requests run, one is
-        preempted only if a request lacks blocks, or if the engine is stuck. While a KV transfer
-        uses blocks, none is preempted unless the engine is stuck: when the transfer ends, blocks
-        become free or a request can be preempted.
+        First the step is planned again in the default order, unless that was used already. If still
+        no request got a token, one is preempted, provided that a request lacks blocks, none runs,
+        or the engine is stuck. A KV transfer that will free blocks is awaited first.
         """
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
@@ -472,7 +472,7 @@ class Scheduler(SchedulerInterface):
             self.preempt(holder, step, by="the lack of KV blocks")
 
     def _serve_by_default(self, step: Step) -> None:
-        """Serve the step again with the default order instead of the policy's."""
+        """Plan the step again, in the default order instead of the policy's."""
         counters = self.settler.counters
         counters.num_steps += 1
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
@@ -491,8 +491,8 @@ class Scheduler(SchedulerInterface):
                 self.settler.expire(req, kind.value)
 
     def _admits(self, req: Request, step: Step) -> bool:
-        """True if this waiting request may start. After a preemption in this step, it must also
-        outrank every preempted request."""
+        """True if this waiting request may start. If requests were preempted in this step, it must
+        outrank all of them."""
         policy, admission = self.active_policy, Admission.CLOSE
         outranked = policy.waiting_may_preempt and all(
             policy.outranks(req, other) for other in step.preempted
@@ -507,7 +507,7 @@ class Scheduler(SchedulerInterface):
         return admission is Admission.YES
 
     def _admit(self, req: Request) -> None:
-        """Move the request from the queue to a seat; tokens with cached KV are not computed."""
+        """Start a waiting request: give it a seat, and skip the tokens whose KV is cached."""
         hit, history, now = self.kv.ready(req), req.history, self.view.now
         self.kv.count_lookup(req.num_tokens, hit, preempted=history.num_preempted > 0)
         if history.scheduled_time is None:
@@ -539,11 +539,11 @@ class StallDetector:
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
-        """Called after each plan. After ``limit`` consecutive plans with ``is_idle`` a warning is
-        logged.
+        """Count consecutive idle plans; after ``limit`` of them log a warning, unless only parked
+        requests wait.
 
-        ``cause``: what the queue waits for; ``refused``: requests with a cause of their own. Parked
-        requests wait for something slow by nature: they cause no warning.
+        ``cause``: why the queue waits; ``refused``: requests that wait for another cause, and that
+        cause.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._counters.blocked = ""

@@ -38,7 +38,7 @@ class Step:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens reserved for requests in ``decodes`` that have not been offered theirs yet."""
+        """Number of tokens reserved for those of ``decodes`` that were not offered tokens yet."""
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def has_decodes(self) -> bool:
-        """True if a decode got a token in this step, or one is reserved for it."""
+        """True if a decode got a token in this step, or if a token is reserved for one."""
         is_bulk = bool(self.plain or self.decodes) or self.plain_rows.size > 0
         return is_bulk or len(self.grants) > self.num_prompts
 
@@ -74,7 +74,7 @@ class Step:
             self.max_seqs = min(self.max_seqs, int(max_seqs))
 
     def next_waiting(self) -> Request | None:
-        """The best waiting request not offered tokens yet; None if admission is closed."""
+        """The best waiting request not offered tokens yet; ``None`` if admission is closed."""
         waiting = self._roster.waiting
         while self.admission_open and self._next < len(waiting):
             req = waiting[self._next]
@@ -84,8 +84,8 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark a request as offered tokens, and return True. Returns False if it was offered tokens
-        or preempted in this step, if it is parked, or if it waits and admission is closed."""
+        """Mark a request as offered tokens. Returns False if it cannot be: it was offered tokens or
+        preempted in this step, is parked, or waits while admission is closed."""
         considered = req.table.considered.at
         if considered[req.row] == self.index:
             return False
@@ -95,7 +95,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Restart the step under a new index: every request can be offered tokens again."""
+        """Restart the step under a new number: all requests can be offered tokens again."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -106,7 +106,7 @@ class Step:
         self.most_prompt_tokens = None
 
     def closing_cause(self) -> str:
-        """Why requests in the queue were not admitted."""
+        """Why no further waiting request was admitted in this step."""
         if self.closed_by:
             return self.closed_by
         if self.is_full:
@@ -121,15 +121,15 @@ class Step:
             self.admission_open, self.closed_by = False, cause
 
     def skip(self, req: Request, cause: str) -> None:
-        """Refuse this waiting request only."""
+        """Refuse this waiting request for this cause, but not those after it."""
         self.refused.append((req, cause))
 
     def record(
         self, req: Request, num_tokens: int, *, is_new: bool, is_prompt: bool, samples: bool
     ) -> None:
-        """Record that ``num_tokens`` tokens of the request are granted. ``is_new``: it starts with
-        them; ``is_prompt``: it starts or is still in its prompt; ``samples``: the step samples its
-        next token."""
+        """Record that the request is granted ``num_tokens`` tokens. ``is_new``: it starts with
+        them; ``is_prompt``: it was still in its prompt; ``samples``: its next token is sampled
+        after them."""
         self.tokens_left -= num_tokens
         self.grants.append((req, num_tokens))
         if is_prompt:
@@ -142,5 +142,5 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Number of positions granted for drafts: those after the last token known or being sampled."""
+    """Number of granted positions for drafts: those after the last known or pending token."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

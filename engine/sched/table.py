@@ -25,10 +25,8 @@ ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds this twice as fast as a 
 
 
 class Column:
-    """One buffer seen as two arrays: ``at`` for single values, ``all`` for numpy operations.
-
-    An ``array.array`` reads a single value in 40 ns, a numpy array in 160 ns.
-    """
+    """A buffer with two views: ``at``, which is fast for single values, and ``all``, a numpy
+    array."""
 
     __slots__ = ("all", "at")
 
@@ -92,7 +90,7 @@ class Users:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """The length of an array that is indexed by user numbers: all numbers are smaller."""
+        """The length that an array needs to be indexed by user numbers."""
         return len(self._names)
 
     def enter(self, name: str) -> int:
@@ -117,11 +115,10 @@ class Users:
 
 
 class Facts:
-    """Columns of the table that only policies read, and times of tokens.
+    """Columns of the table that only policies read, and times of output tokens.
 
-    ``ranks``: if the policy returns ranks as arrays, one column for the first number of each rank,
-    one for the second, and so on. ``own``: the columns that the policy stores, by name
-    (``view.own``).
+    ``ranks``: column k has number k of each rank, if the policy returns ranks as arrays. ``own``:
+    the policy's own columns by name (``view.own``).
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -161,14 +158,14 @@ class Facts:
 
     def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
         """Set the token times of rows with new tokens. ``started``: indices in ``rows`` of requests
-        with their first token since they got their seat."""
+        whose tokens are the first since they started to run."""
         self.last_token.all[rows] = now
         if started:
             first, begun = self.first_token.all, rows[started]
             first[begun[np.isnan(first[begun])]] = now
 
     def stamp_one(self, row: int, now: float) -> None:
-        """``stamp`` for a single row with new tokens."""
+        """Set the token times of one row with new tokens."""
         self.last_token.at[row] = now
         if isnan(self.first_token.at[row]):
             self.first_token.at[row] = now
@@ -180,7 +177,7 @@ class Facts:
         return self.own[name]
 
     def set_ranks(self, rows: NDArray[np.intp], columns: Sequence[Array]) -> None:
-        """Set the ranks of these rows: one int64 or float64 array for each number of a rank."""
+        """Set the ranks of these rows. ``columns[k]``: number k of each rank, int64 or float64."""
         if not self.ranks:
             self.ranks = [LongColumn(len(self.arrival.at)) for _ in columns]
         for place, column in enumerate(columns):
@@ -197,13 +194,13 @@ class Facts:
 
 
 class Table:
-    """One row for each unfinished request. A row is freed when its request has ended and no step
-    in flight contains it.
+    """One row for each unfinished request. A row is freed when its request has ended and no step in
+    flight contains it.
 
     Counts are in tokens. ``num_tokens``: prompt, and output of settled steps. ``num_pending``: to
     be sampled by steps in flight. ``num_computed``: KV computed, or being computed by steps in
-    flight. ``limit``: length at which the request ends. ``generation``: only increases; since rows
-    are reused, it tells whether a result belongs to the row's present request.
+    flight. ``limit``: length at which the request ends. ``generation``: increases whenever the row
+    gets a new request or restarts, so that outdated results can be recognized.
 
     Only methods of this class write ``num_tokens``, ``num_pending``, ``num_computed`` and
     ``in_flight``:
@@ -259,17 +256,16 @@ class Table:
         self._free.append(row)
 
     def advance(self, rows: NDArray[np.intp], num_steps: int = 1) -> Counts:
-        """Count that a step (or ``num_steps`` steps) computes one token of each row and samples
-        the next one. Returns the new ``num_computed`` of the rows."""
+        """Count that a step (or each of ``num_steps`` steps) computes one token of each row and
+        samples the next one. Returns the new ``num_computed`` of the rows."""
         more = ONE if num_steps == 1 else np.int32(num_steps)
         self.num_computed.all[rows] = computed = self.num_computed.all[rows] + more
         self.num_pending.all[rows] += more
         return computed
 
     def bind(self) -> None:
-        """Build ``advance_plain(row, upto)`` for the present columns: it does the same as
-        ``advance`` for one row, which then has ``upto`` computed tokens. A closure is twice as fast
-        as a method."""
+        """Define ``advance_plain(row, upto)``: a fast ``advance`` for one row, which then has
+        ``upto`` computed tokens. Must be called again when the columns have grown."""
         computed, pending = self.num_computed.at, self.num_pending.at
 
         def advance(row: int, upto: int) -> None:
@@ -279,8 +275,8 @@ class Table:
         self.advance_plain: Callable[[int, int], None] = advance
 
     def advance_one(self, row: int, num_tokens: int) -> bool:
-        """Count that a step computes ``num_tokens`` tokens of one row. True if it then samples the
-        next token, because all tokens known or being sampled are computed."""
+        """Count that a step computes ``num_tokens`` tokens of one row. Returns whether the step
+        then samples the row's next token."""
         self.num_computed.at[row] = upto = self.num_computed.at[row] + num_tokens
         samples = upto >= self.num_tokens.at[row] + self.num_pending.at[row]
         if samples:
@@ -294,10 +290,10 @@ class Table:
         tokens: Iterable[Any],
         num_steps: int = 1,
     ) -> Counts:
-        """Append a sampled token to each row. Returns the new ``num_tokens`` of the rows.
+        """Append sampled tokens to each row. Returns the new ``num_tokens`` of the rows.
 
-        ``sequences``: the token array of each row. ``tokens``: one token for each row or, for
-        ``num_steps`` steps, an array of ``num_steps`` tokens for each row.
+        ``sequences``: the token array of each row. ``tokens``: for each row one token or, with
+        ``num_steps`` > 1, an array of ``num_steps`` tokens.
         """
         put: Callable[..., None] = array.append if num_steps == 1 else array.extend
         more = ONE if num_steps == 1 else np.int32(num_steps)
@@ -339,7 +335,7 @@ class Table:
         self.num_computed.at[row] = num_computed
 
     def restart(self, row: int) -> None:
-        """Reset the row after a preemption. Results of steps in flight are then outdated."""
+        """Count no token of the row as computed. Results of steps in flight are then outdated."""
         self.generation.at[row] += 1
         self.num_computed.at[row] = self.num_pending.at[row] = 0
 

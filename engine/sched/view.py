@@ -35,8 +35,8 @@ its shape."""
 
 
 class View:
-    """Implements ``SchedView``, which documents the members that policies read. The scheduler sets
-    ``now`` and ``step`` at the start of each step."""
+    """Implements ``SchedView``, the members that policies read. The scheduler sets ``now`` and
+    ``step`` at the start of each step."""
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, roster: Roster, rng: Random) -> None:
         self.config = config
@@ -129,8 +129,8 @@ class View:
         return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
 
     def is_short(self, num_more: int = 0) -> bool:
-        """True if too few blocks are free for running prompts, for decodes that were not offered
-        their token yet, and for ``num_more`` further entries of block tables."""
+        """True if free blocks may not suffice for running prompts, for decodes without a token in
+        this step, and for ``num_more`` further blocks per KV group."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -153,7 +153,7 @@ class View:
 
     @property
     def unoffered_columns(self) -> Columns:
-        """Like ``columns``, but of the requests in ``unoffered``."""
+        """Columns of the waiting requests that can still be scheduled in this step."""
         rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
         considered = self._roster.table.considered.all[rows]
         return self._columns_of(rows[considered != self.step.index])
@@ -200,11 +200,11 @@ class View:
         return np.array([cost.prefill_seconds(*size) for size in sizes], dtype=np.float64)
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record a finished step and its duration. Its shape is computed when it is first read."""
+        """Record a finished step and its duration in seconds, for ``last`` and the cost model."""
         self.unread.append((StepShape.of, plan, seconds))
 
     def read_steps(self) -> None:
-        """Update ``last`` and the cost model with the finished steps."""
+        """Pass the recorded steps to the cost model and to ``last``."""
         while self.unread:
             shape_of, step, seconds = self.unread.popleft()
             if seconds or not self.unread:  # a step without a time is read only if it is the last

@@ -1,8 +1,8 @@
-"""Drop fields of a request body that have no effect: null, and values equal to the API's default.
+"""Drop fields of a request body that have no effect: null, and values that change nothing.
 
-Clients often send fields that they do not use, also of features that this server does not have. A
-struct's class attribute ``no_effect`` lists the harmless values of such a field. A field with any
-other value is kept, and is refused by name later.
+Clients often send fields that they do not use, also of features that this server does not have. The
+class attribute ``no_effect`` of a struct lists such fields with their harmless values. With any
+other value a field is kept, and is refused by name later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 
 def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
-    """Return the JSON body of a request, or a part of it, without fields that have no effect."""
+    """Return JSON without the fields that have no effect in a body of type ``kind``."""
     if not isinstance(given, dict):
         return given
     no_effect: Mapping[str, tuple[Any, ...]] = getattr(kind, "no_effect", {})
@@ -33,13 +33,13 @@ def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is one of ``values`` and of the same type: 0 is not False."""
+    """Whether ``values`` has an equal value of the same type: 0 does not match False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
 @lru_cache(maxsize=32)
 def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Names of the fields that are objects of texts or numbers, in which nulls are dropped."""
+    """Names of the fields that are dicts of texts or numbers. Null values in them are dropped."""
     return frozenset(
         field.encode_name
         for field in msgspec.structs.fields(kind)
@@ -50,7 +50,7 @@ def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def _structs_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields whose type is a struct, by name."""
+    """The struct types of fields, by the field's name."""
     found = {}
     for field in msgspec.structs.fields(kind):
         for arm in (field.type, *get_args(field.type)):

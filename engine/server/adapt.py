@@ -1,11 +1,10 @@
 """Change a conversation into what the model's chat template accepts.
 
 Templates differ: some accept one system message at the beginning, or none; some require alternating
-user and assistant turns, call ids of nine letters, or one tool call per message. A template raises
-an error for anything else, or silently drops it. So each template is tried once with small probe
-conversations of made-up words. For each ``Trait`` the first rewrite is chosen with which the
-template raises no error and the prompt contains all words. A conversation that a template accepts
-is not changed.
+user and assistant turns, call ids of nine letters, or one tool call per message. Anything else
+raises an error or is silently dropped. So each template is tried once with small probe
+conversations. For each ``Trait`` the first rewrite is chosen with which the template raises no
+error and the prompt contains all words of the probe.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TOOL = {
 
 
 class Trait(NamedTuple):
-    """A way in which templates differ: probe conversations, and rewrites, the smallest first."""
+    """One way in which templates differ: test conversations, and rewrites, the least first."""
 
     probes: tuple[Messages, ...]
     rewrites: tuple[Rewrite, ...]
@@ -54,12 +53,12 @@ class Adapter:
     """Rewrites conversations for one chat template."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
-        """render: fills the template; raises ``RequestError`` if the template does."""
+        """render: fills the template and returns the prompt, or raises ``RequestError``."""
         self._render = render
         self._rewrites: list[Rewrite] | None = None
 
     def adapt(self, messages: Messages) -> Messages | None:
-        """Rewrite a conversation; ``None`` if ``learn`` must be called first."""
+        """Rewrite a conversation for the template; ``None`` if ``learn`` must be called first."""
         if self._rewrites is None:
             return messages if all(_leaves(messages, trait) for trait in TRAITS) else None
         return _rewritten(self._rewrites, messages)
@@ -74,17 +73,17 @@ class Adapter:
         self._rewrites = chosen
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
-        """The first rewrite of a trait with which the template accepts all the trait's probes. If
-        none does, the very first: the template then fails for another reason. ``before``:
-        rewrites that are applied first."""
+        """The first rewrite of the trait with which the template accepts all probes. If none works,
+        the first rewrite, since the template fails for another reason. ``before``: rewrites to
+        apply earlier."""
         for rewrite in trait.rewrites:
             if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):
                 return rewrite
         return trait.rewrites[0]
 
     def _accepts(self, probe: Messages, rewrites: list[Rewrite]) -> bool:
-        """Whether the template raises no error for a rewritten probe, and the prompt contains all
-        words of the probe that are not the assistant's."""
+        """Whether the template raises no error for a rewritten probe, and the prompt contains its
+        words. The words of assistant texts may be missing."""
         try:
             prompt = self._render(_rewritten(rewrites, probe))
         except RequestError:
@@ -93,15 +92,15 @@ class Adapter:
 
 
 def strictest(messages: Messages) -> Messages:
-    """Rewrite the messages in every way that some template needs, for a template that accepted the
-    test conversations and refuses this one."""
+    """Rewrite a conversation as the strictest templates need it, for a template that accepted the
+    probes but refuses this conversation."""
     traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
     return _rewritten([trait.rewrites[-1] for trait in traits], messages)
 
 
 @lru_cache(maxsize=16)
 def adapter_of(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> Adapter:
-    """The adapter of the model's chat template, or of ``chat_template`` in its place."""
+    """The adapter for ``chat_template`` or, if it is ``None``, for the model's own template."""
     tools = [TOOL] if has_tools else None
     render = partial(tokenizer.apply_chat_template, chat_template=chat_template, tools=tools)
     return Adapter(render)
@@ -157,7 +156,7 @@ def short_id(name: Any) -> Any:
 
 
 def with_written_arguments(messages: Messages) -> Messages:
-    """Write arguments of calls as JSON text, which some templates concatenate with text."""
+    """Write call arguments as JSON text, for templates that concatenate them with text."""
     return [
         {**message, "tool_calls": [_written(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -167,7 +166,7 @@ def with_written_arguments(messages: Messages) -> Messages:
 
 
 def with_object_arguments(messages: Messages) -> Messages:
-    """Put arguments that are no JSON object, such as those of a truncated call, into one."""
+    """Wrap call arguments that are no JSON object, e.g. of a truncated call, in an object."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -203,7 +202,7 @@ def with_calls_alone(messages: Messages) -> Messages:
 
 
 def with_text_in_thinking(messages: Messages) -> Messages:
-    """Move the text of a message with tool calls into its thinking, if it has both."""
+    """If a message has tool calls, thinking and text, move the text to the end of the thinking."""
     found = []
     for message in messages:
         thought = thought_of(message)
@@ -216,7 +215,7 @@ def with_text_in_thinking(messages: Messages) -> Messages:
 
 
 def with_one_call_each(messages: Messages) -> Messages:
-    """Put each tool call into a message of its own, followed by its result."""
+    """Split messages with several tool calls: one call per message, followed by its result."""
     found: Messages = []
     at = 0
     while at < len(messages):
@@ -241,7 +240,7 @@ def with_one_call_each(messages: Messages) -> Messages:
 
 
 def with_lost_results_as_text(messages: Messages) -> Messages:
-    """Make a user message of a tool result that follows no call."""
+    """Turn each tool result that follows no tool call into a user message."""
     found: Messages = []
     was_called = False
     for message in messages:
@@ -255,7 +254,7 @@ def with_lost_results_as_text(messages: Messages) -> Messages:
 
 
 def with_text_in_results(messages: Messages) -> Messages:
-    """Append a user message that follows a tool result to that result."""
+    """Append the text of a user message that follows a tool result to that result."""
     found: Messages = []
     for message in messages:
         if message["role"] == "user" and found and found[-1]["role"] == "tool":
@@ -266,7 +265,7 @@ def with_text_in_results(messages: Messages) -> Messages:
 
 
 def with_bridges(messages: Messages, words: str = "") -> Messages:
-    """Insert an assistant message, ``words``, between a tool call and the next user message."""
+    """Insert an assistant message ``words`` before a user message after a call or its result."""
     found: Messages = []
     for message in messages:
         is_open = bool(found) and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")
@@ -299,8 +298,8 @@ def with_system_in_user(messages: Messages) -> Messages:
 
 
 def with_some_user(messages: Messages) -> Messages:
-    """Make sure that there is a user message: the system message if there is no other message,
-    otherwise an empty one at the beginning."""
+    """If there is no user message, insert an empty one, or turn the system message into one if it
+    is the only message."""
     roles = {message["role"] for message in messages}
     if "user" in roles:
         return messages
@@ -310,8 +309,8 @@ def with_some_user(messages: Messages) -> Messages:
 
 
 def with_user_first(messages: Messages) -> Messages:
-    """Make sure that the first message after the system message is a user's; insert an empty one if
-    it is not."""
+    """Insert an empty user message if the first message after the system message is not a
+    user's."""
     at = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) > at and messages[at]["role"] == "user":
         return messages

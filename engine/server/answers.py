@@ -50,8 +50,8 @@ class TokenCounter:
     def add(
         self, place: int, output: RequestOutput, completions: Sequence[CompletionOutput]
     ) -> None:
-        """Count the tokens of an output. place: index of its prompt; completions: the new part of
-        each sequence, which was not counted before."""
+        """Count the tokens of a new output. place: index of its prompt; completions: the parts of
+        its sequences that were not counted before."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
         self.num_written += sum(len(each.token_ids) for each in completions)
 
@@ -65,7 +65,7 @@ class TokenCounter:
 
 
 class Frame(NamedTuple):
-    """The JSON of a chunk, encoded once: the bytes before and after the text of its delta."""
+    """A streamed chunk, encoded once as JSON: the bytes before and after its text."""
 
     before: bytes
     after: bytes
@@ -78,8 +78,7 @@ class HttpAnswer(ABC):
     """Types of requested tools that the server would have to run; the prompt does not list them."""
 
     def set_request_id(self, request_id: str) -> None:  # noqa: B027  (most make their own ids)
-        """Use the HTTP request's id in the answer. It may not be unique, since a client may send
-        the same id again."""
+        """Use the id of the HTTP request in the answer. The id need not be unique."""
 
     @abstractmethod
     async def whole(self) -> bytes:
@@ -87,8 +86,8 @@ class HttpAnswer(ABC):
 
     @abstractmethod
     async def open(self) -> OutputReader:
-        """Add the request to the engine and return the reader of its outputs. Only for an answer
-        that needs one engine request."""
+        """Add the request to the engine and return the reader of its outputs. Not for an answer
+        that needs several engine requests."""
 
     @abstractmethod
     def events_of(self, output: RequestOutput) -> bytes:
@@ -107,7 +106,7 @@ class OpenAIAnswer(HttpAnswer):
     """An answer in the form of OpenAI's completions and chat completions."""
 
     def __init__(self, body: RequestBody, kind: str, prefix: str, model: str) -> None:
-        """kind: value of the answer's field ``object``; prefix: how its id begins."""
+        """kind: value of the answer's field ``object``; prefix: beginning of the answer's id."""
         self.body = body
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         """Id of the engine's request; if there are several, the beginning of their ids."""
@@ -147,8 +146,8 @@ class OpenAIAnswer(HttpAnswer):
         return msgspec.json.encode({**self._head, "choices": choices, **extra})
 
     def _frame(self, choice: bytes) -> Frame | None:
-        """The frame made of an encoded choice with the placeholder ``TEXT``; ``None`` if chunks
-        differ in more than their text."""
+        """Split an encoded choice at its placeholder ``TEXT``. ``None`` if chunks differ in more
+        than their text."""
         body, options = self.body, self.body.stream_options
         is_counting = options is not None and options.continuous_usage_stats
         if body.n != 1 or body.return_token_ids or is_counting:
@@ -160,7 +159,7 @@ class OpenAIAnswer(HttpAnswer):
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
-    """The finish reason, ``None`` while running. Raises ``ApiError`` if it is an error."""
+    """The finish reason; ``None`` while running. Raises ``ApiError`` for an error."""
     reason = completion.finish_reason
     code = None if reason is None else code_of(reason, completion.code)
     if code is None:

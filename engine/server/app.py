@@ -71,7 +71,7 @@ class Api:
         limits: ServerLimits,
         chat_template: str | None,
     ) -> None:
-        """chat_template: replaces the model's own."""
+        """chat_template: used instead of the model's own template."""
         self._engine = engine
         self._model = ChatModel(engine, chat_template)
         self._store = ResponseStore()
@@ -197,8 +197,8 @@ class Api:
         return stream
 
     def _without_server_tools(self, name: str, left_out: Sequence[str]) -> dict[str, str]:
-        """Response headers with the tools that were left out; name: the request's id. Raises
-        ``ApiError`` if the server refuses such tools (``--refuse-server-tools``)."""
+        """Response headers that list the ``left_out`` tools. Raises ``ApiError`` if the server
+        refuses such tools (``--refuse-server-tools``). name: the request's id, for the log."""
         if not left_out:
             return {}
         kinds = ", ".join(dict.fromkeys(left_out))
@@ -212,7 +212,7 @@ class Api:
         return {LEFT_OUT: kinds}
 
     def _check_model(self, name: str | None) -> None:
-        """Raise ``ApiError`` for an unknown model; ``None``: the request names no model, which is
+        """Raise ``ApiError`` for an unknown model. ``None`` (no model in the request) is
         allowed."""
         if name is not None and not self._names.has(name):
             listed = self._names.listed
@@ -267,7 +267,7 @@ def routes_of(
     limits: ServerLimits,
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
-    """All routes of the server; ``chat_template`` replaces the model's own."""
+    """All routes of the server. ``chat_template`` is used instead of the model's own template."""
     return [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
 
 

@@ -1,4 +1,4 @@
-"""Rename fields in errors to what the client's API calls them: the engine's names may differ."""
+"""Replace the engine's field names in errors by the names that the client's API uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ KEY = "metronome.body"  # the decoded body of the request, in the scope
 def with_client_names(body: msgspec.Struct | None, error: ApiError) -> ApiError:
     """Change an error so that it names the field that the client has sent.
 
-    ``client_names`` of the body's class maps the engine's name of a field to the API's names for
-    it. If there are several, the one that the client has set is used, or else the first. ``param``
-    becomes ``None`` for a field that the API does not have. ``body`` is ``None`` for a request
-    without a body.
+    ``client_names`` of the body's class maps the engine's name of a field to the API's names. If
+    there are several, it is the one that the client has set, or else the first. ``param`` becomes
+    ``None`` for a field that the API does not have. Without a ``body`` the error is not changed.
     """
     if body is None:
         return error
@@ -41,9 +40,9 @@ def _given(body: msgspec.Struct, name: str) -> bool:
 
 
 def _reworded(message: str, before: str, now: str | None, body: msgspec.Struct) -> str:
-    """Replace the engine's names of fields in a message by the client's: ``before``, if it is the
-    first word, by ``now`` (if given), and other names only if they have an underscore, since no
-    ordinary word has one."""
+    """Replace the engine's field names in a message by the client's. The first word ``before``
+    becomes ``now``, if given. Other names are replaced only if they have an underscore, since they
+    could be ordinary words."""
     if now is not None:
         message = re.sub(rf"\A{re.escape(before)}(?= )", now, message)
     client_names: dict[str, Any] = getattr(body, "client_names", {})

@@ -1,4 +1,4 @@
-"""Answers made of blocks (thinking, text, tool calls), as responses and messages have them."""
+"""Answers made of blocks (thinking, text, tool calls), for the APIs responses and messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["thinking", "text", "call"]
 
 
 class Block:
-    """One block of an answer; ``call`` is set for a tool call."""
+    """One block of an answer: thinking, text, or a tool call, which is then in ``call``."""
 
     def __init__(self, kind: Kind, index: int, call: CallBegin | None = None) -> None:
         self.kind = kind
@@ -50,8 +50,8 @@ class Blocks:
         self._open: Block | None = None
 
     def take(self, events: Iterable[Event]) -> Iterator[BlockChange]:
-        """Add events and yield the changes of blocks. Consecutive texts of one kind are one block,
-        as are the arguments of a call, which may be empty."""
+        """Add events and yield the changes of blocks. A block has consecutive texts of one kind, or
+        the arguments of one call."""
         for event in events:
             if isinstance(event, CallBegin):
                 yield from self.end()
@@ -85,8 +85,8 @@ class Blocks:
 
 
 class BlockAnswer(HttpAnswer):
-    """An answer whose events describe changes of its blocks. The complete answer is the one that
-    the last event contains."""
+    """An answer made of blocks: thinking, texts and tool calls. Its events describe their
+    changes."""
 
     def __init__(self, name: str, dialogue: ChatGeneration) -> None:
         self.name = name
@@ -113,8 +113,8 @@ class BlockAnswer(HttpAnswer):
 
     @abstractmethod
     def _events(self, output: RequestOutput) -> Iterator[Json]:
-        """The events for a new output. Encode each before taking the next: they share objects that
-        change. Raises ``ApiError`` if the generation ended with an error."""
+        """The events for a new output. Encode each event before taking the next, which may change
+        it. Raises ``ApiError`` if the generation ended with an error."""
 
 
 def named_event(event: Json) -> bytes:

@@ -46,7 +46,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of completions and chat completions. ``None``: the field was left out."""
+    """Fields of both completions and chat completions. ``None``: the client left the field out."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "echo": (False,),
@@ -98,7 +98,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
-        """Options of the engine request besides prompt and sampling. Raises ``ApiError``."""
+        """Options of the engine request other than prompt and sampling. Raises ``ApiError``."""
         options: RequestOptions = {}
         for name in OPTIONS:
             if getattr(self, name) is not None:
@@ -115,7 +115,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return options
 
     def fill(self, recommended: Mapping[str, Any]) -> None:
-        """Set fields that were left out to the values of the model's ``generation_config.json``."""
+        """Set fields that were left out to values of the model's ``generation_config.json``."""
         for name, value in recommended.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -123,10 +123,10 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
-        """The sampling parameters. With greedy sampling all ``n`` texts are the same, so that the
-        engine generates one (see ``copies``).
+        """The sampling parameters. If sampling is greedy, all ``n`` texts are equal: only one is
+        generated, and ``copies`` repeats it.
 
-        echoed: number of log-probabilities per prompt token if the prompt is echoed with them.
+        echoed: number of log-probabilities per token of the prompt, if it is echoed with them.
         Raises ``RequestError`` for a value out of range.
         """
         if self.prompt_logprobs is not None and self.stream:
@@ -150,7 +150,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def objects(self) -> ObjectRules:
-        """Rules for objects in the JSON schemas of this request."""
+        """Rules for JSON objects in the schemas of this request."""
         return ObjectRules(self.additional_properties, self.property_order)
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
@@ -182,7 +182,7 @@ OUTPUT_FIELDS = ("structured_outputs", "response_format")
 
 
 def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
-    """The ``num`` sequences of an answer: the engine's, or copies of the only one it generated."""
+    """Return the ``num`` sequences of an answer; if only one was generated, repeat it."""
     if num == 1 or len(outputs) != 1:
         return outputs
     return [msgspec.structs.replace(outputs[0], index=index) for index in range(num)]
@@ -209,8 +209,8 @@ class CompletionRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class WithoutEffect(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Fields of chat completions that are accepted without effect: answers are not stored, there is
-    one service tier, and prefixes are always cached."""
+    """Chat completion fields that are accepted without effect: answers are not stored, there is one
+    service tier, and prefixes are always cached."""
 
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -276,8 +276,8 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
-    """Decode the body without a type. If that fails too, as for a number that is too large, raise
-    an ``ApiError`` with the message of ``error``."""
+    """Decode the body as any JSON. If that fails too, e.g. because a number is too large, raise an
+    ``ApiError`` with the message of ``error``."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:
@@ -316,7 +316,7 @@ def _above_zero(name: str, value: N) -> N:
 
 
 def structured_outputs_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
-    """The structured outputs that OpenAI's ``response_format`` means. Raises ``ApiError``."""
+    """Convert OpenAI's ``response_format``; ``None`` for plain text. Raises ``ApiError``."""
     kind = response_format.get("type")
     if kind == "text":
         return None

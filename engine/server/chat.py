@@ -28,7 +28,7 @@ from engine.server.speech.events import (
 
 
 class ChatChoice:
-    """Collects one sequence of an answer that is not streamed."""
+    """Collects one choice of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.logprobs: list[dict[str, Any]] | None = None
@@ -114,7 +114,7 @@ class Chat(OpenAIAnswer):
         return chat_logprobs(piece.completion, self._num_logprobs, self._token_names)
 
     def _delta(self, piece: AnswerPiece, num_calls: int) -> dict[str, Any]:
-        """The delta of a piece; num_calls: the calls of this sequence that began before it."""
+        """The streamed delta of a piece. num_calls: tool calls that this sequence began earlier."""
         content = "".join(e.text for e in piece.events if isinstance(e, Text))
         thinking = "".join(e.text for e in piece.events if isinstance(e, Thinking))
         delta: dict[str, Any] = {"content": content} if content else {}
@@ -151,7 +151,7 @@ class Chat(OpenAIAnswer):
         logprobs: dict[str, Any] | None,
         token_ids: list[int],
     ) -> dict[str, Any]:
-        """A choice with the fields that complete and streamed choices share."""
+        """Add to ``content`` (a message or delta) the fields that all choices have."""
         completion = piece.completion
         choice = {
             "index": completion.index,
@@ -166,7 +166,7 @@ class Chat(OpenAIAnswer):
 
 
 def chat_reason(completion: CompletionOutput, turn: ParsedAnswer) -> str | None:
-    """The finish reason in chat completions' words. Raises ``ApiError`` if it is an error."""
+    """The finish reason of a choice; ``None`` while running. Raises ``ApiError`` for an error."""
     reason = reason_of(completion)
     return "tool_calls" if reason == "stop" and turn.calls else reason
 
@@ -177,7 +177,7 @@ def thinking_fields(thinking: str) -> dict[str, str]:
 
 
 def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
-    """A tool call of an answer that is not streamed; custom: tools whose input is plain text."""
+    """A tool call of a complete answer. custom: names of tools whose input is plain text."""
     if call.name in custom:
         about = {"name": call.name, "input": input_of(call.arguments)}
         return {"id": call.id, "type": "custom", "custom": about}
@@ -191,10 +191,10 @@ def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
 def call_deltas(
     events: list[Event], num_calls: int, custom: Container[str], readers: dict[int, InputReader]
 ) -> list[dict[str, Any]]:
-    """The deltas of tool calls, one for each call that the events change.
+    """The streamed deltas of tool calls, one for each call that ``events`` change.
 
-    num_calls: calls that began before; custom: tools whose input is plain text; readers: decoders
-    of such inputs, by index of the call; those of new calls are added.
+    num_calls: calls that began earlier; custom: names of tools whose input is plain text; readers:
+    decoders of plain inputs by index of the call. Decoders of new calls are added to it.
     """
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -221,8 +221,8 @@ FUNCTION = ("function", "arguments")
 def _more_of_call(
     event: CallArguments | CallEnd, reader: InputReader | None
 ) -> tuple[str, tuple[str, str]]:
-    """The new text of a call that an event adds, and the type and field of the delta that it
-    belongs to."""
+    """The text that an event adds to a call, and the type and field of the delta that must contain
+    the text."""
     if reader is None:
         return (event.text if isinstance(event, CallArguments) else ""), FUNCTION
     text = reader.feed(event.text) if isinstance(event, CallArguments) else reader.end()

@@ -56,7 +56,7 @@ class Completion(OpenAIAnswer):
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one prompt, and so one engine request."""
+        """Whether the request has only one prompt."""
         return len(self._prompts) == 1
 
     async def whole(self) -> bytes:
@@ -81,7 +81,7 @@ class Completion(OpenAIAnswer):
         return frame.before + msgspec.json.encode(completion.text) + frame.after
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of several prompts. Raises only errors that precede the first event."""
+        """The events of several prompts. An error is raised only before the first event."""
         is_begun = False
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -157,7 +157,7 @@ class Completion(OpenAIAnswer):
         return choice
 
     def _begin_logprobs(self, first: RequestOutput) -> TextLogprobs:
-        """Log-probabilities of a new choice, which include the prompt's if it is echoed."""
+        """Log-probabilities of a new choice. They begin with the prompt's if it is echoed."""
         ids, names, echoed = first.prompt_token_ids, self._names, first.prompt or ""
         offsets = TextOffsets(
             names.tokenizer,
@@ -173,7 +173,7 @@ class Completion(OpenAIAnswer):
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Remove the one token that the engine had to generate although ``max_tokens`` is 0."""
+    """Remove the one token that the engine always generates, for a ``max_tokens`` of 0."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":
@@ -181,7 +181,7 @@ def _forget_text(completion: CompletionOutput) -> None:
 
 
 def refuse_unsupported(body: CompletionRequest) -> None:
-    """Raises ``ApiError`` for a suffix, and for ``best_of`` other than ``n``."""
+    """Raise ``ApiError`` for a suffix, and for ``best_of`` other than ``n``."""
     if body.suffix:
         raise field_error("suffix", f"is {body.suffix!r:.80}, not supported: leave it out")
     if body.best_of not in (None, body.n):

@@ -1,9 +1,8 @@
 """Convert the messages of all APIs into one plain form.
 
 A message has a role and one text. An assistant message may also have tool calls, with arguments as
-objects, and the thinking before it. Consecutive messages of one role are joined, metadata of
-clients is dropped, and unknown roles are refused. ``adapt`` then rewrites the conversation for the
-model's chat template.
+objects, and thinking. Consecutive messages of one role are joined, metadata of clients is dropped,
+and unknown roles are refused.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ def known_role(role: Any, known: Sequence[str], param: str) -> str:
 
 
 def system_text(content: Any, param: str = "messages", between: str = "") -> str:
-    """A system message's text: its parts without leading metadata, joined by ``between``."""
+    """The text of a system message: its parts, without metadata of clients, joined by
+    ``between``."""
     if not isinstance(content, list):
         return without_metadata(plain_content(content, param))
     texts = [plain_content([part], param) for part in content]
@@ -82,7 +82,7 @@ def without_metadata(text: str) -> str:
 
 
 def plain_content(content: Any, param: str = "messages") -> str:
-    """The text of a message, which may be given in parts. Raises ``ApiError`` for ``param``."""
+    """The text of a message's content, a text or a list of parts. Raises ``ApiError``."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -111,8 +111,8 @@ def text_of(part: dict[str, Any], name: str, param: str) -> str:
 
 
 def joined_turns(messages: Iterable[Message], *, ignore_names: bool = False) -> list[Message]:
-    """Join consecutive user messages, and assistant messages, into one; ignore_names: also those
-    of users with different names."""
+    """Join consecutive user messages, and consecutive assistant messages. Users with different
+    names are joined only with ``ignore_names``."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -130,7 +130,7 @@ def joined_turns(messages: Iterable[Message], *, ignore_names: bool = False) -> 
 
 
 def _joined(first: Message, second: Message) -> Message:
-    """Join two messages of one role; the texts precede the calls."""
+    """Join the texts, tool calls and thinking of two messages of one role."""
     whole = {**first, **second, "content": with_text(first, second["content"])["content"]}
     calls = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
     if calls:
@@ -148,7 +148,7 @@ def with_text(message: Message, text: str, between: str = "\n") -> Message:
 
 
 def thought_of(message: Message) -> str:
-    """The thinking of an assistant message, empty without thinking."""
+    """The thinking of an assistant message; empty if it has none."""
     found = next((message[name] for name in REASONING_NAMES if message.get(name)), "")
     return found if isinstance(found, str) else ""
 
@@ -160,7 +160,7 @@ def think(message: Message, text: str) -> None:
 
 
 def last_answer(messages: list[Message]) -> Message:
-    """The last message if it is the assistant's, or else a new one that is appended."""
+    """Return the last message if it is the assistant's; otherwise append an empty one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -205,7 +205,7 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def _name_old_calls(messages: list[Message]) -> None:
-    """Give ids to calls without one, and the same ids to their results, in order."""
+    """Give ids to tool calls without one, and the same ids to their results, in order."""
     waiting: list[str] = []
     number = 0
     for message in messages:

@@ -26,8 +26,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_from(given: Any, kind: type[T], path: str = "") -> T:
-    """Convert decoded JSON to a struct. ``path``: where it is in the body. Raises ``ApiError``
-    that names the field, or the ``RequestError`` that the struct's own check raised."""
+    """Convert decoded JSON to a struct. ``path``: where it is in the body. Raises ``ApiError`` that
+    names the wrong field, or a ``RequestError`` raised by the struct."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -37,9 +37,9 @@ def read_from(given: Any, kind: type[T], path: str = "") -> T:
 
 
 def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
-    """Raise the ``ApiError`` for decoded JSON that does not have the type ``kind``.
+    """Raise an ``ApiError`` that names what in ``given`` does not fit the type ``kind``.
 
-    path: where the value is in the body; why: msgspec's message, used if there is no better one.
+    path: where ``given`` is in the body; why: msgspec's message, used if there is no better one.
     """
     if isinstance(given, dict) and (struct := _struct_of(kind)) is not None:
         _refuse_fields(given, struct, path)
@@ -62,7 +62,7 @@ def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
 
 
 def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str) -> None:
-    """Raise for an unknown field, a missing one or a wrong one, in this order."""
+    """Raise ``ApiError`` for an unknown field, else for a missing one, else for a wrong one."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     before = f"{path}." if path else ""
     for name in given:
@@ -79,7 +79,7 @@ def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str)
 
 
 def unknown_field(name: str, known: Any, before: str = "") -> ApiError:
-    """The error for an unknown field; ``before``: path of the object that has it, with a dot."""
+    """The error for an unknown field. ``before``: the path of its object with a dot, or empty."""
     same = [other for group in SAME if name in group for other in group & {*known}]
     near = f"; did you mean {same[0]!r}?" if len(same) == 1 else did_you_mean(name, known)
     return ApiError(
@@ -91,7 +91,7 @@ def unknown_field(name: str, known: Any, before: str = "") -> ApiError:
 
 
 def _fault(value: Any, kind: Any) -> str | None:
-    """msgspec's message for a value of the wrong type; ``None`` if the type is right."""
+    """msgspec's message if a value does not have the type ``kind``, else ``None``."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -111,7 +111,7 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def _parts(given: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """The items of a list or an object, each with the suffix for its path and its type."""
+    """Each item of a list or dict as (suffix of its path, value, type); [] for other values."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list and isinstance(given, list):
         return [(f"[{place}]", item, inner[0]) for place, item in enumerate(given)]

@@ -42,13 +42,13 @@ class ChatModel:
     """An engine with its chat template: renders the prompts of conversations."""
 
     def __init__(self, engine: AsyncLLMEngine, chat_template: str | None = None) -> None:
-        """chat_template: replaces the model's own."""
+        """chat_template: used instead of the model's own template."""
         self.engine = engine
         self.chat_template = chat_template
         self._chat_format: asyncio.Future[ChatFormat] | None = None
 
     async def loaded(self) -> LoadedChatModel:
-        """This model with its parser. The parser is made once, in a thread: it takes a second."""
+        """This model with the parser of its answers, which is made at the first call."""
         made = self._chat_format
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             tokenizer = self.engine.get_tokenizer()
@@ -61,8 +61,8 @@ class ChatModel:
     async def render(
         self, messages: list[Message], *, continues: bool = False, **options: Any
     ) -> TextPrompt:
-        """Render the prompt of a conversation, after adapting it to the chat template. Texts of
-        messages that look like special tokens are encoded as plain text.
+        """Render the prompt of a conversation with the chat template. Texts of messages that look
+        like special tokens are encoded as plain text.
 
         ``options`` are those of ``Tokenizer.apply_chat_template``; continues: the prompt ends with
         the text of the last message. Raises ``RequestError`` if the template raises an error.
@@ -91,7 +91,7 @@ class ChatModel:
     async def _fill(
         self, messages: list[Message], options: dict[str, Any], *, continues: bool
     ) -> TextPrompt:
-        """Fill the chat template with messages that are adapted."""
+        """Render the prompt of messages that were adapted to the template already."""
         tokenizer = self.engine.get_tokenizer()
         if continues or has_special_tokens(tokenizer, messages, options.get("tools")):
             render = partial(render_plainly, continues=continues)
@@ -112,7 +112,7 @@ class LoadedChatModel(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """The new part of one sequence. ``events``: this part; ``turn``: the answer so far."""
+    """The new part of one sequence, parsed into ``events``; ``turn``: its whole answer so far."""
 
     completion: CompletionOutput
     events: list[Event]
@@ -159,7 +159,7 @@ class ChatGeneration:
         return await self._loaded.model.engine.open(prompt, params, name, **options)
 
     def read(self, output: RequestOutput) -> list[AnswerPiece]:
-        """Parse an output: the new part of each sequence."""
+        """Parse an output of the engine; returns the new part of each sequence."""
         texts = copies(output.outputs, self._num_copies)
         return [self._read(output, completion) for completion in texts]
 
@@ -200,9 +200,9 @@ class ChatGeneration:
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
-        """The prompt for the parser, which reads from it whether the model is thinking. If the
-        client has begun the answer, only the last marker of thinking in that beginning is
-        given."""
+        """The prompt for the parser, which looks in it whether the model is thinking. If the client
+        has begun the answer, the prompt's text is only a marker: thinking begins, or thinking
+        ends."""
         thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt
@@ -211,8 +211,8 @@ class ChatGeneration:
         return {**prompt, "prompt": begin if is_thinking else end}
 
     async def _form(self, prompt: str) -> StructuredOutputsParams | None:
-        """The grammar of the answer, with its tool calls. Raises ``ApiError`` for schemas of tools
-        that cannot be enforced."""
+        """The grammar that the answer must match, tool calls included. Raises ``ApiError`` for
+        schemas of tools that cannot be enforced."""
         form, tools, chat_format = (
             self._params.structured_outputs,
             self._tools,
@@ -228,7 +228,7 @@ class ChatGeneration:
 
 
 def check_body(body: ChatRequest) -> None:
-    """Raises ``ApiError`` for fields that contradict each other, whatever the model is."""
+    """Raise ``ApiError`` for fields that contradict each other, whatever the model is."""
     if body.top_logprobs and not body.logprobs:
         raise field_error(
             "top_logprobs", f"is {body.top_logprobs} without logprobs: set logprobs to true"
@@ -244,7 +244,7 @@ def check_body(body: ChatRequest) -> None:
 
 
 def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The template variables of a request. Raises ``ApiError`` for one that the server sets."""
+    """The variables for the chat template. Raises ``ApiError`` for one that the server sets."""
     if wrong := sorted({*OWN_FIELDS} & {*(given or {})}):
         raise field_error(
             "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
@@ -253,8 +253,8 @@ def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:
-    """The text of the last message if the model continues it, ``None`` if the model begins a new
-    one. An empty assistant message at the end is removed from ``messages``."""
+    """The text of the last message if the model must continue it, else ``None``. If that is an
+    empty assistant message, it is removed from ``messages`` instead."""
     if not body.continue_final_message:
         return None
     last = messages[-1]

@@ -69,7 +69,7 @@ class DirectStream(Streaming):
         return self._answer.events_of(output)
 
     def _write(self, output: RequestOutput) -> bool:
-        """Write the events of an output. False if it is the last, or the client is not ready."""
+        """Write the events of an output. Returns False if the output must be queued instead."""
         assert self._writer is not None
         if output.finished or self._error is not None or not self._writer.is_ready:
             return False

@@ -49,8 +49,8 @@ class Drain:
             self.num_open -= 1
 
     def begin(self, timeout: float | None = None) -> None:
-        """From now on refuse new requests, and restart no engine core that dies. timeout: seconds
-        that open requests may still take, at most the server's limit."""
+        """Refuse new requests from now on, and do not restart an engine core that dies. timeout:
+        seconds that open requests may still take, at most the server's limit."""
         timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         self.is_begun = True
         self._until = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Checks of what hooks return: each returns an error text, or ``None`` for a valid value."""
+"""Checks of values returned by plug-in hooks. Each returns an error text, or ``None`` if valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLOWED = Fit(0)[1:]  # the other fields of a Fit that refuses nothing
 
 
 def shown(value: object) -> str:
-    """``repr`` of a plug-in's object, for a message."""
+    """Text that shows an object of a plug-in in a message, of at most 80 characters."""
     try:
         return f"{value!r:.80}"
     except Exception:  # its __repr__ may raise
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 def raised(error: Exception) -> str:
-    """Text for an exception raised by a hook: type, message and source line."""
+    """Describe an exception that a hook raised: its type, message and source line."""
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
     except Exception:  # its __str__ may raise
@@ -39,7 +39,7 @@ def raised(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The last traceback line in the hook's file. The first frame is the engine's call."""
+    """Where the hook's own file last occurs in the traceback, e.g. `` (mine.py:12)``."""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [line for file, line in lines if file == lines[0][0]]
@@ -158,8 +158,8 @@ def as_sortable(column: Array) -> Array:
 
 
 def wrong_list(answer: object, num_requests: int) -> str | None:
-    """Error text unless the answer is a list with one entry for each request, else ``None``. The
-    entries, ranks as tuples, are checked later."""
+    """Return an error text unless ``answer`` is a list with one entry per request. The entries are
+    not checked."""
     if isinstance(answer, list) and len(answer) == num_requests:
         return None
     return (

@@ -26,7 +26,7 @@ def require_share(**options: float) -> None:
 
 
 def wrong_hints(req: Request, *names: str) -> Refuse | None:
-    """For ``on_add``: refuse a request if one of these hints is not a finite number above 0."""
+    """Return ``Refuse`` if one of the named hints is given but is not a finite number above 0."""
     for name in names:
         value = req.hints.get(name, 1)
         if not (is_finite(value) and value > 0):
@@ -35,9 +35,9 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
 
 
 def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
-    """For ``on_add``: store ``view.own(name)[req]`` for each name. The number is the hint of this
-    name; without one, for ``tbt``, the request's ``tbt``; else the default. Refuses a request with
-    a hint that is not a finite number above 0."""
+    """For ``on_add``: store each named hint in ``view.own(name)``, or its default if the request
+    lacks the hint (``tbt``: first the request's own ``tbt``). Returns ``Refuse`` for a hint that is
+    not a finite number above 0."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():
             stated = req.tbt if name == "tbt" else None

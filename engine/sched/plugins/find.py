@@ -1,4 +1,4 @@
-"""Finds scheduler, policy and resources by name, entry point, dotted path, class or object."""
+"""Finds the scheduler, policy and resources that a configuration names, and checks plug-ins."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_scheduler(
 ) -> SchedulerInterface:
     """Create the configured scheduler with its policy and resources. Raises ``ConfigError``.
 
-    ``chosen``: the result of an earlier ``choose``, since a policy is created only once.
+    ``chosen``: result of an earlier ``choose`` for this configuration, which is then used.
     """
     cls, policy, resources = chosen or choose(config)
     scheduler = cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
@@ -72,7 +72,7 @@ def make_scheduler(
 
 
 def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
-    """Warn if a plug-in object is used by another live scheduler: it would mix their requests."""
+    """Warn if a policy or resource object is already used by the scheduler of another engine."""
     for plugin in given:
         if not isinstance(plugin, Policy | Resource):
             continue
@@ -86,7 +86,7 @@ def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
 
 
 def choose(config: SchedulerOptions) -> Chosen:
-    """Find and create policy and resources of the configuration. Raises ``ConfigError``."""
+    """Find the scheduler class; create policy and resources. Raises ``ConfigError``."""
     look_up_predictor(config.length_predictor)  # only checked here; created later
     policy = find_policy(config.scheduling_policy, config.policy_options)
     if config.user_weights and not policy.uses_ledger:
@@ -99,7 +99,7 @@ def choose(config: SchedulerOptions) -> Chosen:
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
-    """Find a policy: shipped or installed by name, others by dotted path, class or object."""
+    """Create the policy: ``name`` is a name, a dotted path or a class, or already an object."""
     if isinstance(name, Policy) and options:
         raise ConfigError(
             f"policy_options {options} cannot be applied, since scheduling_policy is already an "
@@ -115,7 +115,7 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
 
 
 def find_resource(name: Any) -> Resource:
-    """Find a resource: installed by name, others by dotted path, class or object."""
+    """Create a resource: ``name`` is a name, a dotted path or a class, or already an object."""
     if isinstance(name, Resource):
         _check_class(type(name), Resource, "resources")
         return name
@@ -129,7 +129,7 @@ def find_resource(name: Any) -> Resource:
 
 
 def find_scheduler(name: Any) -> type[Scheduler]:
-    """Find a scheduler class by name, dotted path or class; by default ``Scheduler``."""
+    """Find a scheduler class by name, dotted path or the class itself; ``None``: ``Scheduler``."""
     if name is None:
         return Scheduler
     cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)
@@ -142,7 +142,7 @@ def find_scheduler(name: Any) -> type[Scheduler]:
 
 
 def installed_policies() -> dict[str, type[Policy] | str]:
-    """Policies of installed packages by name; an error text for one that cannot be loaded."""
+    """Policies of installed packages, by name; an error text for each that cannot be loaded."""
     found: dict[str, type[Policy] | str] = {}
     for entry in entry_points(group=SCHEDULERS_GROUP):
         try:
@@ -156,7 +156,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
 
 
 def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
-    """Resolve a name or dotted path; anything but a string is returned unchanged."""
+    """Resolve a name or dotted path; return any value but a string unchanged."""
     if not isinstance(name, str):
         return name
     if name in shipped:
@@ -183,7 +183,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
 
 
 def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
-    """Raise ``ConfigError`` unless ``found`` is a subclass or an instance of ``base``."""
+    """Raise ``ConfigError`` unless ``found`` is a subclass of ``base``."""
     cls = found if isinstance(found, type) else type(found)
     if cls is found and issubclass(cls, base):
         return
@@ -193,7 +193,7 @@ def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
 
 
 def _check_class(cls: type[Plugin], base: type, option: str) -> None:
-    """Raise ``ConfigError`` for a class with another API version or unfit hooks."""
+    """Raise ``ConfigError`` if a plug-in class has another API version or invalid hooks."""
     if cls.api_version != API_VERSION:
         is_number = isinstance(cls.api_version, int)
         hint = "install the release that fits" if is_number else "set api_version to a number"
@@ -216,8 +216,8 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
 
 
 def check_options(cls: type, options: dict[str, Any], source: str) -> None:
-    """Raise ``ConfigError`` for options that are unknown to the constructor, missing, or of a
-    wrong type. ``source``: the name of the parameter that gave them."""
+    """Raise ``ConfigError`` if the constructor of ``cls`` does not accept these options.
+    ``source``: name of the setting that contains the options, for the message."""
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):  # some constructors have no signature
@@ -238,8 +238,7 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """A parameter's text as in a signature. An annotation that is a string is shown without
-    quotes."""
+    """Format a parameter as in source code, with its annotation unquoted."""
     kind = parameter.annotation
     return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
@@ -247,8 +246,8 @@ def _shown(parameter: inspect.Parameter) -> str:
 def check_hooks(cls: type, base: type) -> None:
     """Raise ``ConfigError`` for a hook that is missing, not callable or has wrong arguments.
 
-    Raise ``PolicyError`` for a hook with a misspelt name: it would never be called, and nobody
-    would notice. A similar name that may have another purpose is only logged.
+    A misspelt hook would never be called: it raises ``PolicyError`` or, if it may be a method for
+    another purpose, logs a warning.
     """
     if problem := _problem(cls, base):
         raise ConfigError(f"{cls.__name__}{problem}")
@@ -272,7 +271,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _problem(cls: type, base: type) -> str | None:
-    """Error text for the first hook that does not fit, or None."""
+    """Error text for the first hook that is missing or invalid, else ``None``."""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         return f" lacks {', '.join(missing)}"
     for name, hook in vars(base).items():
@@ -290,7 +289,7 @@ def _problem(cls: type, base: type) -> str | None:
 
 
 def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
-    """True if the method can be called with these arguments."""
+    """True if the method can be called with the arguments named in ``wanted``."""
     given = wanted if isinstance(raw, staticmethod | classmethod) else ["self", *wanted]
     try:
         inspect.signature(own).bind(*given)
@@ -302,7 +301,7 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
 
 
 class Slip(NamedTuple):
-    """A name in a plug-in's class that is similar to one of the base class."""
+    """A public name in a plug-in class that resembles a name of the base class."""
 
     name: str
     meant: str
@@ -323,14 +322,13 @@ def _slips(cls: type, base: type) -> list[Slip]:
 
 
 def _resembling(name: str, known: list[str]) -> list[str]:
-    """The known name most similar to ``name``, as a list; [] if none is similar enough."""
+    """A list with the one known name most similar to ``name``; empty if none is similar."""
     return difflib.get_close_matches(name, known, 1, NEAR)
 
 
 def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
-    """True if ``name`` can only be a misspelling of ``meant``: both are flags, or methods with the
-    same arguments; no method of the class uses ``name``; and the class does not define
-    ``meant``."""
+    """True if ``name`` can only be a misspelling of the hook or flag ``meant``: it has the same
+    arguments or type, the class never uses it, and does not define ``meant``."""
     classes = [each for each in cls.__mro__ if each not in base.__mro__]
     owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
     value, original = owner.get(name), getattr(base, meant)
@@ -345,7 +343,7 @@ def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
 
 
 def _uses(value: object, name: str) -> bool:
-    """True if this function, or one nested in it, uses this name as an attribute or a string."""
+    """True if a function or property uses ``name`` as an attribute or a string."""
     if isinstance(value, property):
         return any(_uses(each, name) for each in (value.fget, value.fset))
     value = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]

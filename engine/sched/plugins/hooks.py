@@ -70,13 +70,13 @@ class FaultLog:
         self._slowest = SLOW_SECONDS
 
     def begin_step(self) -> None:
-        """Called before a step is planned."""
+        """Start to measure the hooks of the next step."""
         self.reentry.begin("schedule")
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
-        """Called after a step was planned. A slow hook, which delays all requests and cannot be
-        interrupted, is logged once, and again when it has become twice as slow."""
+        """Called after a step was planned: log a hook that took more than a second in it, and again
+        only when a hook has become twice as slow."""
         self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
@@ -97,8 +97,8 @@ class FaultLog:
 
 
 class ReentryGuard:
-    """Allows one scheduler method at a time. A call within another one raises ``RuntimeError``,
-    which counts as a fault of the hook that made the call."""
+    """Raises ``RuntimeError`` if one scheduler method is called while another one runs, which only
+    a hook can do."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -116,7 +116,7 @@ class ReentryGuard:
 
 
 class GuardsReentry(Protocol):
-    """A class with ``not_reentrant`` methods, which needs a ``ReentryGuard``."""
+    """A class whose ``not_reentrant`` methods must not run within each other."""
 
     @property
     def reentry(self) -> ReentryGuard: ...
@@ -128,7 +128,7 @@ R = TypeVar("R")
 
 
 def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a scheduler method that must not be called within another one (by a hook)."""
+    """Decorate a scheduler method that must not be called while another such method runs."""
 
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,7 +150,7 @@ class Default(Policy):
 
 
 class PolicyGuard(Policy):
-    """Wraps the policy ``inner`` for the scheduler: its hooks never raise."""
+    """Wraps a policy so that its hooks never raise: a default replaces each invalid result."""
 
     def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:
         self.inner = inner
@@ -192,7 +192,8 @@ class PolicyGuard(Policy):
         return "ranks" in self._in_use and type(self.inner).rank is not rank_of_one
 
     def idle_hooks(self, step: Step) -> str:
-        """The hooks that may be the reason why no request runs in this step, for a message."""
+        """Names of the policy's hooks that may have kept all requests from running, as message
+        text."""
         why = ""
         hooks = [hook for hook in HOOKS if hook in self._in_use and hook in DECIDING]
         if step.short:
@@ -202,25 +203,25 @@ class PolicyGuard(Policy):
         return ", ".join(self._label[hook] for hook in hooks) + why
 
     def overrule(self) -> Policy:
-        """A policy with the default hooks and this policy's ranks, for a step in which this policy
-        schedules nothing."""
+        """The default policy, but with the present ranks, for a step in which this policy schedules
+        nothing."""
         return _Overruled()
 
     def take_rerank(self) -> bool:
-        """True once after the policy was disabled: the caller must rank both queues again."""
+        """True once after the policy was disabled: the caller must then rank all requests again."""
         due, self.is_rerank_due = self.is_rerank_due, False
         for req in self._view.parked if due else ():  # they return to queues with other ranks
             req.rank = (req.arrival,)
         return due
 
     def call_other(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """Call a method of the policy that is not a hook of ``Policy``. ``None`` if it raises, or
-        if ``wrong`` returns an error text for its result."""
+        """Call a policy method that ``Policy`` does not define. Returns ``None`` if the method
+        raises, or if ``wrong`` returns an error text for its result."""
         self._label.setdefault(hook, f"{self._name}.{hook}")
         return self._call(hook, wrong, *args)
 
     def disable(self, why: str) -> None:
-        """Disable the policy and use the default. The caller must rank all requests again."""
+        """Use the default policy from now on. The caller must rank all requests again."""
         self.is_left_out = self.is_rerank_due = True
         self._in_use.clear()
         logger.error(
@@ -238,8 +239,8 @@ class PolicyGuard(Policy):
         return rank if rank is not None else req.rank or (Last(),)
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
-        """Sort a queue by the ranks that the policy returns. Requests with invalid ranks keep their
-        previous ranks."""
+        """Sort a queue by the policy's new ranks; a request with an invalid rank keeps its old
+        rank. ``by_row``: the request in each row of the scheduler's table."""
         if "ranks" not in self._in_use or not len(queue):
             queue.rerank(self.ranks(queue, self._view))
             return
@@ -254,7 +255,7 @@ class PolicyGuard(Policy):
         queue.rerank(checked)
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
-        """The rank of each request. Valid ranks are timed and checked in one go, not one by one."""
+        """The rank of each request; an invalid rank is replaced by the request's previous one."""
         if self.is_left_out:
             return [self.rank(req, view) for req in reqs]
         ranks: list[Any] = []
@@ -337,8 +338,8 @@ class PolicyGuard(Policy):
         return self.chunks_of(num_tokens, view)(req)
 
     def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
-        """Return ``chunk`` as a function of the request alone, for these ``num_tokens``. For many
-        requests, it is faster than ``chunk``."""
+        """Return ``chunk`` with ``num_tokens`` and ``view`` bound: a function of the request. For
+        many requests it is faster than ``chunk``."""
         ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["chunk"]
 
@@ -412,7 +413,7 @@ class PolicyGuard(Policy):
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """Return ``on_grant`` as a function of the request alone, for these ``num_tokens``."""
+        """Return ``on_grant`` with ``num_tokens`` and ``view`` bound: a function of the request."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["on_grant"]
 
@@ -453,8 +454,7 @@ class PolicyGuard(Policy):
     _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """The result of the policy's hook. If the policy has no such hook or its result is invalid,
-        the result of the default hook."""
+        """Call a hook. If the policy lacks it, or it fails, return the default hook's result."""
         if hook in self._in_use:
             answer = self._call(hook, wrong, *args)
             if not self._failed:
@@ -465,10 +465,10 @@ class PolicyGuard(Policy):
     def _call(
         self, hook: str, wrong: Callable[[Any], str | None], *args: Any, at_most: int | None = None
     ) -> Any:
-        """The hook's result. If the hook raises or its result is invalid, returns ``None`` and sets
-        ``_failed``. ``wrong`` returns an error text for an invalid result.
+        """Call a hook. If it raises, or ``wrong`` returns an error text for its result, count a
+        fault, set ``_failed`` and return ``None``.
 
-        ``at_most``: the result is iterable; at most this many items are read.
+        ``at_most``: read at most this many items of the result, an iterable.
         """
         begun = self._timer()
         answer, self._failed = None, False
@@ -495,7 +495,7 @@ class PolicyGuard(Policy):
     # -- checks
 
     def _checked(self, req: Request, rank: Any, hook: str = "rank") -> tuple[Any, ...]:
-        """The rank that the policy returned, or the previous rank if it is invalid."""
+        """Return ``rank`` if it is valid, else the request's previous rank."""
         fault = None if self.is_left_out else self._ranks.wrong(rank)
         if fault is not None:
             self._fault(hook, fault, req)
@@ -503,7 +503,7 @@ class PolicyGuard(Policy):
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Error text for invalid ranks of several requests; tuples are checked later."""
+        """Error text if ``answer`` is not one rank per request. Tuples in it are not checked."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)
@@ -512,7 +512,7 @@ class PolicyGuard(Policy):
 
 
 class _Overruled(Default):
-    """The default hooks, with the ranks that the requests already have."""
+    """The default policy, except that each request keeps its present rank."""
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         return req.rank

@@ -13,8 +13,8 @@ from engine.sched.table import Array
 def newcomers_by(
     key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
 ) -> tuple[Array, Array]:
-    """Rank the requests, by two arrays: first those that run or have run, then new ones that have
-    waited for ``max_wait`` seconds, then the other new ones, by ascending ``key``."""
+    """Ranks as two arrays (group, key). Group 0: requests that run or have run; 1: new ones that
+    waited ``max_wait`` seconds; 2: other new ones, by ascending ``key``."""
     is_new = columns.is_waiting & (columns.num_preempted == 0)
     is_young = is_new & (now - columns.arrival_time < max_wait)
     keys = np.zeros(len(columns))

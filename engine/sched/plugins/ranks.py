@@ -46,7 +46,7 @@ class RankCheck:
         return None
 
     def wrong_places(self, count: int) -> str | None:
-        """Error text if ranks given as ``count`` arrays of numbers cannot be compared with earlier
+        """Error text if ranks that consist of ``count`` arrays cannot be compared with earlier
         ranks, else ``None``."""
         if count == self._num_places:
             return None
@@ -57,8 +57,7 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """True if all ranks are valid; False if some may be invalid, so that each must be
-        checked."""
+        """True if all ranks are valid. False means that each must be checked by ``wrong``."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -68,8 +67,8 @@ class RankCheck:
         return all(map(_has_no_nan, columns, types))
 
     def _wrong_types(self, rank: Any) -> str | None:
-        """Check a rank with types that were not seen before. Returns an error text; ``None`` if it
-        is valid."""
+        """Check a rank whose combination of types is new. Returns an error text, ``None`` if
+        valid."""
         if not isinstance(rank, tuple):
             return f"returns {answers.shown(rank)}, must be a tuple"
         if not all(isinstance(value, str | Real) for value in rank):
@@ -86,8 +85,7 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """True if no value is NaN; False if some may be, so that each must be checked. ``types``: the
-    types of the values."""
+    """True if no value is NaN; False if NaN is possible. ``types``: all types of the values."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

@@ -27,7 +27,7 @@ ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
 
 
 class Own(NamedTuple):
-    """A resource that overrides one of the hooks, and this hook's name in faults and times."""
+    """A resource that overrides a certain hook, and the hook's label for faults and times."""
 
     resource: Resource
     label: str  # name of the hook in faults and times
@@ -36,8 +36,8 @@ class Own(NamedTuple):
 class Resources:
     """Calls the hooks that resources override, and checks their results.
 
-    If a hook raises or returns an invalid value, the fault is logged with its name and counts as a
-    refusal; after ``max_faults`` faults the resource is disabled and requests it parked are woken.
+    A hook that raises or returns an invalid value counts as a refusal. After more than
+    ``max_faults`` faults the resource is disabled and the requests that it parked are woken.
     """
 
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
@@ -66,8 +66,8 @@ class Resources:
         self._notify("added", req)
 
     def flags(self, req: Request) -> int:
-        """The request's flags: ``WATCHED`` if a resource watches it, plus ``SERIAL`` if a resource
-        serializes it."""
+        """The request's flags: ``WATCHED`` if a resource must see it in every step, plus ``SERIAL``
+        if only one step in flight may contain it."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 
@@ -79,7 +79,8 @@ class Resources:
         self._notify("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens that a resource wants verified after the request's last token."""
+        """Number of draft tokens to verify after the request's last token: the most that a resource
+        wants."""
         most = 0
         for own in self._own["extra"]:
             begun = self._timer()
@@ -96,8 +97,8 @@ class Resources:
         return most
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of the next ``num_tokens`` tokens all resources allow; if not all of them, also
-        which resource refuses the others, and why."""
+        """How many of the next ``num_tokens`` tokens all resources allow. If fewer, the result also
+        has the resource that refuses and its reason."""
         fit = Fit(num_tokens)
         own_fits = self._own["fit"]
         settled = not own_fits
@@ -136,7 +137,8 @@ class Resources:
         self._notify("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """The masks for ``plan.masks`` from its resource; ``None`` (the rows fail) on a fault."""
+        """The token masks for the rows of ``plan.masks``; ``None``, so that they fail, on a
+        fault."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._call(own, "masks", None, plan, wrong=answers.wrong_masks)
@@ -151,7 +153,7 @@ class Resources:
         self._notify("shutdown")
 
     def counters(self) -> dict[str, int]:
-        """The counters of each resource, by its name."""
+        """The counters of all resources, as ``resource.counter``."""
         counts: dict[str, int] = {}
         for own in self._own["counters"]:
             counted = self._call(own, "counters", {}, wrong=answers.wrong_counters)
@@ -159,14 +161,14 @@ class Resources:
         return counts
 
     def take_orphans(self) -> list[Request]:
-        """Take the requests that were parked by resources disabled since the last call."""
+        """Return, once, the parked requests whose resource has failed and will not wake them."""
         orphans, self._orphans = self._orphans, []
         return [req for req in orphans if req.status is Status.PARKED]
 
     # -- helpers
 
     def _awaken(self, add: AddRequest) -> None:
-        """Enable the resources that this request is the first to need."""
+        """Enable the resources that serve a field which this request is the first to have."""
         if given := {field for field in self._asleep if getattr(add, field, None)}:
             self._asleep -= given
             self._own = self._by_hook()
@@ -195,8 +197,7 @@ class Resources:
         return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
 
     def _does_any(self, hook: str, req: Request) -> bool:
-        """True if this hook of any resource returns True for the request. A fault counts as
-        True."""
+        """True if this hook of any resource returns True for the request, or fails."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
         wishes = [self._call(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
@@ -218,7 +219,7 @@ class Resources:
         *args: Any,
         wrong: Callable[[Any], str | None],
     ) -> Any:
-        """The hook's result; ``instead`` if it raises or ``wrong`` finds the result invalid."""
+        """Call a hook; return ``instead`` if it raises or if ``wrong`` returns an error text."""
         begun = self._timer()
         try:
             answer = getattr(own.resource, hook)(*args)
@@ -243,8 +244,8 @@ class Resources:
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """True if the resource overrides this hook. For ``watches`` also if it overrides a hook that is
-    called per row: then it watches every request by default."""
+    """True if the resource overrides this hook; for ``watches`` also if it overrides another hook
+    that is called for single requests in each step."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
@@ -252,6 +253,5 @@ def _has_own(resource: Resource, hook: str) -> bool:
 
 
 def _request_in(args: Sequence[Any]) -> Request | None:
-    """The request that a hook was called for, its first argument; ``None`` if that is no
-    request."""
+    """The first argument of a hook if it is a request, else ``None``."""
     return args[0] if args and isinstance(args[0], Request) else None

@@ -10,15 +10,14 @@ from engine.sched import Policy, Ranks, Refuse, Request, SchedView, keep_hints, 
 
 
 class Andes(Policy):
-    """Runs the requests whose readers gain most per token of KV memory (greedy knapsack).
+    """Runs the requests whose readers gain most from a token, per token of KV memory.
 
-    A reader wants the first token soon and then one every ``tbt`` seconds. A reader with unread
-    tokens gains little from more, so the request is evicted for one that is late.
+    A reader wants the first token after ``ttft`` seconds and then one every ``tbt`` seconds; hints
+    of these names, and a request's ``tbt``, override them. A reader with unread tokens gains
+    little.
 
-    ``ttft``, ``tbt``: seconds, overridden by the hints of the same names and by a request's
-    ``tbt``. ``margin``: a waiting request must gain this many times more than one it evicts. A
-    request preempted ``max_preemptions`` times is not evicted again; one that is ``max_late``
-    tokens late goes first.
+    ``margin``: a waiting request preempts one whose gain is this many times smaller. A request is
+    preempted for others at most ``max_preemptions`` times; one ``max_late`` tokens late goes first.
     """
 
     dynamic = True

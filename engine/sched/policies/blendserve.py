@@ -6,14 +6,13 @@ from engine.sched import Policy, Request, SchedView, require_positive, require_s
 
 
 class BlendServe(Policy):
-    """Starts requests from both ends of the queue sorted by compute per token of memory.
+    """Runs compute-heavy and memory-heavy requests together, for offline throughput.
 
-    Long prompts with short outputs use the arithmetic units, short prompts with long outputs the
-    memory: the mix of running requests is kept near ``blend``. For offline throughput. Needs a
-    length predictor.
+    A request's share is its uncached prompt tokens divided by all its tokens, with the predicted
+    output. If the mean share of running requests is above ``blend``, the waiting request with the
+    lowest share starts next, else the one with the highest.
 
-    ``blend``: wanted mean share of uncached prompt tokens in a request's tokens (0 to 1).
-    ``max_wait``: seconds after which the oldest request goes next, whatever its share.
+    ``blend``: wanted mean share (0 to 1). ``max_wait``: seconds after which the oldest goes next.
     """
 
     def __init__(self, blend: float = 0.5, max_wait: float = 60.0) -> None:

@@ -8,12 +8,11 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
 class ConServe(Policy):
-    """Serves online requests first; offline ones fill the rest of each step's time.
+    """Serves online requests first; offline requests use the rest of each step's time.
 
-    Requests with a true ``hints["offline"]`` are scheduled last and evicted first, also for waiting
-    online requests. Beside online requests, they get only as many tokens as keep the step within
-    ``tbt`` seconds, by the cost model; alone they get all. Order of arrival within each class.
-    Offline requests may wait without limit.
+    A request with a true ``hints["offline"]`` is offline. While online requests exist, offline ones
+    get only as many tokens as fit into a step of ``tbt`` seconds, by the cost model, and are
+    preempted for online ones. They may wait without limit. Order of arrival within each class.
 
     ``tbt``: wanted seconds between tokens of online requests.
     """

@@ -8,15 +8,13 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class DLPM(Policy):
-    """Users pay for tokens with credit; the longest prefix match of users with credit is next.
+    """Starts the request with the longest cached prefix, among users who have credit left.
 
-    When no waiting user has credit left, each gets ``quantum`` more. So the service of two users
-    who always have waiting requests differs by about ``quantum``; within that, the longest cached
-    prefix decides.
+    Users pay for tokens with credit; cached tokens are free. When no waiting user has credit left,
+    all get ``quantum`` more. So users who always have waiting requests are served almost equally.
 
-    ``quantum``: credit, in units of the prices; ``input_price``, ``output_price``: prices of a
-    token; cached tokens are free. ``max_wait``: seconds after which a request with credit goes
-    first.
+    ``quantum``: credit, in the unit of the prices. ``input_price``, ``output_price``: prices of a
+    token. ``max_wait``: seconds after which the oldest request of a user with credit goes next.
     """
 
     uses_ledger = True

@@ -6,10 +6,10 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 
 
 class EarlyRejection(Policy):
-    """Refuses requests that would get their first token too late, before computing anything.
+    """Refuses a request on arrival if its first token is expected too late. Order of arrival.
 
-    The wait is predicted by the cost model from the prompt tokens ahead and the decodes in the same
-    steps; if seats or memory are short, from the durations of ended requests. Order of arrival.
+    The cost model predicts the wait from the prompts that are computed before. If seats or memory
+    are short, output lengths of ended requests are used too.
 
     ``ttft``: acceptable seconds to the first token; ``hints["ttft"]`` overrides it.
     """
@@ -31,8 +31,8 @@ class EarlyRejection(Policy):
         return Refuse(f"the first token would take {expected:.2f} s, the limit is {wanted:.2f} s")
 
     def predicted_ttft(self, req: Request, view: SchedView) -> float:
-        """Predicted seconds to the first token: until this and all earlier prompts are computed, or
-        enough requests have ended that all have seats and memory, whichever is later."""
+        """Predicted seconds until all prompts up to this request's are computed, and until enough
+        requests have ended to give it a seat and memory."""
         running, waiting = view.columns(view.running), view.columns(view.waiting)
         num_decodes = int((running.num_uncomputed <= 1).sum())
         new = int((waiting.num_tokens - waiting.cached_prefix).sum())

@@ -24,5 +24,5 @@ class EDF(Policy):
         return (req.deadline, req.arrival)
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """True for an earlier deadline; an earlier arrival is no reason to preempt."""
+        """A waiting request preempts only requests with a later deadline."""
         return req.rank[0] < other.rank[0] if req.is_waiting else super().outranks(req, other)

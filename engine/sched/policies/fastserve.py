@@ -10,15 +10,15 @@ from engine.sched import OwnNumbers, Policy, Ranks, Request, SchedView, require_
 
 
 class FastServe(Policy):
-    """Requests of lower levels preempt those of higher levels; each level has twice the quantum.
+    """Requests that have used little time preempt those that have used much (multi-level queue).
 
-    A request starts at the first level whose quantum covers its prompt, and moves up one level when
-    it has used its quantum: short requests finish early although no length is known. The time that
-    a request has used is what the cost model predicts for its tokens, as if they were computed in a
-    step of their own. A running request is evicted only after it has got a token.
+    Lower levels run first; level n allows ``quantum * 2**n`` seconds. A request starts at the first
+    level that allows its prompt's time, and moves up when it has used the level's time. The time
+    used is what the cost model predicts for its tokens, each step computed alone. A running request
+    is preempted only after it got a token.
 
-    ``quantum``: seconds at level 0. ``max_wait``: seconds without a token after which a request
-    returns to level 0.
+    ``quantum``: seconds of level 0. ``max_wait``: seconds without a token after which a waiting
+    request returns to level 0.
     """
 
     by_design: ClassVar = {

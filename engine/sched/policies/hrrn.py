@@ -9,10 +9,10 @@ from engine.sched import Policy, Ranks, Request, SchedView, StepShape, newcomers
 
 
 class HRRN(Policy):
-    """Highest ratio first: prompt tokens computed since a request came, per token it must compute.
+    """Starts the request that has waited longest in relation to its prompt (response ratio).
 
-    Short prompts go first, but a waiting request's ratio grows as prompts of others are computed,
-    so no request starves. Counting tokens instead of seconds makes it independent of the machine.
+    The ratio is the prompt tokens computed since the request arrived, divided by the uncached
+    tokens of its own prompt. It grows while the request waits, so no request starves.
     """
 
     dynamic = True

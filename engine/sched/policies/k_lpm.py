@@ -6,10 +6,10 @@ from engine.sched import Admission, Policy, Request, SchedView, require_positive
 
 
 class KLPM(Policy):
-    """Of every ``k`` requests that start, one is the oldest and the others have the longest match.
+    """Starts the longest cached prefix next, but every ``k``-th time the oldest request.
 
-    Keeps most of the cache reuse of longest-match order, but limits overtaking: a request with n
-    older ones starts after at most ``k * (n + 1)`` others.
+    This keeps most of the cache reuse and limits overtaking: a request with n older ones starts
+    after at most ``k * (n + 1)`` others.
     """
 
     def __init__(self, k: int = 4) -> None:

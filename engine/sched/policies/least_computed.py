@@ -8,9 +8,9 @@ from engine.sched import Policy, Request, SchedView
 
 
 class LeastComputed(Policy):
-    """Preempts the running request with the fewest computed tokens.
+    """Preempts the running request with the fewest computed tokens, since they are computed again.
 
-    A preempted request is computed again, so this keeps the wasted work small. Order of arrival.
+    Requests start in order of arrival.
     """
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:

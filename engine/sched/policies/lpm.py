@@ -8,9 +8,9 @@ from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, requir
 
 
 class LPM(Policy):
-    """The longest cached prefix goes first, so that it is used before it is evicted.
+    """Starts the request with the longest cached prefix, before that prefix is evicted.
 
-    ``max_wait``: seconds after which a request goes before longer matches.
+    ``max_wait``: seconds after which a request goes before those with longer prefixes.
     """
 
     dynamic = True

@@ -11,10 +11,10 @@ from engine.sched import Policy, Ranks, Request, SchedView, require_positive
 class LTR(Policy):
     """Runs the requests with the shortest predicted outputs, preempting longer ones.
 
-    Needs a length predictor that orders requests well; its values need not be exact.
+    The length predictor must order requests well; its values need not be exact.
 
-    ``starve_steps``: steps without tokens after which a request goes before all others;
-    ``boost_tokens``: output tokens it then gets before it competes again.
+    ``starve_steps``: a request without tokens for this many steps goes before all others, until it
+    has got ``boost_tokens`` output tokens.
     """
 
     dynamic = True

@@ -16,10 +16,10 @@ from engine.sched import (
 
 
 class MCSF(Policy):
-    """Shortest predicted output first, if memory suffices at every future completion.
+    """Starts the shortest predicted output, if memory will suffice until all running requests end.
 
-    Close to the best possible mean latency if the predictor is exact (``oracle``): a reference for
-    other policies. No running request is preempted for a waiting one.
+    With an exact predictor (``oracle``) the mean latency is near the optimum: a reference for other
+    policies. No running request is preempted for a waiting one.
 
     ``max_wait``: seconds after which a request goes before shorter ones.
     """

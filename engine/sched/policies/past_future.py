@@ -6,12 +6,10 @@ from engine.sched import Admission, Policy, Request, SchedView
 
 
 class PastFuture(Policy):
-    """Admits a request if the expected peak of future memory use fits.
+    """Starts a request if the expected peak of future memory use fits. Order of arrival.
 
-    The final length of each request is sampled from the lengths of ended requests that are longer
-    than its output so far; before any has ended, it is predicted by the configured predictor. Fewer
-    preemptions than filling the memory, more running requests than reserving for the longest
-    output. Order of arrival.
+    The output length of a request is sampled from recently finished outputs that are longer than
+    its own so far; if there is none, the configured predictor is used.
 
     ``reserve``: share of the blocks left free for errors of the sample (0 to below 1).
     """
@@ -32,6 +30,6 @@ class PastFuture(Policy):
         return Admission.YES if fits else Admission.CLOSE
 
     def remaining(self, req: Request, view: SchedView) -> int:
-        """A sample of the number of output tokens still to come."""
+        """A random sample of how many output tokens the request will still generate."""
         length = view.lengths.sample(view.rng, above=req.num_output) or view.predict(req)
         return min(length, req.max_total - req.num_prompt) - req.num_output

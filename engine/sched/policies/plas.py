@@ -9,11 +9,11 @@ from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, requir
 
 
 class PLAS(Policy):
-    """Requests of the program with the least service so far go first.
+    """Starts requests of the program (group of requests) that has received the least service.
 
-    So short programs wait less for the calls of long ones. ``hints["program"]`` names the program;
-    a request without it is a program of its own. A program's service is that of its ended requests:
-    prompt tokens that were not cached, plus ``output_price`` per output token.
+    ``hints["program"]`` names the program; a request without it is a program of its own. Service
+    counts the program's ended requests: uncached prompt tokens, plus ``output_price`` per output
+    token.
 
     ``max_wait``: seconds after which a request goes before others; ``max_programs``: number of
     programs to remember; those idle for longest are dropped first.

@@ -10,8 +10,8 @@ from engine.sched import Policy, Request, SchedView
 class PrefillFirst(Policy):
     """While a prompt can run, only prompts run; decodes pause and keep their KV.
 
-    Short time to first token, but long time between tokens: the baseline that chunked prefill
-    improves upon. Order of arrival. Seats and KV memory limit how long decodes can pause.
+    The time to first token is short but the time between tokens long: the baseline that chunked
+    prefill improves upon. Order of arrival. Seats and KV memory limit how long decodes can pause.
     """
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:

@@ -8,7 +8,7 @@ from engine.sched import Policy, Request, SchedView
 
 
 class Priority(Policy):
-    """Smaller ``priority`` first, then order of arrival.
+    """Runs requests with a smaller ``priority`` number first, then in order of arrival.
 
     With ``preempt_for_waiting`` a waiting request preempts running ones with a larger number.
     """
@@ -22,7 +22,7 @@ class Priority(Policy):
         return (req.priority, req.arrival_time)
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """True for a smaller ``priority`` only; an earlier arrival is no reason to preempt."""
+        """A waiting request preempts only requests with a larger ``priority`` number."""
         if req.is_waiting:
             return req.priority < other.priority
         return super().outranks(req, other)

@@ -21,15 +21,15 @@ from engine.sched import (
 
 
 class QoServe(Policy):
-    """Steps are as large as the most urgent decode allows; prompts go by deadline and size.
+    """Runs prompts by deadline and size, in steps as large as the most urgent decode allows.
 
-    The n-th token of a request is due ``ttft + (n - 1) * tbt`` after its arrival. The slack of
-    decodes that are early is used for prompts. Prompts that will miss their deadline go last.
+    The n-th token of a request is due ``ttft + (n - 1) * tbt`` seconds after its arrival. Prompts
+    that will miss this go last.
 
-    ``ttft``, ``tbt``: seconds to the first token and between tokens, overridden by the hints of the
-    same names and by a request's ``tbt``. ``alpha``: weight of a second of work against a second of
-    deadline (0: earliest first, large: shortest first). ``min_chunk``: least prompt tokens of a
-    step. ``max_wait``: seconds after which a request goes first.
+    ``ttft``, ``tbt``: overridden by the hints of these names and by a request's ``tbt``. ``alpha``:
+    seconds by which a second of prompt work delays a deadline in the order (0: earliest deadline
+    first, large: shortest prompt first). ``min_chunk``: least prompt tokens of a step.
+    ``max_wait``: seconds after which a request goes first.
     """
 
     dynamic = True
@@ -51,7 +51,7 @@ class QoServe(Policy):
         return keep_hints(req, view, ttft=self.ttft, tbt=self.tbt)
 
     def due(self, reqs: Columns) -> Array:
-        """The time at which the next token of each request is due."""
+        """When the next token of each request is due, in seconds on the engine's clock."""
         return reqs.arrival_time + reqs.own("ttft") + reqs.num_output * reqs.own("tbt")
 
     def limits(self, view: SchedView) -> Limits:

@@ -19,9 +19,9 @@ from engine.sched import (
 
 
 class ResidualSJF(Policy):
-    """The prompt with the fewest KV blocks to compute goes first; preempted requests before all.
+    """Starts the prompt with the fewest uncached KV blocks, after all preempted requests.
 
-    Lowers the mean time to first token if prompts differ in length. Outputs are not considered.
+    This lowers the mean time to first token if prompts differ in length.
 
     ``max_wait``: seconds after which a request goes before shorter ones.
     """

@@ -6,12 +6,12 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
 class Sarathi(Policy):
-    """All decodes first, then prompts in chunks, up to a fixed number of tokens per step.
+    """Computes all decodes in each step, and fills it up with chunks of prompts. Order of arrival.
 
-    So a prompt delays decodes by at most the time of a full step. Order of arrival.
+    A decode therefore waits at most for a step of ``step_tokens`` tokens.
 
-    ``step_tokens``: tokens per step, as many as the wanted time between tokens allows. At most
-    ``step_tokens`` requests run, so that each gets a token.
+    ``step_tokens``: tokens per step; choose it by the wanted time between tokens. It also limits
+    the number of running requests, so that each gets a token.
     """
 
     def __init__(self, step_tokens: int = 512) -> None:

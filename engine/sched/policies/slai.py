@@ -17,12 +17,12 @@ from engine.sched import (
 
 
 class SLAI(Policy):
-    """While prompts can run, a decode pauses until its next token is nearly due.
+    """While prompts can run, a decode pauses until shortly before its next token is due.
 
-    The time saved is used for prompts, shortest first. If no prompt can run, all decodes run.
+    Prompts use the time that this saves, shortest first. If no prompt can run, all decodes run.
 
-    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by the ``tbt`` of a request;
-    ``guard``: a decode runs this many seconds before its token is due; at least the time of a step.
+    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by a request's ``tbt``.
+    ``guard``: seconds before the due time at which a decode runs; at least the time of a step.
     ``max_wait``: seconds after which a prompt goes before shorter ones.
     """
 

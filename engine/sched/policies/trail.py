@@ -10,13 +10,13 @@ from engine.sched import Policy, Ranks, Request, SchedView, require_positive, re
 
 
 class TRAIL(Policy):
-    """The fewest remaining output tokens go first; only young requests are preempted for them.
+    """Runs the requests with the fewest predicted remaining tokens; preempts only young requests.
 
-    A request near its end holds much KV and will free it soon, so preempting it costs more than it
-    gains. Needs a length predictor, best one that uses the output so far.
+    A request near its end is not preempted: it holds much KV that it will free soon. Needs a length
+    predictor, preferably one that uses the output so far.
 
-    ``young``: share of its predicted output up to which a request may be preempted for a waiting
-    one (0 to 1; 0 never). ``max_wait``: seconds after which a request goes before all others.
+    ``young``: share of the predicted output (0 to 1) up to which a request may be preempted.
+    ``max_wait``: seconds after which a request goes before all others.
     """
 
     dynamic = True

@@ -8,14 +8,14 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class VTC(Policy):
-    """The waiting user who has received the least service goes next; chosen after each admission.
+    """Starts a request of the user who has received the least service (fair shares).
 
-    The counters of two users who always have waiting requests differ by at most
-    ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. A user who
-    returns starts with the smallest counter of the waiting users: an idle user saves no credit. The
-    configured ``user_weights`` are the shares of users.
+    Service is a user's tokens times their prices, divided by the user's weight (``user_weights``).
+    For users who always have waiting requests it differs by at most ``2 * max(input_price * longest
+    prompt, output_price * tokens of a full batch)``. A user who was idle starts at the least
+    service of the waiting users.
 
-    ``input_price``, ``output_price``: price of a token; a prompt is charged when it is computed.
+    ``input_price``, ``output_price``: price of a token.
     """
 
     uses_ledger = True

@@ -18,7 +18,8 @@ FEW = 24  # up to this many rows a loop is faster than numpy
 
 
 class CostModel(Protocol):
-    """Predicts the seconds of a step from its sizes (those of ``StepShape``).
+    """Predicts the seconds of a step from its sizes: ``num_seqs`` rows and ``num_tokens`` new
+    tokens.
 
     ``context``: tokens in the KV cache before the step, summed over its rows. ``attention``: number
     of pairs of a new token and a token that it attends to.
@@ -32,15 +33,14 @@ class CostModel(Protocol):
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
         """Seconds of a step with ``num_tokens`` tokens of one prompt, after ``context`` cached
-        ones."""
+        tokens."""
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
         """The most tokens that a step can compute within ``seconds``.
 
-        ``num_seqs`` of these tokens are decodes, one per row, with ``context`` tokens in the KV
-        cache altogether; the others are the start of one prompt. 0 if the decodes alone take
-        longer.
+        The step has ``num_seqs`` decodes, with ``context`` cached tokens in total, and the first
+        tokens of one prompt; the result counts both. 0 if the decodes alone take longer.
         """
         ...
 
@@ -55,11 +55,11 @@ context and per attention pair. After the first measured step only their proport
 
 
 class LinearCost:
-    """A cost model affine in ``num_seqs``, ``num_tokens``, ``context`` and ``attention``.
+    """A cost model that is linear in the sizes of a step: a base time plus a price per unit of
+    each.
 
-    Every ``every`` steps the coefficients are fitted to about the last ``memory`` measured steps,
-    by non-negative least squares of relative errors, with a weak pull towards the prior's
-    proportions. The same steps always give the same coefficients.
+    Every ``every`` steps the prices are fitted to about the last ``memory`` measured steps, by
+    non-negative least squares with a weak pull towards the proportions of ``PRIOR``.
     """
 
     def __init__(self, *, memory: int = 2000, every: int = 16) -> None:
@@ -105,8 +105,8 @@ class LinearCost:
         return num_seqs + int(min(UNLIMITED, num_prompt))
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
-        """Return the sum of the coefficients (in the order of ``PRIOR``) times ``weights``, and the
-        standard error of this sum, both in seconds."""
+        """Return the sum of ``weights`` times the coefficients, and its standard error, both in
+        seconds. Weights are in the order of ``PRIOR``."""
         value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
         kept, total = self._kept, self._gram.sum()
         if total <= len(kept):
@@ -151,7 +151,7 @@ class LinearCost:
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _pull(self) -> float:
-        """The weight with which ``_solve`` pulls each factor towards the mean factor."""
+        """The strength with which ``_solve`` pulls all factors towards their mean."""
         return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
@@ -201,7 +201,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def _of_few(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """Do the same as ``of``, but in a loop, which is faster for few rows."""
+        """Compute ``of`` in a loop, which is faster than numpy for few rows."""
         rows = list(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True))
         return cls(
             num_seqs=len(rows),

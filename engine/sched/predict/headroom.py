@@ -1,9 +1,8 @@
 """Headroom: decides whether to leave blocks free when a waiting request starts.
 
-If a request starts while too few blocks are free, a running one is soon preempted and must compute
-all its tokens again. If it is held back instead, it waits for some steps. The cost model shows
-which costs more: if all steps take equally long, recomputing costs nothing, and no request is held
-back.
+With too few free blocks a running request is soon preempted and computes its tokens again. If the
+waiting request is held back instead, it waits for some steps. The cost model shows which costs
+more.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ NUM_ERRORS = 2.0  # half width of the confidence interval, in standard errors
 
 
 class Judgement(NamedTuple):
-    """A decision whether headroom is kept. Since it depends on measured times, a step log records
-    it, and a replay of the log repeats it."""
+    """The decision for one step whether headroom is kept. It depends on measured times, so a step
+    log records it for the replay."""
 
     step: int  # number of the step for which it was made
     is_kept: bool
@@ -30,8 +29,8 @@ class Judgement(NamedTuple):
 class Headroom:
     """Decides by the cost model whether headroom (free blocks for running requests) is kept.
 
-    None is kept until the model has seen ``learning_steps`` steps, or while its confidence interval
-    leaves open which costs more. A decision holds for ``look_every`` steps.
+    It is not kept before ``learning_steps`` measured steps, nor while its gain is uncertain. A
+    decision is valid for ``look_every`` steps.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class Headroom:
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Decide: keep headroom if recomputing a running request of ``num_tokens`` tokens costs
-        more than holding a waiting request back."""
+        """Decide whether to keep headroom: if computing ``num_tokens`` tokens of a preempted
+        request again costs more than holding back a waiting one. ``is_kept`` has the result."""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)

@@ -21,10 +21,10 @@ class Account:
 
 
 class Ledger:
-    """The accounts of all users. The scheduler keeps it for a policy with ``uses_ledger``.
+    """The token counts of all users, recorded only for a policy with ``uses_ledger``.
 
-    Each prompt token counts once: recomputing it after a preemption is not service. ``weights``:
-    shares of users, above 0; the default is 1.
+    A prompt token counts once, even if a preempted request computes it again. ``weights``: the
+    share of each user, above 0; the default is 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -33,7 +33,7 @@ class Ledger:
         self._entered: dict[Request, int] = {}  # prompt tokens counted so far
 
     def account(self, user: str) -> Account:
-        """The user's account, a new one for a new user."""
+        """The user's account; an empty one for an unknown user."""
         return self._accounts.get(user) or Account(self._weights.get(user, 1.0))
 
     def service(self, user: str, input_price: float = 1.0, output_price: float = 2.0) -> float:
@@ -46,19 +46,14 @@ class Ledger:
     # -- called by the scheduler
 
     def on_add(self, req: Request) -> None:
-        """Count an accepted request for its user. Called after the policy's ``on_add`` and before
-        its ``rank``."""
+        """Count an accepted request. Called after the policy's ``on_add`` and before ``rank``."""
         account = self._accounts[req.user] = self.account(req.user)
         account.active += 1
         self._entered[req] = 0
 
     def on_grant(self, req: Request, num_tokens: int) -> None:
-        """Count the prompt tokens among ``num_tokens`` granted tokens, which ``req.num_computed``
-        includes already.
-
-        Decodes need not be reported: ``on_tokens`` counts their output tokens, and ``on_finish``
-        the last token of a prompt if it was granted as a decode.
-        """
+        """Count the prompt tokens that a step computes. Its ``num_tokens`` tokens are already
+        included in ``req.num_computed``. Need not be called for decodes."""
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:
             return
@@ -76,8 +71,8 @@ class Ledger:
             accounts[user].output_tokens += count
 
     def on_finish(self, req: Request) -> None:
-        """Close the entry of a request that has ended. Its last prompt token is counted now if it
-        was granted as a decode."""
+        """Remove a request that has ended. If it has output, its whole prompt counts as computed,
+        even if ``on_grant`` was not called for the last token."""
         account = self._accounts[req.user]
         account.active -= 1
         entered = self._entered.pop(req)

@@ -26,8 +26,8 @@ MAX_LOGGED_FAILURES = 3
 class LengthHistory:
     """The output lengths, in tokens, of the requests that finished last.
 
-    Methods with a parameter ``above`` use only lengths greater than it, e.g. for a request that has
-    already generated so many tokens. They return ``None`` if there is no such length.
+    With ``above``, only greater lengths count, e.g. because a request already has so many tokens.
+    The result is ``None`` if there is no such length.
     """
 
     def __init__(self, window: int = 1000) -> None:
@@ -48,13 +48,13 @@ class LengthHistory:
         self._sums = self._columns = None
 
     def sample(self, rng: Random, above: int = 0) -> int | None:
-        """A random one of the lengths above ``above``."""
+        """A random length from those greater than ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         return self._sorted[first + rng.randrange(count)] if count else None
 
     def quantile(self, q: float, above: int = 0) -> int | None:
-        """The ``q``-quantile (``q`` 0 to 1) of the lengths above ``above``."""
+        """The ``q``-quantile (``q`` 0 to 1) of the lengths greater than ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:
@@ -62,7 +62,7 @@ class LengthHistory:
         return self._sorted[first + max(0, ceil(q * count) - 1)]
 
     def mean(self, above: int = 0) -> float | None:
-        """The mean of the lengths above ``above``."""
+        """The mean of the lengths greater than ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:
@@ -112,7 +112,7 @@ class PredictsAll(Protocol):
 
 
 def bounded(req: Request, num_output: float) -> int:
-    """Clamp an estimate to the lengths that the request can still reach."""
+    """Round an estimate and limit it to the output lengths that the request can still have."""
     longest = req.max_total - req.num_prompt
     return min(longest, max(req.num_output + 1, round(num_output)))
 
@@ -133,9 +133,9 @@ class NoPredictor:
 
 
 class HistoryPredictor:
-    """Predicts the mean length of finished outputs that are longer than the request's is now.
+    """Predicts the mean of the finished outputs that are longer than the request's output so far.
 
-    Without any, the longest output that the request may have is assumed.
+    If there is none, the longest output that the request may have is predicted.
     """
 
     name = "history"
@@ -185,10 +185,10 @@ PREDICTORS: dict[str, type[Predictor]] = {
 
 
 class GuardedPredictor:
-    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is assumed.
+    """Wraps a plug-in predictor: if it fails, the longest possible output is predicted.
 
-    Predictions are clamped to the lengths that the request can still reach. The first failures are
-    logged. Only ``RequestError`` is passed on: the request lacks an input of the predictor.
+    Predictions are limited to lengths that the request can still reach. The first failures are
+    logged. A ``RequestError`` is passed on, since the request lacks an input of the predictor.
     """
 
     def __init__(self, inner: Predictor) -> None:
@@ -218,7 +218,7 @@ class GuardedPredictor:
 
 
 def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
-    """Create a predictor: a shipped one by name, others by dotted path, class or object.
+    """Create a predictor from its name, dotted path or class; an object is used as it is.
 
     Raises ``ConfigError``.
     """
@@ -235,7 +235,7 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
 
 
 def look_up_predictor(chosen: Any) -> Any:
-    """Find the class or object of a predictor, without creating one. Raises ``ConfigError``."""
+    """Find the class or object of a predictor by name or dotted path. Raises ``ConfigError``."""
     found = chosen
     if isinstance(chosen, str):
         if chosen not in PREDICTORS and "." not in chosen:

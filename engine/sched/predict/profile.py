@@ -1,7 +1,7 @@
-"""Profile: the durations of steps of one model on one machine, fitted to step logs, in a file.
+"""Profile: the durations of steps of one model on one machine, in a file.
 
-The simulator (``policylab.sim``) samples durations from it, and with the option ``cost_profile``
-policies read it as ``view.cost``. ``metronome calibrate`` writes it.
+``metronome calibrate`` fits it to step logs. The simulator (``policylab.sim``) samples durations
+from it; with the option ``cost_profile`` it is the policies' ``view.cost``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Vector = NDArray[np.float64]
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """Seconds between the end of a step and the plan of the next, while the device is idle."""
+    """Seconds that the host needs between two steps, while the device is idle."""
 
     step: float = 0.0
     sequence: float = 0.0  # per row of the step that has ended
@@ -39,15 +39,15 @@ class HostCost(msgspec.Struct, frozen=True):
     token: float = 0.0  # per prompt token of these requests
 
     def seconds(self, num_seqs: int, num_added: int = 0, added_tokens: int = 0) -> float:
-        """Seconds between a step of ``num_seqs`` rows and the next plan, if ``num_added`` requests
-        with ``added_tokens`` prompt tokens were added meanwhile."""
+        """Seconds between a step of ``num_seqs`` rows and the next plan. Meanwhile ``num_added``
+        requests with ``added_tokens`` prompt tokens arrive."""
         added = self.request * num_added + self.token * added_tokens
         return self.step + self.sequence * num_seqs + added
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicts the seconds of a step: the sum of its features times their coefficients, times the
-    factor of its regime (kind of step)."""
+    """Predicts the seconds of a step: the sum of its features times their coefficients, times a
+    factor for the kind of step (regime)."""
 
     format: int = FORMAT
     name: str
@@ -105,14 +105,14 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def regime(shape: StepShape) -> str:
-    """The regime of a step: one of ``REGIMES``."""
+    """The kind of a step: "decode", "mixed" or "prompt"."""
     if shape.num_decodes == shape.num_seqs:
         return "decode"
     return "mixed" if shape.num_decodes else "prompt"
 
 
 def features(shape: StepShape, knots: list[int]) -> list[float]:
-    """The features of a step, in the order of a profile's coefficients."""
+    """The numbers of a step that a profile's coefficients are multiplied by, in their order."""
     tokens = shape.num_tokens
     charged = [
         1.0,
@@ -131,8 +131,8 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """A step of ``num_seqs`` decodes, with ``context`` cached tokens altogether, and of the first
-    tokens of one prompt."""
+    """A step of ``num_seqs`` decodes, with ``context`` cached tokens in total, and one new
+    prompt."""
 
     num_seqs: int
     context: int

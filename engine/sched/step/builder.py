@@ -18,18 +18,17 @@ ONES.flags.writeable = False
 
 
 def ones(count: int) -> NDArray[np.int32]:
-    """A read-only array of ones, cached: it is the token counts of most steps."""
+    """A read-only array of ``count`` ones, cached if it is short."""
     return ONES[:count] if count <= len(ONES) else np.ones(count, dtype=np.int32)
 
 
 def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32], bool]:
-    """Return the table rows of the plan in their order, the number of tokens of each, and whether
-    the step is full: it has all running requests, with one token each.
+    """Return the table rows of the plan, their token counts, and whether the step is full: it has
+    exactly the running requests, with one token each.
 
-    Plain rows come first in ascending order, then the others in the order in which they were
-    granted. A row is plain if it has one token, did not start in this step, and no resource watches
-    it. That does not depend on how it was granted, so planning in bulk and one by one give the same
-    plan.
+    First come plain rows, ascending: rows with one token that did not start in this step and that
+    no resource watches. The others follow in the order in which they were granted. So plans are
+    equal whether rows are granted in bulk or one by one.
     """
     seated = roster.running_rows
     if not step.grants:
@@ -54,8 +53,7 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     """Build the plan of a step, with all changes since the last plan that the worker needs.
 
-    ``num_computed`` already includes the granted tokens: the first of them is at position
-    ``num_computed - count`` of its row.
+    ``num_computed`` of each row must already include the tokens of this step.
     """
     table, seated = roster.table, roster.running_rows
     rows, counts, is_full = canonical_rows(step, roster)
@@ -96,8 +94,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
-    """Give each row as many drafts as positions were granted after its last token: missing ones are
-    filled with ``PADDING``, which the worker rejects; surplus drafts are dropped."""
+    """Give each row as many drafts as the step has positions for: add ``PADDING``, which the worker
+    rejects, or drop drafts."""
     slots = {
         req.row: num_places
         for req, count in step.grants
@@ -120,13 +118,13 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """True if there is one count per row and the counts add up to the number of draft tokens.
-    Drafts that a plug-in gives may be wrong."""
+    """True if the drafts, which a plug-in may have written, have one count per row and enough
+    tokens."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 
 def new_seq(req: Request) -> NewSeq:
-    """The description of a request that starts to run, for the worker."""
+    """Describe a request that starts to run, for the worker."""
     return NewSeq(
         request_id=req.request_id,
         slot=req.slot,
@@ -153,12 +151,12 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
 
 
 def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
-    """Number of tokens that prompts may still get in this step, so that its decodes stay fast.
+    """Number of tokens that prompts may still get in this step without slowing its decodes too
+    much.
 
-    A decode waits for the whole step, and a prompt of moderate length makes the step several times
-    as long. So while few prompt tokens are queued, they are computed in small chunks next to
-    decodes. Tokens queued beyond that are not held back, since larger steps empty a long queue
-    sooner. Queued tokens count even if their KV is in the prefix cache.
+    Decodes wait for the whole step. A few queued prompt tokens are therefore computed in small
+    chunks (``max_mixed_prefill_tokens``) over some steps. Any further queued tokens may be computed
+    at once, since larger steps empty a long queue sooner.
     """
     size = config.max_mixed_prefill_tokens
     if not (size and step.has_decodes):

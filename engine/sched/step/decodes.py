@@ -1,11 +1,11 @@
-"""Fast path for decodes for which no policy hook and no resource must be called.
+"""Fast path for decodes that need no call of a policy hook or a resource.
 
-A row (a running request) is plain if it has one token left to compute and no resource watches it. A
-serial row, which only one step in flight may contain, is skipped while its last token is still
-being computed. If all decodes fit into the budget and the free blocks, and the policy overrides no
-hook that is called for each row, all plain rows are granted at once with numpy operations.
-Otherwise they are granted one by one in the order of the policy, and only their counts are updated
-at once. The plans equal those of the general path.
+A running request is plain if it has one token left to compute and no resource watches it. If the
+policy overrides no hook for single requests, and the budget and the free blocks suffice for all
+decodes, all plain requests get their token at once, by numpy operations. Otherwise they get it one
+by one in the policy's order, and only their counts are updated at once. A serial request, which
+only one step in flight may contain, waits until its last token is known. The plans equal those of
+the general path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROW_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
 class DecodeFastPath:
-    """Grants one token each to plain rows."""
+    """Grants one token each to plain rows: decodes that no hook or resource must see."""
 
     def __init__(
         self,
@@ -59,13 +59,12 @@ class DecodeFastPath:
         self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
-        """Grant a token to all plain rows at once, and return True, if their order does not matter.
+        """Grant a token to all plain rows at once and return True, if their order does not matter.
 
-        The order does not matter if the policy has no hooks that are called for each row, and the
-        budget and the free blocks suffice for every running decode. (If only blocks are missing,
-        requests are preempted, provided that all decodes are plain and no running prompt needs
-        blocks.) If it matters, return False and grant nothing: the plain rows, unless they are few,
-        are marked in ``table.plain``, to be granted one by one through ``granter``.
+        The order does not matter if no policy hook is called for single rows, and the budget and
+        the free blocks suffice for all decodes. (If only plain decodes lack blocks, requests are
+        preempted.) Otherwise return False and mark the plain rows, unless they are few, in
+        ``table.plain``: they must be granted through ``granter``.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -100,10 +99,9 @@ class DecodeFastPath:
         return True
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
-        """Return three masks over the running requests, and the number of computed tokens of each.
-        The masks mark the decodes, which can have one token now; the plain rows among them; and the
-        serial rows that wait until their last token is known (``None`` if there are no
-        resources)."""
+        """Return three masks over the running requests, and their numbers of computed tokens. The
+        masks: the decodes that can have a token; the plain rows among them; the serial rows that
+        wait for their last token (``None`` without resources)."""
         table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -118,8 +116,8 @@ class DecodeFastPath:
         return decode, plain, held, computed
 
     def _grant_few(self, step: Step) -> bool:
-        """``grant_plain`` for few rows, in a loop; False if the budget or the free blocks do not
-        suffice."""
+        """Do ``grant_plain`` in a loop, for few rows. Returns False if the budget or the free
+        blocks do not suffice."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
@@ -161,12 +159,11 @@ class DecodeFastPath:
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
-        """Get a block for each row in ``growing``, preempting other requests where no block is
-        free.
+        """Get a block for each row in ``growing``, preempting other requests if none is free.
 
-        ``rows`` are the plain rows, ``held`` those that wait for their last token. Both are served
-        in order of rank, and a row cannot be preempted after its turn. Returns the plain rows that
-        were neither preempted nor refused.
+        ``rows``: the plain rows; ``held``: rows that wait for their last token. Rows are served in
+        rank order and cannot be preempted after their turn. Returns those of ``rows`` that can have
+        a token.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}
@@ -191,11 +188,10 @@ class DecodeFastPath:
         return kept
 
     def granter(self, step: Step) -> Callable[[Request], None]:
-        """Return a function that grants one token to a row that ``grant_plain`` has marked. The
-        function does nothing for a row that was offered its token or preempted in this step.
+        """Return a function that grants one token to a row marked by ``grant_plain``, unless the
+        row was offered its token or preempted in this step.
 
-        ``write_back`` advances the counts of these rows later, unless a hook must see them advanced
-        before. A closure is used so that values common to all rows are read once.
+        Call ``write_back`` after the last row: it advances the rows' counts.
         """
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered = table.considered.at
@@ -227,7 +223,8 @@ class DecodeFastPath:
         return grant_one
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
-        """Get a block for this position unless the request has one. False if that fails."""
+        """Get a block for this position if the request has none. Returns whether it has one
+        then."""
         kv = self._kv
         if position < kv.num_held[req.row] * kv.block_size:
             return True
@@ -245,8 +242,8 @@ class DecodeFastPath:
             step.plain.clear()
 
     def rest(self, step: Step) -> list[Request]:
-        """Running requests that were not granted in bulk: first decodes, then prompts, each in
-        order of rank."""
+        """Running requests that were not granted in bulk: decodes, then prompts, both in rank
+        order."""
         rows = self._roster.running_rows.columns.rows
         if len(step.plain_rows) == len(rows):
             return []

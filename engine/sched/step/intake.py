@@ -18,8 +18,8 @@ FEW = 64  # up to this many timers, those of ended requests are not removed
 
 
 class Intake:
-    """Queues new requests. Refuses requests that can never run, ids in use, and every request while
-    the queue is full."""
+    """Queues new requests. It refuses a request that can never run, an id in use, and any request
+    while the queue is full."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()
@@ -64,7 +64,7 @@ class Intake:
         return req
 
     def check(self, add: AddRequest) -> None:
-        """Raise ``RequestError`` or ``RefusedError`` if the request cannot be taken."""
+        """Raise ``RequestError`` for an invalid request, ``RefusedError`` if the queue is full."""
         if add.request_id in self._roster.by_id:
             raise in_use(add.request_id)
         check_times(add)
@@ -127,8 +127,8 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
 
 
 class TimerKind(Enum):
-    """What happens at a timer: a deferred request is woken, or a request that has not started or
-    finished by its deadline is ended."""
+    """What a timer does: wake a deferred request, or end one that has not started, or not finished,
+    by its deadline."""
 
     WAKE = "wake"
     START_BY = "started"

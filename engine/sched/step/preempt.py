@@ -10,9 +10,10 @@ PAUSED_STEPS = 4  # a request paused for this many steps may be preempted for an
 
 
 def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Request] | None:
-    """Requests to preempt so that ``req`` gets blocks for the positions [0, upto) and a seat.
+    """Choose requests to preempt so that ``req`` gets a seat and blocks for its first ``upto``
+    tokens.
 
-    ``None``: preemption cannot free enough. Changes nothing: the caller preempts when it grants.
+    Returns ``None`` if preemption cannot free enough. The caller must preempt the chosen requests.
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
@@ -35,8 +36,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Number of free blocks that ``req`` must not take: those that running prompts need, if ``req``
-    waits, no watermark is configured, and headroom is kept or there are enough blocks for all."""
+    """Number of free blocks that a waiting ``req`` must leave to running prompts. 0 with a
+    configured watermark, or if there are too few blocks for all and no headroom is kept."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -47,7 +48,7 @@ def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """Number of blocks that those running prompts need which ``req`` may not preempt."""
+    """Number of blocks for running prompts that the waiting ``req`` may not preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
@@ -58,9 +59,8 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
     """How many of ``num_tokens`` tokens a running request can get blocks for; at least 1.
 
-    A prompt chunk is not shortened if preemption can free enough blocks. Otherwise it is shortened
-    to the free blocks or, if none is free, to one block. Drafts never take a block that another
-    request needs.
+    A prompt chunk is cut only if preemption cannot free enough blocks. Drafts are cut if their
+    blocks would be needed by other requests.
     """
     kv, start = view.kv, req.num_computed
     num_held, size = int(kv.num_held[req.row]), kv.block_size
@@ -79,9 +79,9 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 
 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
-    """Requests that hold blocks, may be preempted for ``req``, and were not offered tokens yet.
+    """Requests that may be preempted for ``req``: they hold blocks and were not offered tokens yet.
 
-    A running request that the policy has paused for long is included whatever its rank.
+    A running request that the policy has paused for several steps may always be preempted.
     """
     may_take = policy.outranks if req.is_waiting else policy.takes_blocks
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index

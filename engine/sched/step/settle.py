@@ -105,9 +105,8 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """End a request whose ``num_tokens`` tokens do not fit into all blocks together, since it
-        would block the queue for ever. Returns whether it was ended. Called when too few blocks are
-        free."""
+        """End a request if ``num_tokens`` tokens need more blocks than exist, since it could never
+        start. Returns whether it was ended."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
         if needed <= self.kv.num_usable:
             return False
@@ -120,8 +119,8 @@ class Settler:
         return True
 
     def take_orphans(self) -> Iterator[Request]:
-        """Yield the requests to wake because the resource that parked them was disabled. One whose
-        KV is being loaded is ended instead, since the end of the load will not be reported."""
+        """Yield parked requests to wake because their resource was disabled. A request whose KV
+        that resource was loading is ended instead."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
                 message = "the resource that was loading its KV was disabled"
@@ -130,9 +129,10 @@ class Settler:
                 yield req
 
     def unseat(self, req: Request, cause: str) -> None:
-        """Take blocks and seat from a request, which returns to the queue and will recompute.
+        """Take the blocks and the seat from a request, which returns to the queue because of
+        ``cause``.
 
-        A request that held blocks while it waited loses them.
+        A waiting request loses the blocks that it holds.
         """
         if req.status is Status.RUNNING:
             self.policy.on_preempt(req, self.view)
@@ -149,13 +149,13 @@ class Settler:
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:
-        """Handle invalid KV: what the request wrote from position ``start`` on, and all KV that was
+        """Discard invalid KV: what the request wrote from position ``start`` on, and all KV
         computed from it.
 
-        Requests that took these blocks from the prefix cache restart. Their rows still exist even
-        if they have ended, since a request that reads the blocks is in a step in flight or in the
-        one being settled.
+        Requests that took such blocks from the prefix cache restart.
         """
+        # A row of an ended request still exists: a request that reads the blocks is in a step in
+        # flight or in the one being settled.
         involved = [other for other in self.roster.by_row if other is not None]
         for row in self.kv.revoke(req, start, involved):
             self.restart(row)
@@ -163,15 +163,16 @@ class Settler:
     # -- helpers
 
     def _roll_back(self, plan: StepPlan, num_drafts: Column, result: StepResult) -> None:
-        """Subtract rejected drafts from the computed tokens, except for preempted requests."""
+        """Subtract rejected drafts from ``num_computed``, except for requests preempted
+        meanwhile."""
         table, rows = self.roster.table, plan.rows
         rejected = num_drafts - (result.counts - 1).clip(min=0)
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
         table.take_back(rows, np.where(current & (num_drafts > 0), rejected, 0))
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
-        """End the requests of rows with an error, and remove the blocks they wrote from the prefix
-        cache. Returns these ends."""
+        """End the requests of rows with an error and discard the KV that they wrote. Returns their
+        ends."""
         failed = []
         for index, message in result.errors.items():
             row = int(plan.rows[index])
@@ -188,8 +189,8 @@ class Settler:
         return failed
 
     def restart(self, row: int) -> None:
-        """Return the request in this row to the queue with nothing computed; its results in flight
-        are dropped."""
+        """Return the request in this row to the queue, to compute all tokens again. Its results in
+        flight are dropped."""
         req = self.roster.by_row[row]
         assert req is not None
         self.roster.table.restart(row)
@@ -232,9 +233,10 @@ class Appender:
         self._last = -1  # running-set version of the last result, if its step was full
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """Append the sampled tokens. Returns indices in ``outputs`` of requests that may end here.
+        """Append the sampled tokens. Returns the indices in ``outputs`` of requests that may end
+        now.
 
-        Results of a request that has finished or restarted are dropped.
+        Results of requests that finished or restarted meanwhile are dropped.
         """
         is_full = self._roster.running_rows.pop_full_step(plan.step)
         before, self._last = self._last, self._roster.running_rows.version if is_full else -1
@@ -251,11 +253,11 @@ class Appender:
         return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Publish the blocks that are complete now. A block is complete if ``num_tokens`` and
-        ``num_computed`` have both reached its end.
+        """Publish the blocks that have become complete: both ``num_tokens`` and ``num_computed``
+        have reached the block's end.
 
-        One of these two table columns has just grown by one in these rows, to ``counts``; ``other``
-        is the other of the two.
+        One of these columns has just grown by one, to ``counts``, in ``rows``; ``other`` is the
+        second.
         """
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
@@ -294,7 +296,7 @@ class Appender:
     def _in_columns(
         self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_full: bool
     ) -> list[int]:
-        """Append with numpy. ``is_full``: the plan's rows are all running requests."""
+        """Append with numpy. ``is_full``: the plan contains exactly the running requests."""
         table = self._roster.table
         is_full = is_full and len(result.token_ids) == len(plan.rows)
         rows, tokens, places = self._sampled(plan, result, is_full)
@@ -309,8 +311,8 @@ class Appender:
         return members.may_have_ended(tokens, num_tokens)
 
     def _members_of(self, rows: Rows, is_full: bool) -> Members:
-        """The ``Members`` of these rows. If they are all running requests (``is_full``), the object
-        is reused until a request starts or stops running."""
+        """The ``Members`` of these rows. With ``is_full`` (the rows of all running requests) the
+        last object is reused until a request starts or stops running."""
         version = self._roster.running_rows.version if is_full else -1
         if not is_full or version != self._version:
             self._members, self._version = Members(rows, self._roster), version
@@ -319,7 +321,7 @@ class Appender:
     def _sampled(
         self, plan: StepPlan, result: StepResult, is_full: bool
     ) -> tuple[Rows, Counts, Sequence[int]]:
-        """Rows whose sampled token must be appended, these tokens, and the rows' indices in the
+        """Return the rows to which a token must be appended, their tokens, and their indices in the
         plan."""
         table, rows, tokens = self._roster.table, plan.rows, result.token_ids
         if is_full:
@@ -334,12 +336,11 @@ class Appender:
 
 
 def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason, int | None] | None:
-    """Finish reason and stop reason if ``token``, the last of the request's ``num_tokens`` tokens,
-    ends it; else ``None``.
+    """Finish reason and stop reason if ``token`` ends the request; ``None`` if it does not.
 
-    The stop reason of a stop token is its id; the end-of-text token and the length limit have none.
-    Stop tokens before ``min_tokens`` outputs cannot be sampled, so only a forced one can occur
-    here.
+    ``num_tokens``: the request's length with this token. The stop reason of a stop token is its id;
+    the end-of-text token and the length limit have none. Stop tokens count only from ``min_tokens``
+    on.
     """
     if token in req.stop_ids and num_tokens - req.num_prompt >= req.params.min_tokens:
         return "stop", None if token in req.add.eos_token_ids else token
@@ -349,8 +350,7 @@ def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason,
 
 
 def up_to_end(req: Request, tokens: list[int]) -> list[int]:
-    """The tokens to append: the sampled token, or accepted drafts and the token after them, up to
-    one that ends the request."""
+    """Return the tokens of one step up to the first that ends the request."""
     if len(tokens) == 1:
         return tokens
     num_known = req.num_tokens
@@ -378,9 +378,8 @@ class Counters:
     floor_seconds: float = 0.0
 
     def count_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """Count a step for which the policy scheduled nothing, if the default order then granted
-        tokens (``was_saved``). The first is logged. ``culprit``: what scheduled no request, and
-        why."""
+        """Count a step in which the policy scheduled nothing but the default order did
+        (``was_saved``), and log the first. ``culprit``: what scheduled no request, and why."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             self.rescued_from = f"{culprit} scheduled no request although one could run"
@@ -391,8 +390,8 @@ class Counters:
 
 
 class Members:
-    """The requests in the rows of a plan, and their constant fields. Consecutive plans share this
-    object while no request starts or ends, since their rows are equal."""
+    """The requests in the rows of a plan, and their constant fields. Later plans with the same rows
+    reuse this object."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
@@ -412,8 +411,8 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Indices of requests whose next token is the first since they got their seat. Called
-        before each token; only the first call finds any."""
+        """Indices of requests whose next token is the first since they started to run; [] at later
+        calls."""
         if self._have_started:
             return []
         self._have_started = True
@@ -423,7 +422,7 @@ class Members:
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
         """Indices of requests that may end with their token in ``tokens``. ``num_tokens``: the
-        lengths of the requests, including these tokens."""
+        lengths of the requests with these tokens."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -455,8 +454,8 @@ class OutputColumns:
         places: Iterable[int],
         started: Iterable[int],
     ) -> None:
-        """Add one token for each member. ``places``: their indices in the plan; ``started``:
-        indices of members whose token is the first since they got their seat."""
+        """Add one token for each member. ``places``: the members' indices in the plan; ``started``:
+        indices of members whose token is the first since they started to run."""
         self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
         self._only_client = members.only_client
         if self.result.logprobs or self.result.prompt_logprobs:
@@ -465,7 +464,7 @@ class OutputColumns:
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
         """Add the tokens of the request at index ``place`` of the plan; returns its index in these
-        outputs. ``is_first``: they are its first since it got its seat."""
+        outputs. ``is_first``: the tokens are its first since it started to run."""
         index = len(self.reqs)
         if len(tokens) != 1 and self._counts is None:
             self._counts = [1] * index
@@ -535,15 +534,15 @@ class OutputColumns:
         ]
 
     def _with_details(self) -> Iterable[int]:
-        """Indices of requests for which ``_details`` has something to copy, or may have."""
+        """Indices of the requests for which ``_details`` must be called."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
             return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """Copy what few outputs have to ``out``: the start or end of a request, log-probabilities.
-        ``i``: the request's index here; ``index``: its index in ``out``."""
+        """Copy rare fields to ``out``: the start or end of a request, log-probabilities. ``i``:
+        index of the request in these outputs; ``index``: its index in ``out``."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:

@@ -62,8 +62,8 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
 
 
 def refuse_other_sites(request: Request) -> None:
-    """Raise ``ApiError`` for a browser's POST on behalf of another site's page, which could use a
-    server without keys, unless its origin is allowed."""
+    """Raise ``ApiError`` for a POST that a browser sends for a page of another site, unless the
+    page's origin is allowed. Any page could otherwise use a server without keys."""
     is_other = request.method not in ("GET", "HEAD") and not is_allowed(request.scope)
     if is_other and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise ApiError(

@@ -17,8 +17,8 @@ class Bodies:
         self._total = 0  # bytes of all bodies that are being read
 
     async def read(self, request: Request) -> bytes:
-        """The body of a request. Raises ``ApiError`` as soon as it is known to be too large, if
-        possible by its Content-Length."""
+        """Read the body of a request. Raises ``ApiError`` as soon as the body is known to be too
+        large."""
         self._check(_declared(request))
         parts: list[bytes] = []
         size = 0

@@ -77,10 +77,9 @@ class ApiRoute(Route):
         gives: Any = None,
         also: Sequence[int] = (),
     ) -> None:
-        """takes, gives: types of the request and response bodies (``dict``: any object); a route
-        whose request has a field ``stream`` also returns events. also: statuses that it may return
-        besides ``ALWAYS``; 404 is added for routes that name a model. The handler's docstring is
-        the summary."""
+        """takes, gives: types of the request and response bodies (``dict``: any object). If
+        ``takes`` has a field ``stream``, the route also returns events. also: statuses that it may
+        return besides ``ALWAYS``, and besides 404 if it names a model."""
         super().__init__(path, answered(handle), methods=[method])
         self.method = method
         self.takes = takes
@@ -123,7 +122,7 @@ def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str,
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow null for a field with a default: it means the same as leaving the field out."""
+    """Allow null for a field with a default, since it means the same as leaving the field out."""
     kinds = schema.get("anyOf", [schema])
     if "default" not in schema or {"type": "null"} in kinds:
         return schema
@@ -132,7 +131,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _narrow(name: str, schema: dict[str, Any], models: Sequence[str]) -> None:
-    """Add to a field's schema what its type does not say: the served names, and ranges."""
+    """Add to the schema of field ``name`` its limits: the served models, or a range of numbers."""
     kinds = schema.get("anyOf", [schema])
     if name == "model":
         schema["enum"] = [*models, *([None] if {"type": "null"} in kinds else [])]

@@ -44,7 +44,7 @@ class AllowedOrigins:
 
 class CrossOrigin:
     """ASGI middleware that answers preflight requests of allowed pages and adds CORS headers to
-    their responses. It is the outermost, so that errors of other middleware have them too."""
+    responses. It must be the outermost, so that errors of other middleware get the headers too."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
         self._app = app
@@ -110,7 +110,7 @@ def normal_origin(value: str) -> str:
 
 
 def listed(option: str, values: Collection[str]) -> tuple[str, ...]:
-    """The values of an option that may be repeated, or given as a JSON list as in vLLM. Raises
+    """The values of an option that is given several times, or as a JSON list. Raises
     ``ConfigError`` for a malformed list."""
     found: list[str] = []
     for value in values:
