@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model for offline use.
+    """Generates texts with one model, without a server.
 
     ``model``: a local directory in the Hugging Face layout, or a repository on the hub such as
-    "Qwen/Qwen3-0.6B", which is downloaded; default: the small model in this package. Other options
+    "Qwen/Qwen3-0.6B", which is downloaded; default: a small model in this package. Other options
     are those of ``EngineArgs``. Raises ``ConfigError`` for options that cannot work.
     """
 
@@ -52,14 +52,14 @@ class LLM:
         timeout: float | None = None,
         queue_timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts. Outputs are in the order of the prompts.
+        """Generate an output for each prompt, and return the outputs in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or ``{"prompt": ...}`` or ``{"prompt_token_ids":
-        ...}`` with options. ``sampling_params``: one for all or one for each; default:
-        ``get_default_sampling_params``. Raises ``RequestError`` before anything is computed if a
-        prompt or its parameters are invalid. A request ends with finish reason ``"deadline"`` after
-        ``timeout`` seconds, or after ``queue_timeout`` seconds if it has not started. An interrupt
-        aborts the requests of this call. Calls from several threads run one after the other.
+        A prompt is a text, a list of token ids, or a dict with ``"prompt"`` or
+        ``"prompt_token_ids"``. ``sampling_params`` and ``priority`` (lower values first): one for
+        all prompts or one for each. A request ends with finish reason ``"deadline"`` after
+        ``timeout`` seconds, or ``queue_timeout`` seconds if it has not started. Raises
+        ``RequestError``, before anything is computed, if a prompt or its parameters are invalid. An
+        interrupt aborts all requests. Thread-safe.
         """
         todo = _as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -85,9 +85,9 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, with the model's chat template.
+        """Answer one conversation or several, turned into prompts by the model's chat template.
 
-        ``chat_template_kwargs``: variables of the template. Otherwise like ``generate``.
+        ``tools``, ``chat_template_kwargs``: variables of the template. Otherwise like ``generate``.
         """
         self.get_tokenizer()  # raises ConfigError without one
         options = {
@@ -100,8 +100,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters used without ``sampling_params``: those of the model's
-        generation_config.json, and defaults of ``SamplingParams`` for the others."""
+        """The default sampling parameters: those in the model's generation_config.json, and for
+        others the defaults of ``SamplingParams``."""
         return SamplingParams(**self.llm_engine.session.recommended)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -109,7 +109,8 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Drop all cached prefixes. Returns False and changes nothing while requests use them."""
+        """Drop all cached prefixes, after preempting running requests if ``reset_running``. Returns
+        False and drops none while requests use any of them."""
         with self._turn:
             return self.llm_engine.reset_prefix_cache(reset_running)
 
@@ -134,7 +135,7 @@ class LLM:
         params: Sequence[SamplingParams],
         options: list[RequestOptions],
     ) -> list[Submission]:
-        """Check the requests, and tokenise the texts of all of them in one batch."""
+        """Check the requests and tokenise their texts in one batch, ready to be submitted."""
         inputs = self.llm_engine.session.inputs
         started = inputs.texts.start_all(prompts, params)
         try:
@@ -240,8 +241,7 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
 
 
 def _only_final(params: SamplingParams) -> SamplingParams:
-    """Copy the parameters, asking for one output at the end of the request, so that no text is made
-    for it earlier."""
+    """A copy of the parameters with which a request returns only one output, at its end."""
     return msgspec.structs.replace(params, output_kind="final")
 
 

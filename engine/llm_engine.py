@@ -39,28 +39,27 @@ class LLMEngine:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue a request. ``step`` returns its outputs with this id.
+        """Add a request to the queue. ``step`` returns its outputs, which have this id.
 
         Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``: seconds after its
-        arrival at which it ends with finish reason ``"deadline"``, the second only if it has not
-        started. Raises ``RequestError`` for an invalid request, and its subclass ``RefusedError``
-        if the queue is full; other requests are not affected.
+        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``: seconds from arrival
+        to the end with finish reason ``"deadline"``, the latter only before it starts. Raises
+        ``RequestError`` for an invalid request, and its subclass ``RefusedError`` for a full queue.
         """
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Abort one or several requests; unknown ids are ignored.
 
-        The next ``step`` returns their last outputs, with finish reason ``"abort"``. If separate
-        processes detokenise, a later ``step`` may return them, once their text has arrived.
+        The next ``step``, or a later one if separate processes detokenise, returns the last output
+        of each request, with finish reason ``"abort"``.
         """
         self._ready += self.session.abort(as_request_ids(request_id))
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns outputs of requests with new tokens, in no particular order.
 
-        An interrupt is raised after the batch is done; the next call returns its outputs.
+        An interrupt is raised when the batch is done; the next ``step`` then returns its outputs.
         """
         if self.session.has_unfinished:
             with HeldInterrupt():
@@ -76,7 +75,7 @@ class LLMEngine:
         return self.session.outputs.num_unfinished
 
     def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
+        """The scheduler's statistics, such as running requests, KV use and prefix hits."""
         return self.session.stats()
 
     def token_counts(self) -> TokenCounts:
@@ -84,17 +83,17 @@ class LLMEngine:
         return self.session.outputs.counts
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Drop all cached prefixes. Returns False and changes nothing while requests use them.
+        """Drop all cached prefixes. Returns False and drops none while requests use any of them.
 
-        ``reset_running``: preempt running requests first; they compute their KV again.
+        ``reset_running``: first preempt running requests, which must compute their KV again.
         """
         return bool(self.session.client.call("reset_prefix_cache", reset_running))
 
     def pause(self, what: PauseScope = "all") -> None:
-        """Stop computing until ``resume``; with ``"new"``, running requests continue and others
-        wait.
+        """Stop computing ``"all"`` requests, or only ``"new"`` ones (not running yet), until
+        ``resume``.
 
-        Requests may be added and aborted during a pause; their deadlines keep running.
+        During a pause, requests may be added and aborted, and may reach their deadlines.
         """
         self.session.client.call("pause", what)
 

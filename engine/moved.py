@@ -1,8 +1,8 @@
-"""Finds modules of the policy lab by their former names in ``engine``.
+"""Imports modules of the policy lab by their former names in ``engine``.
 
 Scripts, corpora of cases and printed programs contain these names. Importing one returns the
 contents of the module at its new place, with a ``DeprecationWarning``. The former names will be
-removed in the next release. The lab is imported only when one is used.
+removed in the next release.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Block tables of requests, the state of their content, and groups of layers.
+"""Block tables of requests, which list the KV cache blocks of their tokens.
 
-A group is a set of layers that need the same blocks, and a request has one block table per group.
-All tables of a request have the same length. A layer with a sliding window reads only the last
-tokens: table entries that no query reaches any more are set to the null block, and their blocks
-are freed.
+A group is a set of layers that share a block table, so a request has one table per group, all of
+the same length. With a sliding window, blocks that no later query reads are freed, and their table
+entries become the null block.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from engine.messages.requests import MediaItem
 
 
 class KVRequest(Protocol):
-    """The fields of a request that the KV manager reads. ``row`` is its index in the scheduler's
-    table, which is reused after it ends; ``arrival`` is a number that no other request has."""
+    """The fields of a request that the KV cache manager reads. ``row``: index in the scheduler's
+    table, reused after the request ends; ``arrival``: a number that no other request has."""
 
     row: int
     arrival: int
@@ -45,9 +44,9 @@ class KVRequest(Protocol):
 
 @dataclass(slots=True)
 class PrefixHit:
-    """The longest cached prefix of a sequence: ``num_tokens`` tokens in ``tables``, one per group.
+    """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
 
-    A KV source can load ``num_remote`` further tokens; if ``asynchronous``, the request must wait.
+    ``num_remote``: later tokens that a KV source can load; if ``asynchronous``, the request waits.
     """
 
     num_tokens: int
@@ -63,9 +62,9 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class Allocation:
-    """The blocks of one request and the state of their content.
+    """The KV cache blocks of one request, and which of its tokens have valid KV.
 
-    ``tables`` has one block table per group, all of the same length.
+    ``tables``: one block table per group, all of the same length.
     """
 
     tables: list[list[int]]
@@ -88,7 +87,7 @@ class Allocation:
         return self.tables[0]
 
     def clear(self) -> None:
-        """Reset everything but the block hashes, after the blocks were given back."""
+        """Empty the block tables and their counters, after the blocks were returned to the pool."""
         self.tables = [[] for _ in self.tables]
         self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
         self.loading = False
@@ -96,8 +95,8 @@ class Allocation:
 
 
 class Deltas(NamedTuple):
-    """Changed entries of block tables, one per index of these columns: the request's row, the index
-    in its table, the new block, the group. ``groups`` is empty if there is only one group."""
+    """Changes of block tables as columns: entry ``indices[i]`` of the table of request ``rows[i]``,
+    group ``groups[i]``, becomes ``blocks[i]``. ``groups`` is empty if there is only one."""
 
     rows: array[int]
     indices: array[int]
@@ -110,8 +109,7 @@ def no_deltas() -> Deltas:
 
 
 class BlockTables:
-    """Moves blocks between the pool and the tables of requests. An entry always changes in the
-    tables of all groups."""
+    """Adds and frees blocks in requests' block tables, and records these changes for the worker."""
 
     def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
         self.num_groups = len(groups)
@@ -122,19 +120,19 @@ class BlockTables:
         self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
     def adopt(self, allocation: Allocation, tables: Sequence[Sequence[int]]) -> None:
-        """Start the request's tables with these cached blocks."""
+        """Start a request's block tables with cached blocks. ``tables``: block ids per group."""
         for table in tables:
             self._pool.adopt([block for block in table if block != NULL_BLOCK])
         allocation.tables = [list(table) for table in tables]
 
     def extend(self, allocation: Allocation, num_entries: int) -> None:
-        """Add ``num_entries`` entries; the caller has checked that enough blocks are free."""
+        """Append ``num_entries`` new blocks to each table. The pool must have enough of them."""
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(allocation.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
 
     def extend_each(self, rows: Sequence[int], allocations: Sequence[Allocation]) -> None:
-        """Add one entry to the table of each row, and queue it for the worker."""
+        """Append a new block to each request's tables, and record these changes for the worker."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
         if self.num_groups == 1:  # most models: the hot path of decodes
@@ -151,21 +149,21 @@ class BlockTables:
             self.queue_new(row, allocation)
 
     def queue_new(self, row: int, allocation: Allocation) -> None:
-        """Queue the entries that have not been sent to the worker yet."""
+        """Record for the worker all table entries of a request that it has not received yet."""
         sent = allocation.num_sent
         for g, table in enumerate(allocation.tables):
             self._add(row, self._places(sent, len(table)), table[sent:], g)
         allocation.num_sent = len(allocation.blocks)
 
     def drain(self) -> Deltas:
-        """Take the changed entries, to be sent to the worker."""
+        """Take the recorded changes of block tables, to send them to the worker."""
         deltas = self._deltas
         if deltas.rows:
             self._deltas = no_deltas()
         return deltas
 
     def num_outside(self, allocation: Allocation, position: int) -> int:
-        """Number of blocks that ``trim`` would free."""
+        """Number of blocks that ``trim`` with this position would return to the pool."""
         refs = self._pool.num_refs
         return sum(
             refs[allocation.tables[g][index]] == 1
@@ -174,7 +172,7 @@ class BlockTables:
         )
 
     def num_kept(self, tables: Sequence[Sequence[int]], position: int) -> int:
-        """Number of held blocks in ``tables`` that queries at ``position`` or later may read."""
+        """Number of used blocks in ``tables`` that a query at ``position`` or later may read."""
         refs = self._pool.num_refs
         kept = sum(refs[block] > 0 for table in tables for block in table if block)
         return kept - sum(
@@ -182,7 +180,7 @@ class BlockTables:
         )
 
     def trim(self, row: int, allocation: Allocation, position: int) -> None:
-        """Give back the blocks that no query at ``position`` or later reads."""
+        """Release the request's blocks that no query at ``position`` or later reads."""
         for g, group in self.windows:
             table = allocation.tables[g]
             outside = group.outside(table, position, self._block_size)
@@ -195,7 +193,7 @@ class BlockTables:
     def num_exclusive(
         self, allocations: Sequence[Allocation], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Number of blocks that only these requests hold. Blocks in ``keep`` are not counted."""
+        """Number of blocks that only these requests use, except blocks of the tables ``keep``."""
         lost: dict[int, int] = {}
         for allocation in allocations:
             for block in live_blocks(allocation.tables):
@@ -205,8 +203,7 @@ class BlockTables:
         return sum(refs[block] == count for block, count in lost.items()) - kept
 
     def _places(self, start: int, upto: int) -> array[int]:
-        """The numbers from ``start`` to ``upto`` - 1. They are copied from a longer array, which is
-        faster than counting."""
+        """The integers from ``start`` to ``upto`` - 1."""
         if len(self._ascending) < upto:
             self._ascending.extend(range(len(self._ascending), 2 * upto))
         return self._ascending[start:upto]
@@ -221,17 +218,14 @@ class BlockTables:
 
 
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
-    """The peak of future memory, computed as in Past-Future (Gong et al. 2025), but in blocks
-    instead of tokens.
+    """Estimate the most KV cache blocks that running requests will use at once, as in Past-Future
+    (Gong et al. 2025).
 
-    Memory grows until a request ends, so the peak is just before some request ends. With requests
-    sorted by ``remaining`` output tokens, most first, requests 0..i are still running in the last
-    step of request i, and each has its present tokens and ``remaining[i] - 1`` more in the cache. A
-    shared block is counted once for each request that holds it.
-
-    ceil((known + more) / size) depends only on quotient and residue of ``known`` modulo size, so
-    counting residues is enough: O(n * block_size) instead of O(n * n).
+    ``num_tokens``: present tokens of each request. ``remaining``: output tokens that each request
+    will still generate. A shared block counts once per request.
     """
+    # The peak is just before some request ends. With requests sorted by remaining tokens, most
+    # first, requests 0..i run in the last step of request i.
     if not num_tokens:
         return 0
     known = np.asarray(num_tokens, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Blocks used by transfers: loads from a KV source, and blocks of ended requests being read."""
+"""Blocks used by KV transfers: loads from a KV source, and reads of ended requests' blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ logger = logging.getLogger("engine.kv")
 
 @dataclass(slots=True)
 class Loan:
-    """Blocks of ended requests that transfers still use. All these requests had the same id."""
+    """Blocks of ended requests that KV transfers still use; one loan for each request id."""
 
     blocks: list[int] = field(default_factory=list)
     num_transfers: int = 0
 
 
 class Transfers:
-    """Calls the KV source, starts loads, and owns the blocks that outlive their request.
+    """Starts loads from the KV source, and owns blocks of ended requests until their transfers end.
 
-    A loan ends when all transfers of its request id have ended, so a reused id cannot free the
-    blocks of another transfer too early.
-
-    If a source cannot start a load, the request keeps the blocks, which hold no valid KV, and the
-    source is not called for this request again.
+    If a load cannot start, the request's KV is computed instead.
     """
 
     def __init__(self, pool: BlockPool, source: KVSource) -> None:
@@ -43,8 +39,8 @@ class Transfers:
         self._failed: dict[int, KVRequest] = {}  # requests whose load could not start
 
     def match(self, req: KVRequest, allocation: Allocation, num_local_tokens: int) -> RemoteMatch:
-        """What the source can load after the local prefix hit, without the request's last token,
-        which must always be computed."""
+        """Find the tokens that the KV source can load after the ``num_local_tokens`` cached tokens,
+        without the request's last token, which must always be computed."""
         if allocation.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
@@ -52,9 +48,8 @@ class Transfers:
         return found._replace(num_tokens=min(found.num_tokens, room))
 
     def load(self, req: KVRequest, allocation: Allocation, blocks: Sequence[int]) -> None:
-        """Load KV into these blocks once no step in flight writes them. The request keeps the
-        blocks until the end of the load is reported. If the load cannot start, ``take_failed``
-        returns the request."""
+        """Load a request's KV into ``blocks``, once no step in flight writes to these blocks. If
+        the load cannot start, ``take_failed`` returns the request."""
         allocation.loading = True
 
         def start() -> None:
@@ -65,7 +60,7 @@ class Transfers:
         self.fences.when_written(req.arrival, blocks, start)
 
     def start(self, req: KVRequest, allocation: Allocation, blocks: Sequence[int]) -> bool:
-        """Start the load of these blocks. If the source raises, store the error; return False."""
+        """Start to load KV into ``blocks``. Returns False, and stores the error, if that fails."""
         try:
             self.source.start_load(req, blocks, allocation.num_remote)
         except Exception as error:  # plug-in code: only this request is affected
@@ -79,19 +74,18 @@ class Transfers:
         return not allocation.load_error
 
     def take_failed(self) -> list[KVRequest]:
-        """Requests whose load could not start since the last call and that have not ended."""
+        """Take the unfinished requests whose loads could not start since the last call."""
         failed, self._failed = self._failed, {}
         return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks to the pool. Loads into them will wait until the steps now in flight have
-        finished."""
+        """Return blocks to the pool. Loads into them wait until the steps now in flight end."""
         self.fences.give_back(blocks)
         self._pool.release(blocks)
 
     def end(self, req: KVRequest, allocation: Allocation) -> dict[str, Any] | None:
-        """Free the blocks of a request that has ended, or lend them to its transfers. Returns the
-        KV transfer parameters for its output."""
+        """Free the blocks of an ended request, at once or when its KV transfers end. Returns the KV
+        transfer parameters for the request's output."""
         blocks = live_blocks(allocation.tables)
         self._failed.pop(req.arrival, None)
         if allocation.loading and self.fences.cancel(req.arrival):
@@ -106,7 +100,7 @@ class Transfers:
         return farewell.params
 
     def sent(self, request_id: str) -> bool:
-        """Record the end of a transfer of an ended request. False for an unknown id."""
+        """Record the end of a KV transfer of an ended request. Returns False for an unknown id."""
         loan = self.lent.get(request_id)
         if loan is None:
             return False

@@ -1,15 +1,12 @@
-"""RemoteKV: parks requests while their KV is loaded, and keeps blocks that transfers still read.
+"""RemoteKV: makes requests wait while a KV source loads their KV asynchronously. In short:
 
-    offered, and KV can be loaded asynchronously ────> parked, with blocks for all its tokens
-    parked ──────────────────────────────────────────> the load starts
-    received ── all tokens ──────────────────────────> back in the queue, these are ready
-             └─ not all ── "recompute" ──────────────> back in the queue, the rest is computed
-                        └─ "fail" ───────────────────> ends with an error
-    the load cannot start ──> like received with no tokens
-    aborted while loading ──> its blocks are kept until received
-    finished ───────────────> its blocks are kept until sent, if the source wants that
+    a KV source offers KV ──> the request is parked, with blocks for all its tokens; the load starts
+    all tokens loaded ──────> the request is queued again
+    loaded in part or not ──> "recompute": queued again, to compute the rest; "fail": an error
+    aborted during a load ──> the blocks are freed when the load ends
+    finished ───────────────> the blocks are freed when the KV is sent, if the source sends it
 
-A load within a step is not handled here: its tokens count as computed.
+Loads within a step are not handled here: their tokens count as computed.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ FailurePolicy = Literal["recompute", "fail"]
 
 
 class RemoteKV(Resource):
-    """Parks requests while their KV is loaded, for a ``KVManager`` with a KV source.
+    """Makes requests wait while their KV is loaded from the KV source of the ``KVManager``.
 
-    The end of a transfer is reported by ``received`` and ``sent``, or in a step result.
-    ``kv_load_failure_policy``: what happens to a request whose load failed.
+    ``kv_load_failure_policy``: after a failed load, ``"recompute"`` computes the missing KV and
+    ``"fail"`` ends the request with an error.
     """
 
     name = "remote KV"
@@ -87,7 +84,7 @@ class RemoteKV(Resource):
         self._scheduler.wake(req.request_id)
 
     def sent(self, request_id: str) -> None:
-        """Process the end of the transfers that read blocks of a finished request."""
+        """Process the end of a transfer that reads the blocks of a finished request."""
         self._kv.sent(request_id)
 
     def release(self, req: Request) -> None:
@@ -107,8 +104,8 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """True if the request's KV can be loaded asynchronously, it has no blocks yet, and no load
-        of it has failed."""
+        """True if a KV source can load the KV of this request, which has no blocks, asynchronously,
+        and no load of its KV has failed."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

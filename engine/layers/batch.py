@@ -13,11 +13,10 @@ from kernels.meta import AttentionMeta
 
 @dataclass(slots=True)
 class Wanted:
-    """The tokens whose hidden states are needed, with attention inputs that make each of them a
-    sequence of one query.
+    """The R tokens of a batch whose final hidden states are needed, e.g. the last token of a
+    prompt.
 
-    A prompt needs only the hidden state of its last token, so the last layer computes queries,
-    output projection and MLP for few tokens, but keys and values for all.
+    For all other tokens, the last layer computes only keys and values.
     """
 
     rows: torch.Tensor  # [R] int64, index among the batch's tokens
@@ -44,8 +43,8 @@ class ForwardBatch:
     recorder: Recorder | None = None  # records or replays this step on a CPU
 
     def move(self, positions: torch.Tensor) -> None:
-        """Set rotary positions [N] or [K, N] that differ from the tokens' indices in their
-        sequences. Attention still uses the indices."""
+        """Set the positions for the rotary embedding, [N], or [K, N] for K axes, where these are
+        not the tokens' indices. The causal mask still uses the indices."""
         self.positions = positions
         if positions.dim() == 1:
             moved = {id(meta): replace(meta, positions=positions) for meta in self.attn}

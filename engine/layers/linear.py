@@ -28,15 +28,14 @@ def make_linear(
     keeps_float32: bool = False,
     batch_invariant: bool = False,
 ) -> Linear:
-    """Create the layer for `weight` [out, in] and `bias` [out]; drop your references to both.
+    """Create the linear layer for `weight` [out, in] and `bias` [out] on a device.
 
-    quantization: format to quantise a plain weight to: "int8" (one scale per output; on the CPU
-    inputs are quantised too, with one scale per row), "fp8" (weights and inputs; not on the CPU) or
-    None. A weight that is already quantised stays so if the GPU has a kernel for it, otherwise it
-    is dequantised. On the CPU a plain weight is packed in its dtype; for float16, inputs and
-    outputs are float32. keeps_float32: on the CPU, return the float32 sums for bfloat16 inputs.
-    batch_invariant: on a GPU, plain weights use products whose rows do not depend on each other
-    (CPU products always are)."""
+    quantization: format to quantise a plain weight to: "int8", "fp8" (only on a GPU) or None. A
+    weight that is already quantised stays so if the GPU has a kernel for it, otherwise it is
+    dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs. batch_invariant: on
+    a GPU, the result of a row does not depend on other rows (always so on the CPU). On the CPU, a
+    layer with float16 weights returns float32. Drop `weight` and `bias` afterwards, to free their
+    memory."""
     device = torch.device(device)
     check_quantization(quantization, device)
     if is_cpu(device):
@@ -94,7 +93,7 @@ def cpu_linear(
 
 
 class PlainLinear:
-    """Product with an unpacked weight, by torch or, for one row on a GPU, by our kernel."""
+    """A linear layer with an unpacked weight [out, in]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
@@ -109,16 +108,14 @@ class PlainLinear:
 
 
 class InvariantLinear(PlainLinear):
-    """Product in which the bits of a row's result do not depend on the other rows. See
-    ``kernels.invariant_linear``."""
+    """A linear layer whose result for a row is the same, bit for bit, in every batch."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.invariant_linear(x, self.weight, self.bias)
 
 
 class Float32Linear:
-    """Compiled product of float32 inputs with packed float32 or float16 weights; see
-    kernels.cpu.matmul.float32."""
+    """A CPU layer with float32 inputs and outputs, and packed float32 or float16 weights."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         if weight.dtype is torch.float16 and not isa.widens_float16():
@@ -137,7 +134,7 @@ class Float32Linear:
 
 
 class BFloat16Linear:
-    """Compiled product with packed bfloat16 weights; see kernels.cpu.matmul.bfloat16."""
+    """A CPU layer with packed bfloat16 weights."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
@@ -157,8 +154,8 @@ class BFloat16Linear:
         )
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """act(first half of the outputs) * second half, [N, out / 2], as one kernel; ``None`` if it
-        does not support the case."""
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
+        ``None`` if the kernel does not support this layer or activation."""
         is_known = activation in ACTS and self._out_dtype is torch.bfloat16
         if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
             return None
@@ -177,7 +174,7 @@ class BFloat16Linear:
 
 
 class Int8Linear:
-    """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul.int8."""
+    """A CPU layer with 8-bit integer weights and inputs."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
@@ -198,7 +195,7 @@ class Int8Linear:
 
 
 class TorchInt8Linear:
-    """8-bit product by torch, for processors without 8-bit dot products."""
+    """An 8-bit integer layer by torch, for CPUs without instructions for 8-bit dot products."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False

@@ -1,8 +1,8 @@
-"""Replaces linear layers, experts and embeddings of a torch module by ones with our products.
+"""Makes the linear layers, experts and embeddings of a torch module use our CPU kernels.
 
-Weights are packed once and the originals freed. A layer object stays the same and changes its
-class. It is left unchanged if the replacement might differ: for subclasses of ``nn.Linear``,
-weights shared with layers other than embeddings, and embeddings that do more than read rows."""
+Weights are packed and the originals freed; each layer object stays the same, but changes its class.
+Layers whose results might change are left as they are: subclasses of ``nn.Linear``, layers that
+share their weight with anything but an embedding, and embeddings that do more than look up rows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def pack_module(
     root: nn.Module, dtype: torch.dtype, *, head: nn.Module | None, transposed: type[nn.Module]
 ) -> None:
     """Make a module's linear layers and experts with bfloat16 or float16 weights use our CPU
-    products. Other tensors are copied, so that no checkpoint file stays memory-mapped.
+    kernels, and copy all other tensors, so that no checkpoint file stays memory-mapped.
 
-    dtype: of activations; remaining float16 tensors are converted to it. head: the output layer,
-    which returns float32 sums. transposed: the class of linear layers with weights [in, out].
+    dtype: of activations; other float16 tensors are converted to it. head: the output layer, which
+    then returns float32. transposed: the class of linear layers with weights [in, out].
     """
     modules = list(root.modules())
     owners: dict[int, list[nn.Module]] = {}  # modules of a parameter, by its id()
@@ -53,7 +53,7 @@ def pack_module(
 
 
 class PackedLinear(nn.Linear):
-    """``nn.Linear`` with our product."""
+    """``nn.Linear`` computed by our CPU kernel."""
 
     product: Linear
     origin: type[nn.Module]
@@ -66,8 +66,7 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The plain weight, for other code that reads it. Reading it changes the layer back to its
-        original class."""
+        """The unpacked weight. Reading it changes the layer back to its original class."""
         weight = self.product.rows(torch.arange(self.product.out_features))
         if weight.dtype is torch.float16:
             weight = weight.float()
@@ -81,7 +80,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
-    """Change a layer to ``PackedLinear``. Returns its product."""
+    """Change a linear layer's class to ``PackedLinear``. Returns the kernel layer that it calls."""
     weight, bias = layer.weight.detach(), layer.bias
     if type(layer) is not nn.Linear:
         weight = weight.T.contiguous()
@@ -94,8 +93,8 @@ def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
 
 
 class RowsEmbedding(nn.Embedding):
-    """An embedding that reads its rows with a function. Its weight has the right shape, dtype and
-    device, but its values are NaN."""
+    """An embedding that gets its vectors from the function ``rows``. Its weight has the original
+    shape and device, but contains only NaN."""
 
     rows: Rows
 
@@ -106,8 +105,7 @@ class RowsEmbedding(nn.Embedding):
 
 
 def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
-    """Change an embedding to read rows with a function, converted to `dtype`; its table is
-    dropped."""
+    """Make an embedding call ``rows`` for its vectors, converted to `dtype`, and drop its table."""
     origin = type(table)
     # A subclass may scale the rows that nn.Embedding returns, so it inherits from RowsEmbedding,
     # too.
@@ -119,8 +117,7 @@ def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
 
 
 def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
-    """True for an embedding whose output stays the same if it reads its rows with a function; found
-    out by trying a copy of it."""
+    """True if the module is an embedding that only looks up rows of its table, tried on a copy."""
     if not isinstance(table, nn.Embedding) or table.max_norm is not None:
         return False
     ids = torch.arange(min(NUM_TRIED, table.num_embeddings))
@@ -131,8 +128,8 @@ def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-    """Copy a module's remaining tensors, float16 ones converted to `dtype`. An embedding keeps the
-    dtype of its table if possible: each row is converted when it is read."""
+    """Copy a module's tensors out of the checkpoint file; float16 tensors are converted to `dtype`.
+    An embedding's table is not converted if its rows can be converted when they are looked up."""
     if isinstance(module, RowsEmbedding):
         return
     weight = module.weight.detach() if isinstance(module, nn.Embedding) else None
@@ -145,7 +142,7 @@ def take_over(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class PackedExperts(nn.Module):
-    """The experts module of transformers with our products."""
+    """The experts module of transformers, computed by our CPU kernels."""
 
     num_experts: int
     ups: list[Linear]
@@ -155,8 +152,8 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states [N, H]; top_k_index, top_k_weights [N, K] -> [N, H]. An index past the last
-        expert means no expert."""
+        """hidden_states [N, H]; top_k_index, top_k_weights [N, K] -> [N, H]. Indices of
+        ``num_experts`` or more are ignored."""
         experts: Any = self
         num_tokens, top_k = top_k_index.shape
         order = top_k_index.flatten().argsort(stable=True)
@@ -175,8 +172,8 @@ class PackedExperts(nn.Module):
 
 
 def _products(layers: list[Linear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Apply the layer of each expert to its rows. rows [S, in], sorted by expert, `counts` rows for
-    each -> [S, out]."""
+    """Apply each expert's layer to its tokens. rows [S, in]: sorted by expert, ``counts[e]`` rows
+    for expert e. Returns [S, out]."""
     parts = torch.split(rows, counts)
     made = [layer(part) for layer, part in zip(layers, parts, strict=True) if len(part)]
     return torch.cat(made)
@@ -204,7 +201,8 @@ def pack_experts(experts: Any) -> None:
 
 
 def _packed_stack(experts: Any, name: str) -> list[Linear]:
-    """Layers from a stacked weight [E, out, in], or [E, in, out] if transposed; it is deleted."""
+    """Make a layer for each expert from the stacked weight ``name``, [E, out, in], or [E, in, out]
+    if transposed. The stacked weight is deleted."""
     weights = getattr(experts, name).detach()
     biases = (
         getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)

@@ -1,4 +1,4 @@
-"""Weights of quantised checkpoints on the CPU, before a layer is made of them."""
+"""Quantised weights of checkpoints on the CPU, from which linear layers are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.reference.quant import dequantize, zeros_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A quantised matrix [out, in]; ``dtype`` is that of the original numbers."""
+    """A quantised matrix [out, in]. ``dtype``: type of the numbers before quantisation."""
 
     matrix: Quantized
     dtype: torch.dtype
@@ -40,8 +40,7 @@ def plain(weight: Weight) -> torch.Tensor:
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
-    """Concatenate ``parts`` along their outputs. Parts that are quantised in different ways are
-    dequantised."""
+    """Concatenate weights along their outputs. Weights of different formats are dequantised."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) == 1:
         return parts[0]

@@ -15,7 +15,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 class WeightOnlyLinear:
-    """Weights stay packed in memory and are dequantised inside the product's kernel."""
+    """A GPU layer with packed weights, which its kernel dequantises while it multiplies."""
 
     def __init__(self, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.packed = packed
@@ -31,8 +31,8 @@ class WeightOnlyLinear:
 
 
 class Fp8Linear:
-    """Product of weights and inputs in 8-bit floats, by torch. Weights have one scale per output,
-    inputs one per row or a calibrated one."""
+    """A GPU layer that multiplies weights and inputs as 8-bit floats, by torch. Weights have one
+    scale per output; inputs have one scale per row or one calibrated scale."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
@@ -72,8 +72,7 @@ class Fp8Linear:
 def device_linear(
     weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
 ) -> WeightOnlyLinear | Fp8Linear | None:
-    """The layer for a quantised weight; ``None`` if no kernel supports it, so that it must be
-    dequantised. bias: [out] on ``device``."""
+    """The layer for a quantised weight on a GPU; ``None`` if no kernel supports this weight."""
     matrix = weight.matrix
     if matrix.is_float and not has_fp8(device):
         return None
@@ -85,7 +84,7 @@ def device_linear(
 
 
 def packed_of(linear: Linear) -> Packed | None:
-    """A layer's weight for weight-only products; ``None`` if it is not quantised or has a bias."""
+    """The packed weight of a quantised layer; ``None`` for a plain layer or one with a bias."""
     if not isinstance(linear, WeightOnlyLinear | Fp8Linear) or linear.bias is not None:
         return None
     if isinstance(linear, WeightOnlyLinear):

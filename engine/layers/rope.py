@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RopeSpec:
-    """A rotary embedding; layers with the same object share its table."""
+    """The parameters of a rotary embedding. Layers with the same object share one cos/sin table."""
 
     rope_type: str
     """default, linear, dynamic, yarn, longrope, llama3 or proportional."""

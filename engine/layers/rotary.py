@@ -1,13 +1,11 @@
 """Cosine and sine tables for all types of rotary embeddings in transformers.
 
-Two types depend on the sequence length. transformers uses the longest sequence of each call, so
-cached keys may be rotated differently from new ones. Here the frequencies are fixed by
-``max_model_len``, the longest possible sequence:
+The types longrope and dynamic depend on the sequence length, for which transformers uses the
+longest sequence of a call. That would rotate cached keys differently from new ones, so here
+``max_model_len`` is used instead:
 
 * longrope uses the long factors if ``max_model_len`` exceeds the original length, else the short;
 * dynamic uses the base for ``max_model_len`` if that exceeds ``max_position_embeddings``.
-
-Results equal those of transformers if its sequence is on the same side of that limit.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from engine.layers.rope import RopeSpec
 
 
 class Frequencies(NamedTuple):
-    """Radians per position for each pair of dimensions [rotary_dim / 2], and a factor on cos and
-    sin."""
+    """``inv_freq`` [rotary_dim / 2]: radians per position for each pair of dimensions.
+    ``attention_factor``: multiplies cosines and sines."""
 
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
@@ -68,7 +66,7 @@ def _dynamic(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _proportional(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """All dimensions are in the table, but only the first pairs are rotated."""
+    """Default frequencies for the first ``partial_rotary_factor`` of a head, 0 for the rest."""
     num_rotated = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.head_dim // 2)
     inv_freq = torch.zeros(rope.head_dim // 2, dtype=torch.float32)
     inv_freq[:num_rotated] = 1.0 / _powers(rope.theta, 2 * num_rotated, rope.head_dim)
@@ -76,7 +74,8 @@ def _proportional(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _llama3(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """Long wavelengths are scaled by ``factor``, short ones kept, those between interpolated."""
+    """Divide the frequencies of long wavelengths by ``factor``, keep those of short wavelengths,
+    and interpolate in between."""
     scaling = rope.scaling
     factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = scaling["original_max_position_embeddings"]

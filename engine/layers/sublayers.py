@@ -31,8 +31,8 @@ class Embedding:
         self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
 
     def __call__(self, input_ids: torch.Tensor, embeds: Embeds | None = None) -> torch.Tensor:
-        """input_ids [N] -> [N, H]. The vectors of ``embeds`` replace the rows that it names,
-        unscaled."""
+        """Vectors [N, H] of input_ids [N], scaled. ``embeds.values`` replace the rows
+        ``embeds.rows``, and are not scaled."""
         x = self.rows(input_ids).to(self.dtype)
         x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
         if embeds is not None:
@@ -41,7 +41,7 @@ class Embedding:
 
 
 class RMSNorm:
-    """x / rms(x) * weight. ``add_one``: stored weights are differences from one."""
+    """RMS norm: x / rms(x) * weight, or x / rms(x) * (1 + weight) with ``add_one``."""
 
     def __init__(self, weight: torch.Tensor, eps: float, add_one: bool = False) -> None:
         self.weight = weight  # [H]
@@ -54,10 +54,10 @@ class RMSNorm:
 
 
 class ResidualNorm:
-    """Adds the previous sublayer's output to the residual stream and normalises the sum for the
-    next.
+    """Adds a sublayer's output to the residual stream, and normalises the sum.
 
-    Without a norm it only adds. For the first sublayer ``residual`` is ``None``.
+    ``norm``: ``None`` if the sum is not normalised. ``residual`` is ``None`` for the first
+    sublayer.
     """
 
     def __init__(self, norm: RMSNorm | None) -> None:
@@ -155,8 +155,7 @@ class MixtureOfExperts:
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's weights, in x's dtype, and the ids of the experts of each token, both [N,
-        top_k]."""
+        """Choose experts for x [N, H]. Returns their weights and their ids, both [N, top_k]."""
         scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.top_k)
         if self.renormalize:
@@ -165,14 +164,12 @@ class MixtureOfExperts:
 
 
 class GroupedExperts:
-    """A mixture of experts with the weights of all experts in one tensor, for grouped GPU
-    kernels."""
+    """A mixture of experts whose weights are stacked in one tensor, for grouped GPU kernels."""
 
     can_be_recorded = True
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
-        """Take the experts' weights from ``mixture``, which keeps only its router. It must satisfy
-        ``can_be_grouped``."""
+        """Take the experts' weights out of ``mixture``, which must satisfy ``can_be_grouped``."""
         experts, mixture.experts = mixture.experts, ()
         self._route = mixture.route
         self._activation = experts[0].activation
@@ -203,7 +200,7 @@ def can_be_together(linears: Sequence[Linear]) -> bool:
 
 
 def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
-    """The weights of these layers in one tensor. The layers must satisfy ``can_be_together``."""
+    """Stack the weights of layers that satisfy ``can_be_together`` into one tensor."""
     packed = [one for one in map(packed_of, linears) if one is not None]
     if packed:
         return stack(packed)
@@ -219,8 +216,8 @@ class OutputLayer:
         self.softcap = softcap
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The token with the largest logit of each row [R] int32, -1 for rows with invalid logits;
-        ``None`` if it cannot be found without computing the logits."""
+        """The token with the largest logit of each row, [R] int32, -1 for rows with invalid logits;
+        ``None`` if this layer can only find it by computing the logits."""
         if self.multiplier != 1.0 or self.softcap or not isinstance(self.linear, BFloat16Linear):
             return None
         return self.linear.largest(hidden)

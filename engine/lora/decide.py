@@ -10,11 +10,10 @@ from engine.sched.step_state import Step
 
 
 class AdapterSlots(Resource):
-    """Allows at most ``max_loras`` different adapters among the running requests.
+    """Limits the running requests to at most ``max_loras`` different adapters.
 
-    A waiting request that would need one more is skipped; requests with other adapters or the base
-    model may go first. Unused adapters stay loaded until their slots are needed; the least recently
-    used one is replaced first.
+    A waiting request whose adapter would exceed the limit is skipped, and later requests may start.
+    Unused adapters stay loaded until their slots are needed, least recently used first.
     """
 
     name = "adapter"
@@ -29,7 +28,7 @@ class AdapterSlots(Resource):
         self._part = AdapterPart()
 
     def watches(self, req: Request) -> bool:
-        """Always False: a running request keeps its adapter, so its steps need no checks."""
+        """Always False: a running request keeps its adapter, so its steps need no check."""
         return False
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -55,8 +54,8 @@ class AdapterSlots(Resource):
             plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
-        """Note that the request uses this adapter, and return the adapter's slot. An adapter that
-        is not loaded gets a slot, and the worker loads it before this step."""
+        """Record that a request uses an adapter, and return the adapter's slot. If the adapter is
+        not loaded, the worker loads it into a free slot before this step."""
         self._users.setdefault(adapter, set()).add(request_id)
         slot = self.slot_of.pop(adapter, NO_ADAPTER)
         if slot == NO_ADAPTER:

@@ -1,12 +1,11 @@
-"""Finds JSON schemas that only infinite values satisfy.
+"""Finds JSON schemas that no finite value satisfies. For example,
 
     {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
 
-requires an object within an object within an object and so on. A model would generate until its
-token limit, so such a schema is refused before the request runs. A place is a set of schemas that
-must hold for the same value. The places that have a finite value are computed as a least fixed
-point: first those satisfied by a value without nested places, then those whose nested places are
-already known to have one, and so on.
+requires an object within an object without end. A model would generate until its token limit, so
+such a schema is refused. A place is a set of schemas that must hold for one value. First the places
+with a value that has no nested values are found, then the places with a value whose nested values
+are at places already found, and so on (a least fixed point).
 
 Keywords that are not analysed (patterns, most ranges, ``if``, most of ``not``) count as satisfied,
 so a schema that has a finite value is never refused.
@@ -50,15 +49,15 @@ SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
 
 
 class Link(NamedTuple):
-    """A schema's number, and the link of the schema whose reference or ``allOf`` led to it."""
+    """A schema's number, and the link of the schema that refers to it or contains it, if any."""
 
     number: int
     led: Link | None = None
 
 
 class Way(NamedTuple):
-    """A way to build a JSON value from parts: one value for each place in ``needed``, and values
-    for at least ``num_others`` of the places in ``others``."""
+    """One way to build a JSON value: from values for all places in ``needed``, and for at least
+    ``num_others`` of the places in ``others``. A place is a set of schemas for one value."""
 
     needed: tuple[Place, ...]
     others: tuple[Place, ...] = ()
@@ -67,14 +66,14 @@ class Way(NamedTuple):
 
 @dataclass
 class SchemaReading:
-    """A collection in progress of the schemas that must all hold for one value."""
+    """An unfinished collection of all the schemas that one value must satisfy."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
     schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[SchemaReading]:
-        """One copy of this reading for each option, with the option added."""
+        """One copy of this collection for each option, in which that option must hold, too."""
         return [
             SchemaReading([*self.waiting, each], set(self.seen), [*self.schemas])
             for each in options
@@ -116,10 +115,10 @@ def _refuse(what: str, schema: Any, form: Grammar) -> None:
 
 
 def endless(schema: Any, *, is_closed: bool = False) -> str:
-    """Return why no finite value satisfies the schema, as the end of a sentence that begins with
-    the schema's name; "" if a finite value does, or if that is not known.
+    """Explain why no finite value satisfies the schema. Returns a predicate whose subject is the
+    schema ("has no finite value: ..."), or "" if a finite value may exist.
 
-    is_closed: objects have no properties that the schema does not name.
+    is_closed: objects have only properties that the schema names.
     """
     places = Places(schema, is_closed=is_closed)
     start = places.place([schema])
@@ -138,10 +137,11 @@ def endless(schema: Any, *, is_closed: bool = False) -> str:
 
 
 def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
-    """Remove the optional parts of a schema that only infinite values satisfy: a model that
-    generated such a part, e.g. an optional property, would never finish it.
+    """Replace optional parts of a schema that no finite value satisfies by ``false``, since a model
+    that began such a part would never finish it.
 
-    A part that has the target of a reference inside it is kept.
+    A part that contains the target of a reference is kept. is_closed: objects have only properties
+    that the schema names.
     """
     if not any(key in str(schema) for key in REFERENCES):
         return schema
@@ -158,7 +158,7 @@ def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """The optional schemas within a schema, with their paths."""
+    """All schemas nested in a schema (properties, items, alternatives, ...), with their paths."""
     waiting: list[tuple[Path, Any]] = [((), schema)]
     while waiting:
         path, found = waiting.pop()
@@ -175,7 +175,7 @@ def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
-    """The paths of all schemas that contain, at any depth, a part to which a reference leads."""
+    """The paths of all schemas in which a target of a reference is nested, at any depth."""
     targets = {id(each) for part in references.schemas for each in references.targets(part)}
     found: set[Path] = set()
     for path, part in parts.items():
@@ -185,7 +185,7 @@ def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
 
 
 def _replaced(schema: Any, paths: set[Path]) -> Any:
-    """A copy of the schema in which the schemas at these paths are ``false``."""
+    """A copy of the schema with ``false`` at these paths."""
     whole = msgspec.json.decode(msgspec.json.encode(schema))
     for path in sorted(paths, key=len, reverse=True):  # inner schemas first
         holder = whole
@@ -196,8 +196,8 @@ def _replaced(schema: Any, paths: set[Path]) -> Any:
 
 
 def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
-    """The places (sets of schemas for one value) that have a finite value. ``ways``: for each place
-    the ways to build a value for it from values for other places."""
+    """The places (sets of schemas for one value) that have a finite value. ``ways``: for each
+    place, the ways to build a value of it from values of other places."""
     users: dict[Place, list[Place]] = defaultdict(list)
     for place, found in ways.items():
         for each in {each for way in found for each in (*way.needed, *way.others)}:
@@ -219,8 +219,8 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """Follow the places without a finite value from ``start``, each of which needs the next one.
-    Returns the first place met twice, or the last one if no place follows."""
+    """Find a place on an endless recursion: follow needed places without a finite value from
+    ``start``, and return the first that repeats, or the last if none follows."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -235,8 +235,8 @@ def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -
 
 
 class Places:
-    """The places of one JSON schema, and the ways to build a value for each place. A place is a set
-    of schemas that must hold for the same value."""
+    """The places of one JSON schema and the ways to build a value for each of them. A place is a
+    set of schemas that must hold for one value."""
 
     def __init__(self, document: Any, *, is_closed: bool) -> None:
         self.references = References(document)
@@ -250,8 +250,7 @@ class Places:
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
-        """Where this place stands in the document: the path of one of its schemas, or of the schema
-        to which that one refers."""
+        """The path of a place in the JSON schema, for an error message; "#" if none is known."""
         paths = self.references.paths
         for number in sorted(place):
             schema = self._schemas[number]
@@ -262,8 +261,7 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """The ways to build a value, for each of ``starts`` and all places that their ways lead
-        to."""
+        """The ways to build a value for each place that can be reached from ``starts``."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:
@@ -275,8 +273,7 @@ class Places:
         return ways
 
     def _number(self, schema: Any) -> int:
-        """The number of a schema, a new one if it has none. Equal schemas that are different
-        objects have different numbers."""
+        """The number of a schema object, assigned at its first use."""
         if id(schema) not in self._numbers:
             self._numbers[id(schema)] = len(self._schemas)
             self._schemas.append(schema)  # keeps the object alive, so that its id stays unique
@@ -288,11 +285,11 @@ class Places:
             raise TooLargeError
 
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
-        """For each choice of alternatives (``anyOf``, ``oneOf``) at a place, yield all schemas that
-        must hold then, including those that references and ``allOf`` lead to.
+        """Yield the lists of schemas that a value at this place can satisfy together: one list for
+        each choice among the alternatives of ``anyOf`` and ``oneOf``.
 
-        A schema that refers to itself for the same value cannot be satisfied; such choices are
-        left out.
+        References and ``allOf`` are followed. Choices in which a schema refers to itself for the
+        same value cannot be satisfied and are left out.
         """
         readings = [SchemaReading([Link(number) for number in place])]
         while readings:
@@ -310,9 +307,8 @@ class Places:
             readings += found
 
     def _read(self, reading: SchemaReading) -> list[list[Link]] | None:
-        """Collect schemas up to the next one with ``anyOf`` or ``oneOf``, and return the lists of
-        its options. Returns [] if no schema is left to read, and ``None`` if no value satisfies
-        the schemas read."""
+        """Collect schemas until one has ``anyOf`` or ``oneOf``. Returns the lists of alternatives
+        of that schema, [] if all schemas are collected, or ``None`` if no value satisfies them."""
         while reading.waiting:
             self._count()
             link = reading.waiting.pop()
@@ -340,7 +336,7 @@ class Places:
         return [Link(self._number(each), led) for each in schemas]
 
     def _is_in(self, number: int, led: Link | None) -> bool:
-        """True if schema ``number`` is in the chain of links that ends with ``led``."""
+        """True if schema ``number`` occurs in the chain of links that ends with ``led``."""
         while led is not None:
             self._count()
             if led.number == number:
@@ -402,8 +398,7 @@ class Places:
             yield Way(needed)
 
     def _property(self, schemas: list[Schema], name: str) -> list[Any]:
-        """The schemas that the property of this name must satisfy in an object that satisfies all
-        of ``schemas``."""
+        """The schemas for property ``name`` in an object that satisfies all of ``schemas``."""
         found = []
         for each in schemas:
             properties = _dict(each.get("properties"))
@@ -434,13 +429,13 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _listed(schemas: list[Schema]) -> list[Any]:
-    """The values that the first ``enum`` or ``const`` in these schemas lists."""
+    """The values of the first ``enum`` or ``const`` in these schemas."""
     first = next(each for each in schemas if "enum" in each or "const" in each)
     return [first["const"]] if "const" in first else _list(first["enum"])
 
 
 def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
-    """True if the value is in every ``enum`` and ``const`` and has an allowed type."""
+    """True if the value satisfies every ``enum`` and ``const`` and has an allowed type."""
     if type(value) in KINDS and not types & KINDS[type(value)]:
         return False
     lists = [_list(each["enum"]) for each in schemas if "enum" in each]
@@ -449,8 +444,8 @@ def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
 
 
 def _empty(schemas: list[Schema]) -> set[str]:
-    """The JSON types with no value that satisfies the schemas' limits, since their minimum is above
-    their maximum (of the value, or of a string's length)."""
+    """The JSON types that no value can have, because the schemas' minimum exceeds their maximum,
+    for a number or for the length of a string."""
     found: set[str] = set()
     if _is_empty(schemas, ("minLength",), ("maxLength",)):
         found.add("string")
@@ -467,7 +462,7 @@ def _is_empty(schemas: list[Schema], lows: Sequence[str], highs: Sequence[str]) 
 
 
 def _prefix(schema: Schema) -> list[Any]:
-    """Schemas of the first items (``prefixItems``, formerly ``items``)."""
+    """The schemas for the first items of an array (``prefixItems``; formerly ``items``)."""
     return _list(schema.get("prefixItems")) or _list(schema.get("items"))
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
-    """Consecutive blocks of a sequence were cached. ``parent_hash``: hash of the block before."""
+    """Consecutive blocks of a sequence were cached. ``parent_hash``: hash of the previous block."""
 
     block_hashes: list[bytes]
     parent_hash: bytes | None

@@ -18,16 +18,15 @@ NO_SEED = -1  # how some clients spell None
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How the tokens of a request are sampled, when it stops and what it returns.
+    """How the tokens of a request are sampled, when it stops and what it returns, named as in vLLM.
 
-    Names and ranges are vLLM's. ``temperature=0`` is greedy; other values are used unchanged,
-    however small. ``max_tokens=None`` is limited by ``max_model_len`` only. ``logprobs=k`` returns
-    the k most likely tokens and the sampled one (-1: the whole vocabulary); ``prompt_logprobs``
-    does so for prompt tokens from ``prompt_logprobs_start`` on. Log-probabilities are those of the
-    model, before penalties and temperature. ``extra_args`` is passed unchanged to policies and
-    custom logits processors. ``truncate_prompt_tokens=k`` keeps the last k tokens of a longer
-    prompt (-1: as many as leave room for one output token). ``structured_outputs`` constrains the
-    text by a grammar.
+    * ``temperature``: 0 is greedy.
+    * ``max_tokens``: ``None`` is limited by ``max_model_len`` only.
+    * ``logprobs``: number of most likely tokens to return with the sampled one (-1: the whole
+      vocabulary), with the model's log-probabilities before penalties and temperature.
+    * ``prompt_logprobs``: likewise, for prompt tokens from ``prompt_logprobs_start`` on.
+    * ``truncate_prompt_tokens``: keep only so many last tokens of the prompt (-1: as many as fit).
+    * ``extra_args``: values for policies and custom logits processors.
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and range.
     """
@@ -81,7 +80,7 @@ FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special
 
 
 class ParamRange(NamedTuple):
-    """The range of a numeric field; ``open_low``: the lower limit itself is not allowed."""
+    """The range of a numeric field. ``open_low``: the value must be greater than ``low``."""
 
     field: str
     low: float
@@ -168,9 +167,9 @@ def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
 
 
 def as_list(value: Any) -> Any:
-    """Copy a sequence, a single string or None into a new list.
+    """Make a new list of a sequence, of a single string, or of None ([]).
 
-    Anything else is returned unchanged.
+    Any other value is returned unchanged.
     """
     if value is None:
         return []
@@ -186,8 +185,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoReturn:
-    """Raise ``RequestTypeError`` with the value and the ``wanted`` type. what: words before the
-    field's name if only a part of the field is wrong, e.g. "an entry of"."""
+    """Raise ``RequestTypeError``: the field must have the type ``wanted``. what: words before the
+    field's name in the message, e.g. "an entry of"."""
     raise RequestTypeError(
         f"{what} {field} is {value!r} ({type(value).__name__}), must be {wanted}".lstrip(),
         param=field,
@@ -196,7 +195,7 @@ def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoRe
 
 def _check_real(limits: ParamRange, value: Any, of: str = "") -> None:
     """Raise ``RequestError`` unless the value is a finite number within the limits. of: words after
-    the field's name if the value is only a part of the field, e.g. " of token 5"."""
+    the field's name in the message, e.g. " of token 5"."""
     if type(value) not in (int, float):  # no bool, and no NumPy type, which msgpack cannot encode
         raise RequestTypeError(
             f"{limits.field}{of} is {value!r} ({type(value).__name__}), must be a Python number "
@@ -323,7 +322,7 @@ def _check_combinations(params: SamplingParams) -> None:
 
 
 def is_finite(value: object) -> bool:
-    """True for a finite number. An int may be too large for a float."""
+    """True for a number that is finite as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max  # False for NaN

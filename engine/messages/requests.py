@@ -1,7 +1,7 @@
-"""Requests as they are sent to a core, their outputs, and the checks of requests.
+"""Requests as sent to a core, their outputs, and checks of requests.
 
-A core sends its clients columns with what is new in each step; users get objects from the front
-end. The front end sends valid requests; other clients may not, so the core checks them.
+A core sends ``CoreOutputs``, from which the front end makes ``RequestOutput`` objects for users.
+The core checks requests again, because not every client is our front end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """One sequence to generate. The client splits a request with ``n > 1`` into n of these.
+    """A request for one sequence; the client splits a request with ``n > 1`` into n of these.
 
-    The sampling noise is keyed by ``seed`` and the position of each token. The request ends at any
-    of ``eos_token_ids`` (empty if they are ignored) and of ``params.stop_token_ids``.
+    ``seed`` and the position of a token determine its sampling noise. ``eos_token_ids`` end the
+    sequence, like ``params.stop_token_ids``; empty if end-of-text tokens are ignored.
     """
 
     request_id: str
@@ -84,8 +84,8 @@ CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
 
 
 def code_of(reason: FinishReason, code: str | None = None) -> ErrorCode | None:
-    """The error code for the end of a request: ``code`` if given, else the reason's default code;
-    ``None`` for a request that is complete."""
+    """The error code of an ended request: ``code`` if it is one, else the default for the reason;
+    ``None`` if the reason is not an error."""
     if reason in CODE_OF_REASON and code in ERROR_CODES:
         return cast(ErrorCode, code)
     return CODE_OF_REASON.get(reason)
@@ -104,10 +104,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Started(msgspec.Struct, array_like=True, gc=False):
-    """Sent with the first output of a request, and with the first after each preemption.
+    """The history of a request, sent with its first output and after each preemption.
 
-    It contains the request's history so far, so that a front end that ends the request at a stop
-    string has its metrics.
+    A front end needs it if it ends the request itself, at a stop string.
     """
 
     index: int  # row in CoreOutputs.request_ids
@@ -119,7 +118,7 @@ class Started(msgspec.Struct, array_like=True, gc=False):
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):
-    """The end of a request, sent once for each, also if it was aborted."""
+    """The end of a request, sent once, also for an aborted request."""
 
     index: int  # row in CoreOutputs.request_ids
     reason: FinishReason
@@ -134,11 +133,11 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
 
 
 class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
-    """The outputs of one step for one client, in columns.
+    """The outputs of one step for one client. Row i is request ``request_ids[i]``.
 
-    ``token_ids`` has the tokens of all requests, concatenated: ``counts[i]`` for ``request_ids[i]``
-    (``None``: one each). ``logprobs`` maps a row to one entry per new token; ``prompt_logprobs``
-    maps a row to the entries of all prompt positions from ``prompt_logprobs_start`` on.
+    ``token_ids``: the new tokens of all rows, concatenated; row i has ``counts[i]`` of them
+    (``None``: one each). ``logprobs``: an entry for each new token, by row. ``prompt_logprobs``: an
+    entry for each prompt position from ``prompt_logprobs_start`` on, by row.
     """
 
     request_ids: list[str]
@@ -162,9 +161,8 @@ class Logprob(msgspec.Struct, gc=False):
 class RequestMetrics(msgspec.Struct, gc=False):
     """Times of a request in seconds on the engine's clock; ``None`` until they are known.
 
-    ``waits``: seconds in the queue by cause, summed over its sequences. ``events`` are in order of
-    time. Both are up to date when the core sends an output; for an aborted request, as of its last
-    output before the abort.
+    ``waits``: seconds in the queue by cause, summed over the request's sequences. ``events``: in
+    order of time. Events after the last output of an aborted request are missing.
     """
 
     arrival_time: float
@@ -199,7 +197,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
 
 
 class RequestOutput(msgspec.Struct, gc=False):
-    """An output of a request for the user: one per step or one at the end (``output_kind``)."""
+    """An output of a request for the user: by ``output_kind``, one per step or one at the end."""
 
     request_id: str
     prompt: str | None
@@ -258,8 +256,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """A copy of the batch with one more row for each request id and its end in ``ends``. These rows
-    have no tokens."""
+    """A copy of the batch with a row without tokens for each request id and end in ``ends``."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(
@@ -282,9 +279,9 @@ FEATURES = {
 
 
 def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:
-    """Raise ``RequestError`` for a request that a scheduler or a worker could not process.
+    """Raise ``RequestError`` for a request that a core could not process.
 
-    ``capabilities``: the plan parts (``engine.messages.step.PARTS``) that the core supports.
+    ``capabilities``: the features that the core supports, as in ``engine.messages.step.PARTS``.
     """
     if len(request.request_id) > MAX_ID_CHARS:
         raise RequestError(
@@ -332,7 +329,7 @@ def in_use(request_id: str) -> RequestError:
 
 
 def as_request_ids(request_id: object) -> list[str]:
-    """Convert one id or several to a list. Raises ``RequestTypeError`` for anything else."""
+    """Make a list of one request id or several. Raises ``RequestTypeError`` for anything else."""
     several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
     ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
     for item in ids:
@@ -370,7 +367,8 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_plain(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ``RequestTypeError`` unless an argument of the utility ``name`` is plain data."""
+    """Raise ``RequestTypeError`` unless the value can be sent as an argument of the utility
+    ``name``: numbers, strings, bytes, lists, dicts and the like."""
     if isinstance(value, dict | list | tuple):
         if depth == MAX_PLAIN_DEPTH:
             raise RequestTypeError(

@@ -1,9 +1,8 @@
-"""The messages between core and worker: StepPlan and StepResult, in columns, not per request.
+"""The messages between core and worker: StepPlan and StepResult, with an array for each field.
 
-A plan lists the tokens to compute for each request. Optional *parts* carry what features need from
-the worker; each part is one typed field, named in ``PARTS``. A worker declares which parts it can
-compute (``capabilities``), a resource which parts it writes (``needs``); they are compared when the
-engine starts. ``engine.ipc.plans`` encodes and decodes both messages.
+A plan lists the tokens to compute for each request. Optional *parts* (``PARTS``) are fields that
+only some features need, e.g. drafts. Each worker has a list of the parts that it can compute
+(``capabilities``), each scheduler resource of those that it needs (``needs``).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ CAPABILITIES = (*PARTS, "proposals")
 
 
 class NewSeq(msgspec.Struct, array_like=True):
-    """A sequence that starts to run in a worker slot. Prompt and parameters are sent only once.
+    """A sequence that starts to run in a worker slot, with its prompt and parameters.
 
-    After a preemption it is sent again; ``token_ids`` then holds the prompt and the output so far.
+    It is sent again after a preemption, with prompt and output so far in ``token_ids``.
     """
 
     request_id: str
@@ -45,10 +44,10 @@ class NewSeq(msgspec.Struct, array_like=True):
 
 
 class DraftPart(msgspec.Struct, array_like=True):
-    """Draft tokens, which follow the last token of a row.
+    """Draft tokens for speculative decoding, for each row of a plan or result.
 
-    In a plan they are verified: they are the last ``counts[i]`` tokens of the row. In a result they
-    are proposed by the worker for the row's next step.
+    In a plan: the last ``counts[i]`` tokens of row i are drafts to verify. In a result: the
+    worker's drafts for the next step of row i.
     """
 
     counts: Column  # [rows]
@@ -56,8 +55,7 @@ class DraftPart(msgspec.Struct, array_like=True):
 
     @property
     def inputs(self) -> Column:
-        """The draft tokens of all rows, concatenated, as input of the model: ``PADDING`` is
-        replaced by token 0."""
+        """The draft tokens of all rows, concatenated, with token 0 instead of ``PADDING``."""
         return self.tokens.clip(min=0)
 
     def by_row(self) -> list[list[int]]:
@@ -67,10 +65,10 @@ class DraftPart(msgspec.Struct, array_like=True):
 
 
 class MaskPart(msgspec.Struct, array_like=True):
-    """Rows whose tokens are sampled from those that a mask allows.
+    """The rows of a plan whose tokens are sampled from the tokens that a mask allows.
 
-    The masks (``Masks``) are computed when all earlier steps are settled; the forward pass does not
-    wait for them. While a step waits for masks, no later step is launched.
+    The masks follow in a ``Masks`` message, while the step's forward pass runs. No later step
+    starts before they have arrived.
     """
 
     rows: Column  # of the plan, ascending
@@ -82,10 +80,10 @@ class MaskPart(msgspec.Struct, array_like=True):
 
 
 class Masks(msgspec.Struct, array_like=True):
-    """The masks for rows of a plan's ``MaskPart``, in order: one for each token that a row samples.
+    """Masks of allowed tokens for the rows of a plan's ``MaskPart``, in order.
 
-    A row samples one token more than it has drafts. Bit t % 32 of word t // 32 is set if token t
-    is allowed.
+    A row has one mask for each token that it samples: one more than its drafts. Token t is allowed
+    if bit t % 32 of word t // 32 is set.
     """
 
     words: Column  # [num_masks * words_a_mask]
@@ -101,7 +99,7 @@ class AdapterPart(msgspec.Struct, array_like=True):
 
 
 class MediaPart(msgspec.Struct, array_like=True):
-    """Media to encode. The worker processes these fields in the order in which they stand here."""
+    """Encoder work for images and other media, in this order: ``free``, ``media``, ``encode``."""
 
     free: list[str] = []  # hashes of encoder outputs to free
     media: dict[int, list[MediaItem]] = {}  # worker slot of a new sequence -> its media
@@ -111,12 +109,12 @@ class MediaPart(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, array_like=True):
     """What the worker computes in one step. Columns have one entry per scheduled request.
 
-    ``starts[i]`` is the position of the first token computed for row i, ``counts[i]`` the number of
-    tokens; ``samples[i]`` is 1 if a token is sampled after the last of them. ``rows`` (in the
-    scheduler's table), ``slots`` (in the worker's) and ``generations`` (of the rows) identify the
-    requests. ``block_slots``, ``block_indices`` and ``block_ids`` change block tables: entry
-    ``block_indices[k]`` of the table of slot ``block_slots[k]`` is now block ``block_ids[k]``. A
-    worker applies ``freed_slots`` first, then ``new``, then the changes of block tables.
+    Request i computes ``counts[i]`` tokens from position ``starts[i]`` on, and samples a token
+    after them if ``samples[i]`` is 1. It is identified by its slot in the worker (``slots[i]``),
+    its row in the scheduler's table (``rows[i]``), and the generation of that row, since rows are
+    reused. Entry ``block_indices[k]`` of the block table of slot ``block_slots[k]`` becomes
+    ``block_ids[k]``. A worker applies ``freed_slots`` first, then ``new``, then the changes of
+    block tables.
     """
 
     step: int
@@ -153,8 +151,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """Report that loading a request's KV from elsewhere has ended. The KV of its first
-    ``num_tokens`` tokens is valid; ``error``: why the rest is missing, empty if nothing is."""
+    """A load of a request's KV has ended. The first ``num_tokens`` of the tokens to be loaded have
+    valid KV; ``error``: why the others have not, empty if all have."""
 
     request_id: str
     num_tokens: int
@@ -171,9 +169,9 @@ class KVReport(msgspec.Struct, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     """The result of a step, with rows in the plan's order.
 
-    ``token_ids`` has the tokens of all rows, concatenated: ``counts[i]`` for row i (0 for a prompt
-    chunk; the accepted drafts plus one for a row with drafts). ``errors`` maps the index of a row
-    to a message: only that request failed, and the KV it wrote must leave the prefix cache.
+    ``token_ids``: the sampled tokens of all rows, concatenated; row i has ``counts[i]`` of them: 0
+    if its prompt is not complete, accepted drafts + 1 if it has drafts. ``errors``: messages by row
+    index, for requests that failed; their new KV must leave the prefix cache.
     """
 
     step: int
@@ -190,16 +188,12 @@ class StepResult(msgspec.Struct, array_like=True):
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
-        """Enter an error for the row with this index, so that its request fails. The message
-        replaces an earlier one."""
+        """Let the request of this row fail with an error, which replaces an earlier one."""
         self.errors[index], self.codes[index] = message, code
 
 
 def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:
-    """Raise ``RuntimeError`` if the plan has parts that its worker does not compute.
-
-    Resources and requests are checked earlier; a part must never be ignored silently.
-    """
+    """Raise ``RuntimeError`` if the plan has parts that the worker cannot compute."""
     if unread := [name for name in plan.parts if name not in capabilities]:
         raise RuntimeError(
             f"the plan of step {plan.step} has {' and '.join(unread)}, which this worker cannot "

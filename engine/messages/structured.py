@@ -41,29 +41,27 @@ TAG_EXAMPLE = (
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A constraint of the generated text. Exactly one of the first six fields must be given.
+    """A constraint of the generated text. Exactly one of the first six fields must be given:
 
-    ``json``: a JSON schema, as a dict or as text. ``regex``: a regular expression that the whole
-    text matches (syntax of Rust's ``regex``, which has no look-around and no back references).
-    ``choice``: one of these texts. ``grammar``: a context-free grammar in Lark or GBNF notation.
-    ``json_object``: any JSON object. ``structural_tag``: free text in which certain strings begin a
-    part that follows a schema, e.g. a tool call; ``{"structures": [{"begin", "schema", "end"},
-    ...], "triggers": [...]}`` as a dict or as text.
+    * ``json``: a JSON schema, as a dict or as text.
+    * ``regex``: a regular expression for the whole text, in the syntax of Rust's ``regex``.
+    * ``choice``: a list of texts, one of which is generated.
+    * ``grammar``: a context-free grammar in Lark or GBNF notation.
+    * ``json_object``: True for any JSON object.
+    * ``structural_tag``: free text with parts that follow a schema, such as tool calls, as a dict
+      or text: ``{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}``.
 
-    For JSON: ``disable_any_whitespace`` forbids whitespace between JSON tokens,
-    ``whitespace_pattern`` is a regular expression for it (``""``: none), and
-    ``disable_additional_properties`` allows only properties that a schema names. These names are
-    vLLM's. Two fields are our own; ``None`` uses the engine's option. ``additional_properties``:
-    ``"closed"`` forbids other properties in an object whose schema names some and has no
-    ``additionalProperties``; ``"open"`` allows them, as JSON schema does. ``property_order``:
-    ``"schema"`` requires properties in the order of the schema, ``"free"`` allows any order.
+    Options for JSON: ``disable_any_whitespace`` forbids whitespace between tokens,
+    ``whitespace_pattern`` is a regular expression for it, and ``disable_additional_properties``
+    allows only properties that a schema names. ``additional_properties="closed"`` does so for
+    schemas that name properties and do not set ``additionalProperties``.
+    ``property_order="schema"`` requires the order of the schema. ``None`` uses the engine's option.
 
-    ``backend``: the library that compiles the constraint. ``guidance`` is llguidance; ``xgrammar``
-    is optional and supports ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is
-    llguidance, or xgrammar (if installed) for constraints that llguidance refuses.
+    ``backend``: the library that compiles the constraint: ``"guidance"`` (llguidance),
+    ``"xgrammar"`` (optional; for JSON and GBNF), or ``"auto"`` (xgrammar only for what llguidance
+    refuses).
 
-    Raises ``RequestError`` (a ``ValueError``) with field, value and a way out. Keywords that no
-    backend can enforce let the request fail when its grammar is compiled.
+    Raises ``RequestError`` (a ``ValueError``) with field, value and a way out.
     """
 
     json: dict[str, Any] | str | None = None
@@ -88,12 +86,12 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> Kind:
-        """Which of the six constraints was given."""
+        """The name of the field, among the six constraints, that was given."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A text after which a part of a grammar begins. Special tokens in it are written as text."""
+    """A text after which a part of a grammar begins, with special tokens written as text."""
 
     text: str  # empty: the part begins the whole text
     part: int
@@ -102,7 +100,7 @@ class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A grammar as sent to the core, in JSON; grammars with equal JSON text are the same."""
+    """A grammar as sent to the core; grammars whose JSON texts are equal are the same."""
 
     kind: Kind
     text: str  # a schema or a tag as JSON, a choice as a JSON list of its texts
@@ -119,8 +117,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """A copy of the grammar and its parts that uses these rules wherever it sets no own
-        ones."""
+        """A copy with ``rules`` in place of settings that are ``None``, also in the grammar's
+        parts."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -140,13 +138,13 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ObjectRules(NamedTuple):
-    """Rules for objects of JSON schemas; ``None`` where a default applies."""
+    """Rules for objects of JSON schemas; ``None``: the default applies."""
 
     additional_properties: AdditionalProperties | None = None
     property_order: PropertyOrder | None = None
 
     def or_else(self, others: ObjectRules) -> ObjectRules:
-        """These rules; a field that is ``None`` here is taken from ``others``."""
+        """A copy in which fields that are ``None`` are taken from ``others``."""
         return ObjectRules(
             self.additional_properties or others.additional_properties,
             self.property_order or others.property_order,
@@ -157,7 +155,7 @@ NO_RULES = ObjectRules()
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
-    """A grammar that contains other constraints as parts, named ``@part_0`` and so on."""
+    """A grammar with other constraints as its parts, which it names ``@part_0`` and so on."""
 
     parts: tuple[Grammar, ...] = ()
     num_ways: int = 0
@@ -165,14 +163,14 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
-    """The constraint as JSON text, for ``AddRequest.grammar``. rules: used where the constraint
-    does not set its own. Raises ``RequestError`` if the constraint is too long or invalid."""
+    """Encode a constraint as JSON text, for ``AddRequest.grammar``. ``rules`` replace settings that
+    are ``None``. Raises ``RequestError`` if the constraint is too long or invalid."""
     return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
 
 
 def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
-    """A copy of the constraint that uses these rules where it sets no own ones; unchanged if it has
-    no JSON schemas."""
+    """A copy of the constraint in which ``rules`` replace settings that are ``None``; the
+    constraint itself if it has no JSON schemas."""
     if isinstance(params, ComposedForm):
         parts = tuple(part.with_rules(rules) for part in params.parts)
         return msgspec.structs.replace(params, parts=parts)
@@ -307,8 +305,8 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def _read_json(name: str, value: Any) -> tuple[Any, str]:
-    """Read the field ``name``, a JSON object or JSON text. Returns the value and its text. Raises
-    ``RequestError`` if it is not JSON."""
+    """Parse the field ``name``, a JSON object or JSON text. Returns the parsed value and its text.
+    Raises ``RequestError`` if it is not JSON."""
     _check_type(name, value, dict, str)
     try:
         return _read_quickly(value) or _read_exactly(name, value)
@@ -321,7 +319,7 @@ def _read_json(name: str, value: Any) -> tuple[Any, str]:
 
 
 def _read_quickly(value: Any) -> tuple[Any, str] | None:
-    """Fast version of ``_read_json`` for large schemas; ``None`` if closer checks are needed."""
+    """A faster ``_read_json`` for large schemas; ``None`` if the value needs the slower checks."""
     try:
         if isinstance(value, str):
             return msgspec.json.decode(value), value

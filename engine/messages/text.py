@@ -1,7 +1,6 @@
 """The messages between a front end and its text processes, which tokenise and detokenise.
 
-Both sides have the same version, since the front end starts the processes. Jobs are sent in
-batches, and answered in batches and in order. Texts are UTF-8, ids are native 32-bit integers.
+Jobs are sent in batches and answered in order. Texts are UTF-8, ids are native 32-bit integers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Render(msgspec.Struct, array_like=True, frozen=True, tag="render"):
 
 
 class TextWish(msgspec.Struct, array_like=True, frozen=True):
-    """The parameters of a sequence that concern its text."""
+    """The sampling parameters of a sequence that concern its text."""
 
     skip_special_tokens: bool
     stop: list[str]
@@ -46,9 +45,9 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KnownText(msgspec.Struct, array_like=True, frozen=True):
-    """The state of a sequence that is new to the process. ``read``: its tokens whose text the front
-    end has already, in the groups in which they were detokenised: where a group ends within a
-    character, that character's text comes later."""
+    """What a text process must know of a sequence whose earlier tokens it has not detokenised.
+    ``read``: those tokens, in the groups in which they were detokenised, which matter if a group
+    ended within a character."""
 
     wish: TextWish
     prompt: bytes  # token ids
@@ -58,7 +57,7 @@ class KnownText(msgspec.Struct, array_like=True, frozen=True):
 class Read(msgspec.Struct, array_like=True, frozen=True, tag="read"):
     """Detokenise the next tokens of a sequence. Answered by ``TextDelta``.
 
-    ``is_last``: the sequence ends, so delayed text is released.
+    ``is_last``: the sequence ends, so text withheld for later tokens is returned, too.
     """
 
     sequence: int
@@ -81,16 +80,17 @@ class Encoded(msgspec.Struct, array_like=True, frozen=True, tag="encoded"):
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True, tag="rendered"):
-    """The rendered text and its ids (the template writes the special tokens)."""
+    """A chat rendered by its template, as text and as token ids."""
 
     text: str
     token_ids: bytes
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
-    """A change of a text: remove ``num_dropped`` characters from its end, then append ``text``.
+    """A change of a sequence's text: remove ``num_dropped`` characters at its end, then append
+    ``text``.
 
-    ``stop``: the stop string that ended it; the sequence then has ``num_tokens`` tokens.
+    ``stop``: the stop string that ended the sequence, which then has ``num_tokens`` tokens.
     ``error``: why its tokens could not be detokenised.
     """
 

@@ -1,10 +1,9 @@
-"""The messages between clients and a core in another process, documented in
-docs/internals/wire.md.
+"""The messages between clients and a core in another process, documented in docs/internals/wire.md.
 
 Every message is an array whose first element is the name of its type. New fields are appended, with
-defaults. A client sends ``Hello`` first; the core replies ``Welcome``. A message with a number is
-answered once, with the same number, in order. ``Abort`` is not answered: the end of every accepted
-request is sent once, in a row of ``Outputs``.
+defaults. A client sends ``Hello`` first; the core replies ``Welcome``. Each message with a number
+is answered by one message with the same number, in order. ``Abort`` is not answered: every accepted
+request has one end, which is sent in ``Outputs``.
 """
 
 from __future__ import annotations
@@ -155,11 +154,8 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
-    """Shut down: accept no new requests, finish the others within ``drain_timeout`` seconds.
-    Answered by ``Health``.
-
-    ``drain_timeout``: ``None`` uses the core's own setting.
-    """
+    """Shut down: accept no new requests, and finish the others within ``drain_seconds`` (``None``:
+    the core's own setting). Answered by ``Health``."""
 
     token: bytes
     drain_seconds: float | None = None

@@ -1,14 +1,11 @@
-"""Media in prompts: decides which are encoded in a step, and which encoder outputs are kept.
+"""Media in prompts (images, sound, ...): what is encoded in a step, and what outputs are kept.
 
-EncoderBudget: ends a prompt chunk before the first media item that is not encoded and cannot be
-encoded in this step. Encoder output is kept until all tokens that read it have been computed, and
-then until its space is needed.
+``EncoderBudget`` ends a prompt chunk before the first media item that cannot be encoded in this
+step. ``EncoderCache`` keeps an encoder output until all tokens that read it are computed, and then
+until its space is needed:
 
-EncoderCache: the encoder outputs on the device.
-
-absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once)
-                  ^                        │
-                  └──────── used again ────┘
+absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once) ^ │
+└──────── used again ────┘
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from engine.sched.step_state import Step
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """One request's use of an encoder output, which cannot be evicted meanwhile."""
+    """The use of an encoder output by one request, which prevents the output's eviction."""
 
     item: MediaItem
     is_over: bool = False
@@ -56,16 +53,15 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Space for further entries, in tokens: free space, and that of idle entries, which can be
-        evicted."""
+        """Number of tokens whose encoder outputs can be added, as idle entries can be evicted."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
-        """True if a request uses the entry, so that another use takes no space."""
+        """True if a request uses the entry."""
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Start to use the item's entry. A missing one is created, evicting idle ones if needed."""
+        """Start to use the item's entry. If it is missing, create it; evict idle ones if needed."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)
@@ -117,11 +113,11 @@ class EncoderCache:
 
 
 class EncoderBudget(Resource):
-    """Limits media: ``max_encoder_tokens`` tokens encoded per step, ``cache_size`` tokens kept.
+    """Limits media: ``max_encoder_tokens`` are encoded per step, ``cache_size`` tokens are kept.
 
-    ``whole_media``: all tokens of an item must be computed in one step, for models with
-    bidirectional attention within it. ``longest_item``: tokens of the model's longest item, 0 if
-    unknown. Raises ``ConfigError`` if an item of that length could never be served.
+    ``whole_media``: all tokens of a media item must be computed in one step, since they attend to
+    each other. ``longest_item``: tokens of the model's longest media item, 0 if unknown. Raises
+    ``ConfigError`` if an item of that length exceeds a limit.
     """
 
     name = "encoder"
@@ -157,7 +153,7 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        """True until all tokens of the request's media have been computed."""
+        """True until all media tokens of the request are computed, since its chunks need checks."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
@@ -199,7 +195,8 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """End requests' uses of encoder outputs that none of their later tokens reads."""
+        """End the uses of encoder outputs that were read to their end in this step, and discard the
+        outputs that failed requests have encoded."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
         for row, key in self._encoded_in.pop(plan.step, ()):
@@ -209,16 +206,16 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _unsplit(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The largest position of at most ``upto`` at which a chunk from ``start`` can end without
-        splitting a media item; ``upto`` itself if items may be split."""
+        """The last position, up to ``upto``, at which a chunk from ``start`` can end without
+        splitting a media item; ``upto`` if items may be split."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:
                 return max(start, item.offset)
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The position of the first media item in [start, upto) that is neither cached nor can be
-        encoded in this step; ``upto`` without one."""
+        """The position at which a chunk [start, upto) must end: at the first media item that
+        exceeds this step's encoder tokens or the cache, else at ``upto``."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left
@@ -244,7 +241,7 @@ class EncoderBudget(Resource):
         return self.cache.use(item)
 
     def _impossible(self, length: int) -> str | None:
-        """Why an item of ``length`` tokens could never be served, or None."""
+        """Why a media item of ``length`` tokens exceeds a limit, for a message; else ``None``."""
         step_tokens = self._scheduler.config.max_num_batched_tokens
         if length > self.max_encoder_tokens:
             return (
@@ -265,7 +262,7 @@ class EncoderBudget(Resource):
 
 
 def read_by(media: Sequence[MediaItem], start: int, upto: int) -> Iterator[tuple[int, MediaItem]]:
-    """Index and item of the media that the tokens at positions [start, upto) read."""
+    """Index and item of each media item that has tokens at positions [start, upto)."""
     for index, item in enumerate(media):
         if item.offset < upto and start < item.offset + item.length:
             yield index, item

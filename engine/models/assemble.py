@@ -71,8 +71,7 @@ class Assembly:
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
-        """The embedding and the output layer; if they are tied, they share the output layer's
-        table."""
+        """Make the embedding and the output layer, which share one table if they are tied."""
         spec, table = self.spec, self.weights.take("embed")
         dtype = activation_dtype(table.dtype, self.placement.device)
         if spec.tied:
@@ -138,7 +137,7 @@ class Assembly:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
     def head_of(self, weight: Weight) -> Linear:
-        """The output layer. Never in 8-bit floats, whose products round its inputs too much."""
+        """Make the output layer, never in 8-bit floats, which would round its inputs too much."""
         requested = self.placement.quantization
         return make_linear(
             weight,
@@ -186,8 +185,8 @@ class Assembly:
 def compute_dtype(
     config: ModelConfig, info: ModelInfo, device: str, stored: torch.dtype | None = None
 ) -> torch.dtype:
-    """The dtype to compute in. For "auto" it is the one that config.json names, otherwise
-    ``stored``, the dtype of most numbers in the checkpoint."""
+    """The dtype to compute in. For "auto" it is the one in config.json, else ``stored``, that of
+    most numbers in the checkpoint, else float32 on a CPU and bfloat16 on a GPU."""
     named = info.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
     if named not in COMPUTE_DTYPES and stored in COMPUTE_DTYPES.values():
         assert stored is not None

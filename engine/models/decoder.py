@@ -24,8 +24,7 @@ from kernels.meta import AttentionMeta
 
 
 class Sublayer:
-    """The norms around attention or MLP, and the factor on its output before the residual
-    addition."""
+    """The norms before and after attention or an MLP, and the factor on its output."""
 
     def __init__(self, norm_in: ResidualNorm, norm_out: RMSNorm | None, multiplier: float) -> None:
         self.enter = norm_in
@@ -33,7 +32,7 @@ class Sublayer:
         self.multiplier = multiplier
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply output norm and factor to x [N, H], in place if possible. Returns [N, H]."""
+        """Apply output norm and factor to the output x [N, H], in place if possible."""
         if self.norm_out is not None:
             x = self.norm_out(x)
         return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
@@ -63,7 +62,7 @@ class DecoderBlock:
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the layer. x [N, H]: output of the previous layer, not yet added to ``residual``.
-        Returns this layer's x and residual; with ``wanted``, only for these rows [R, H]."""
+        Returns the new x and residual, only for the rows of ``wanted`` if it is given."""
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, meta, kv_layer, wanted))
         if wanted is not None:
@@ -98,7 +97,7 @@ class NativeDecoder:
 
     @property
     def can_be_recorded(self) -> bool:
-        """False if experts group tokens on the host, which then waits for the device's routing."""
+        """False if tokens are grouped by expert on the host, which must wait for the device."""
         return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
 
     def group_experts(self) -> None:
@@ -108,8 +107,8 @@ class NativeDecoder:
                 block.mlp = GroupedExperts(block.mlp)
 
     def scale_cache(self, device: torch.device) -> int:
-        """Divide keys and values by the checkpoint's scales when they are stored as 8-bit floats.
-        Returns the number of layers that have scales."""
+        """Use the checkpoint's scales to store keys and values as 8-bit floats. Returns the number
+        of layers that have scales."""
         for block, scales in zip(self.blocks, self.kv_scales, strict=False):
             if scales is not None:
                 held = scales.to(device)
@@ -118,8 +117,8 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        """Compute hidden states [R, H] of the wanted rows after the final norm; write K and V of
-        all."""
+        """Compute hidden states [R, H] of the wanted tokens after the final norm. Writes K and V of
+        all N tokens to ``kv``."""
         if batch.positions.dim() != 1:
             raise ValueError(
                 f"positions have {len(batch.positions)} rows, but this model needs one row"
@@ -133,7 +132,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the residual stream [N, H] of all tokens below the last layer; see ``Model``."""
+        """Compute the residual stream [N, H] before the last layer."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
         lower = zip(self.blocks[:-1], batch.attn[:-1], kv[:-1], strict=True)
         for block, meta, kv_layer in lower:
@@ -144,16 +143,14 @@ class NativeDecoder:
     def last_layer(
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Compute the last layer and the final norm from the output of ``lower_layers``; see
-        ``Model``."""
+        """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
         x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states [N, H] of all tokens: replays of a recorded step may want other rows than
-        the recorded one did."""
+        """Hidden states [N, H] of all tokens, as replays of a recorded step may want any rows."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:
@@ -174,7 +171,7 @@ class NativeDecoder:
         return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The token with the largest logit of each row, [R] int32, or ``None``; see ``Model``."""
+        """The token with the largest logit of each row, [R] int32; ``None`` if not supported."""
         return self.output.largest(hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -121,7 +121,7 @@ class GeneralModel:
 
     @contextmanager
     def _backbone_returns(self, output: Any) -> Iterator[None]:
-        """Replace the backbone's forward by one that returns ``output``."""
+        """Context in which the module's backbone returns ``output`` without computing anything."""
         self._backbone.forward = lambda *_, **__: output
         try:
             yield
@@ -216,7 +216,7 @@ def _no_progress_bar() -> Iterator[None]:
 def _tried(
     causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
 ) -> GeneralModel:
-    """Run the trial and return the model. Raises ``Misfit`` if our attention cannot serve it."""
+    """Run the trial on a module. Raises ``Misfit`` if the model cannot use our attention."""
     text = causal.config.get_text_config(decoder=True)
     try:
         findings = run_trial(causal, text.vocab_size, max_model_len)

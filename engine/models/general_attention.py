@@ -1,10 +1,9 @@
-"""Attention functions for transformers' interface, ``attention_interface(module, q, k, v, mask,
+"""Attention functions that transformers calls as ``attention_interface(module, q, k, v, mask,
 ...)``.
 
-Two functions are registered. ``TRIAL`` records the arguments of each layer's call. ``PAGED`` writes
-K and V to the paged cache and attends over it. No mask function is registered for ``PAGED``, so
-transformers builds no mask; for ``TRIAL`` the mask is a blank tensor with the rule that
-transformers would have built it from.
+``TRIAL`` records the arguments of each layer's call; its mask is a blank tensor with the mask's
+rule as an attribute. ``PAGED`` writes K and V to the paged cache and attends over it; transformers
+builds no mask for it.
 
 An attribute of each module refers to its model's state, so several models can be loaded.
 """
@@ -63,7 +62,7 @@ class Options:
 
 
 def read_options(scaling: float | None, head_dim: int, given: dict[str, Any]) -> Options:
-    """The options in a call's arguments. Raises ``Misfit`` for an unsupported argument."""
+    """The attention options in a call's arguments. Raises ``Misfit`` for an unsupported option."""
     softcap = sinks = None
     for name, value in given.items():
         if value is None or name in WITHOUT_EFFECT:
@@ -103,8 +102,8 @@ def listen(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the call. Returns each token's own value, so that no output depends on other
-    tokens."""
+    """Record an attention call. Returns each token's own value as its output, so that no output
+    depends on other tokens."""
     getattr(module, STATE).append(
         AttentionCall(module, query, key, value, attention_mask, scaling, given)
     )
@@ -128,7 +127,7 @@ def blank_mask(
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention call of a forward pass, found by a trial."""
+    """An attention layer of a module, found by a trial."""
 
     module: nn.Module
     cache: PagedKV
@@ -138,7 +137,7 @@ class AttentionLayer:
 
 
 class AttentionStep:
-    """The current step: cache positions of its K and V, and the number of layers called so far."""
+    """State of a forward pass: where K and V are written, and how many layers have been called."""
 
     def __init__(self, attn: Sequence[AttentionMeta], kv: list[torch.Tensor]) -> None:
         """attn: metadata of each layer's attention; kv: each layer's KV cache."""
@@ -149,7 +148,7 @@ class AttentionStep:
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _places_of(self, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache block and offset of each token (padding left out), in layers of this KV group."""
+        """Cache block and offset of each token, without padding, in the layers of this KV group."""
         if meta.group not in self._places:
             slots = meta.slots[self._rows]
             self._places[meta.group] = (slots // meta.block_size, slots % meta.block_size)
@@ -205,8 +204,8 @@ def attend(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Paged attention. query [1, Hq, N, D]; key, value [1, Hkv, N, D]. Returns ([1, N, Hq, D of
-    value], None)."""
+    """Paged attention. query [1, Hq, N, D]; key [1, Hkv, N, D]; value [1, Hkv, N, Dv]. Returns ([1,
+    N, Hq, Dv], None)."""
     state: PagedState = getattr(module, STATE)
     assert state.step is not None, "the module was called outside a step"
     layer = state.layers[state.step.num_calls]
@@ -231,7 +230,7 @@ def attend(
 
 
 def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[1, H, N, D] -> [N, H, head_dim], padded with zeros, which change no result."""
+    """Rearrange [1, H, N, D] to [N, H, head_dim]; the heads are padded with zeros."""
     rows = heads[0].transpose(0, 1)
     missing = head_dim - rows.shape[-1]
     return nn.functional.pad(rows, (0, missing)) if missing else rows

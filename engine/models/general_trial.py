@@ -1,11 +1,11 @@
 """Runs a few tokens through a loaded module to check that only attention relates its tokens.
 
-A step passes the tokens of many sequences as one row. This is correct if other tokens affect a
-token only through attention, and its position only through ``position_ids``. The trial runs the
-same tokens twice: in order, and permuted with their position ids, one of them moved to the last
-possible position. Since the trial's attention returns each token's own value, all tokens except the
-moved one must have the same results. This detects convolutions, token shifts, positions counted
-from the row, and frequencies that depend on the longest sequence of a batch.
+A step passes the tokens of many sequences as one row, so a token's result may depend on other
+tokens only through attention, and on its position only through ``position_ids``. The trial runs the
+same tokens twice: in order, and permuted with their position ids, with one token moved to the last
+possible position. The trial's attention returns each token's own value, so all tokens but the moved
+one must have the same results. This detects convolutions, token shifts, positions counted from the
+row, and frequencies that depend on the longest sequence of a batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
 
 
 def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
-    """Submodules that may be the backbone, likeliest first; some classes call the inner decoder."""
+    """The submodules that may compute the hidden states, likeliest first."""
     named = [causal.base_model, causal.get_decoder()]
     children = [part for part in causal.children() if isinstance(part, PreTrainedModel)]
     return [part for part in dict.fromkeys(named + children) if part is not causal]
@@ -95,8 +95,8 @@ def _run(
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> TrialRun:
-    """Call a module and record its attention calls and the output of its backbone, the first of
-    ``backbones`` that is called. ``positions``: ``None`` for the module's default, 0, 1, 2, ..."""
+    """Call a module; record its attention calls and the output of its backbone, the first called
+    one of ``backbones``. ``positions``: ``None`` for 0, 1, 2, ..."""
     calls: list[AttentionCall] = []
     outputs: dict[nn.Module, Any] = {}
     device = next(module.parameters()).device
@@ -150,8 +150,7 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
 
 
 def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
-    """The sliding window of a mask rule; 0 for a plain causal mask. Raises ``Misfit`` for
-    others."""
+    """The sliding window of a mask rule, 0 for a causal mask. Raises ``Misfit`` for other masks."""
     keys = torch.arange(max_model_len, device=device)
     last = max_model_len - 1
     width = int(_seen(rule, last, keys).sum())
@@ -187,8 +186,8 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
-    """Raise ``Misfit`` if results of unmoved tokens differ. order: which token each row of the
-    second run holds."""
+    """Raise ``Misfit`` if the results of a token that was not moved differ between the runs. order:
+    index in the first run of each token of the second."""
     if [call.module for call in first.calls] != [call.module for call in second.calls]:
         raise Misfit("the number of its attention calls depends on its input")
     pairs = [(first.hidden, second.hidden)]
@@ -207,8 +206,7 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 
 
 def is_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True if both are equal up to rounding, relative to the norm of ``expected``. Real errors are
-    as large as the values."""
+    """True if the tensors are equal up to rounding, by the norm of their difference."""
     allowed = 1e-4 if expected.dtype == torch.float32 else 5e-2
     difference = (value.float() - expected.float()).norm()
     return bool(difference <= allowed * expected.float().norm())

@@ -1,4 +1,4 @@
-"""Reads config.json as transformers does, of any version. Does not import torch.
+"""Reads config.json as written by any version of transformers. Does not import torch.
 
 Missing keys get the defaults of the family; a key that is present but null stays null.
 """
@@ -46,7 +46,7 @@ def need(hf: HF, key: str) -> Any:
 
 
 def count(hf: HF, key: str) -> int:
-    """A required positive integer of config.json. Raises ``ModelError``."""
+    """The value of a key of config.json. Raises ``ModelError`` unless it is a positive integer."""
     value = need(hf, key)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json's {key} is {value!r}, must be a whole number of at least 1")
@@ -54,7 +54,7 @@ def count(hf: HF, key: str) -> int:
 
 
 def activation(hf: HF, key: str = "hidden_act") -> str:
-    """The MLP's activation, by our name. Raises ``NotNative`` if it is not supported."""
+    """The engine's name for the MLP's activation. Raises ``NotNative`` if it is not supported."""
     name = hf.get(key) or "silu"
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -63,7 +63,7 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
 
 
 def head_dim(hf: HF) -> int:
-    """Size of a head. It must be even, since rotary embeddings rotate pairs."""
+    """Size of an attention head. Raises ``ModelError`` for an odd size, which has no pairs."""
     if hf.get("head_dim") is not None:
         size = count(hf, "head_dim")
     else:
@@ -74,8 +74,7 @@ def head_dim(hf: HF) -> int:
 
 
 def heads(hf: HF) -> tuple[int, int] | None:
-    """Head size and number of query heads per KV head; ``None`` if config.json lacks the usual
-    keys."""
+    """Head size and number of query heads per KV head; ``None`` if config.json lacks them."""
     try:
         found = attention(hf)
     except ModelError:
@@ -101,11 +100,10 @@ def attention(hf: HF, **differences: Any) -> AttentionSpec:
 def rope(
     hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float = 1.0
 ) -> RopeSpec:
-    """The spec of the rotary embedding; that of ``layer_type`` if config.json has one for each
+    """Read the rotary embedding, or the one for ``layer_type`` if config.json has one for each
     type.
 
-    Newer files have ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``. theta,
-    partial: default base and default fraction of a head that is rotated.
+    theta, partial: default base, and default fraction of a head's dimensions that are rotated.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if layer_type is not None and layer_type in given:
@@ -150,7 +148,7 @@ def _stated(hf: HF) -> dict[str, Any]:
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
-    """The type of each layer, "full_attention" or "sliding_attention"."""
+    """The type of each layer, "full_attention" or "sliding_attention", or ``default``."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count(hf, "num_hidden_layers"):

@@ -71,8 +71,8 @@ def load_model(
 
 
 def check_general_invariance(config: ModelConfig, info: ModelInfo, device: str) -> None:
-    """Raise ``ConfigError`` if batch invariance was requested, which models computed by
-    transformers do not have. On a CPU, where it is the default, only log that it is missing."""
+    """Raise ``ConfigError`` if batch invariance was requested for a model computed by transformers,
+    which does not have it. On a CPU, only log this if it was not requested."""
     name = info.architecture or info.model_type
     if config.batch_invariant:
         raise ConfigError(
@@ -109,8 +109,9 @@ def check_invariant(
 def quantization_of(
     config: ModelConfig, info: ModelInfo, form: Format | None, device: str
 ) -> str | None:
-    """The format to quantise weights to while loading; ``None`` for none. Raises
-    ``ConfigError``."""
+    """The format to which weights are quantised while they are loaded, if any. Raises
+    ``ConfigError`` unless the requested format fits the device and ``form``, the format of stored
+    weights."""
     requested = config.quantization
     if form is None:
         check_quantization(requested, torch.device(device))
@@ -158,7 +159,7 @@ def load_decoder(
     form: Format | None,
     placement: Placement,
 ) -> NativeDecoder:
-    """Load a native family's decoder. form: how weights are quantised; ``None``: they are not."""
+    """Load a native decoder. form: the format of quantised weights, ``None`` for plain ones."""
     started = time.perf_counter()
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)
@@ -194,8 +195,7 @@ def _build(
 
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """The spec with separate tables for embedding and output layer, if config.json ties them but
-    the checkpoint has two that differ; else the spec unchanged."""
+    """The spec, untied if the checkpoint has an output layer that differs from the embedding."""
     stored = checkpoint.tensors
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)

@@ -11,7 +11,7 @@ from engine.layers.batch import ForwardBatch, Hidden
 
 
 class Model(Protocol):
-    """A decoder over a paged KV cache. N tokens, H hidden size, V vocabulary."""
+    """A decoder over a paged KV cache. N tokens, R wanted tokens, H hidden size, V vocabulary."""
 
     cache_spec: tuple[LayerCache, ...]
     """The KV cache of each layer, in forward order."""
@@ -27,8 +27,9 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        """Compute hidden states [R, H] of ``batch.wanted`` (``None``: all N) after the final norm,
-        and the outputs [N, H] of ``batch.aux_layers``. Writes K and V of all tokens.
+        """Compute hidden states [R, H] of the tokens ``batch.wanted`` (``None``: all N) after the
+        final norm, and the outputs [N, H] of the layers ``batch.aux_layers``. Writes K and V of all
+        tokens to ``kv``.
 
         kv: one tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], of ``dtype``
         or of a smaller type that the kernels support.
@@ -36,15 +37,14 @@ class Model(Protocol):
         ...
 
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the residual stream [N, H] below the last layer, which does not depend on
-        ``batch.wanted``. Only for models that can be recorded."""
+        """Compute the residual stream [N, H] before the last layer, for models that can be
+        recorded."""
         ...
 
     def last_layer(
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Compute the last layer from the output of ``lower_layers``; together they equal
-        ``forward(batch, kv).last``."""
+        """Compute hidden states [R, H] from the output of ``lower_layers``."""
         ...
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -54,6 +54,6 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [R, V] float32 of hidden states [R, H]. out: where to write them, for models that
-        can be recorded."""
+        """Logits [R, V] float32 of hidden states [R, H]. out: where to write them, if the model can
+        be recorded."""
         ...

@@ -56,9 +56,9 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """RMS norms by their names in a checkpoint; ``None`` if a family lacks the norm.
+    """RMS norms of a layer, by their names in a checkpoint; ``None``: the family lacks this norm.
 
-    x + attention_out(attention(attention_in(x)));  x + mlp_out(mlp(mlp_in(x)))
+    A layer is x + attention_out(attention(attention_in(x))), then x + mlp_out(mlp(mlp_in(x))).
     """
 
     eps: float

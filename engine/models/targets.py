@@ -48,8 +48,7 @@ def simple(name: str, source: str, *shape: int) -> Target:
 def targets(spec: DecoderSpec) -> Iterator[Target]:
     """All tensors of a decoder, in the order in which it is built.
 
-    The largest come first, while little else is in memory, because the output layer is briefly in
-    memory twice: as read, and as packed for the device.
+    The largest come first, while there is memory for a second copy, which packing needs.
     """
     size = (spec.vocab_size, spec.hidden_size)
     table = whole("model.embed_tokens.weight", *size)
@@ -126,8 +125,8 @@ def mlp_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
 
 
 def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    """The targets of a layer's router and experts. ours, theirs: the prefix of names in the decoder
-    and in the checkpoint. Mixtral's files use other names; newer files may stack all experts."""
+    """The tensors of a layer's router and experts, under all names that checkpoints use. ours,
+    theirs: prefix of the names in the decoder and in the checkpoint."""
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
     blocks = (f"{theirs}mlp.", f"{theirs}block_sparse_moe.")

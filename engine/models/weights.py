@@ -38,8 +38,8 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """The tensors of a decoder, each of which can be taken once. A thread reads the next ones in
-    advance, so take them in the order of ``targets``. Use it as a context manager."""
+    """Context manager with the tensors of a decoder. Take each tensor once, in the order of
+    ``targets``, since a thread reads the next ones in advance."""
 
     def __init__(self, targets: Iterable[Target], source: WeightSource, dtype: torch.dtype) -> None:
         self._targets = deque(targets)
@@ -55,7 +55,7 @@ class Weights:
         self._reader.shutdown(cancel_futures=True)
 
     def take(self, name: str) -> Weight:
-        """The tensor of a target, on the CPU. No reference to it is kept."""
+        """Take the tensor of a target, on the CPU. No reference to it is kept."""
         while self._targets and (name not in self._ready or len(self._ready) <= READ_AHEAD):
             following = self._targets.popleft()
             loading = self._reader.submit(self._source.load, following, self._dtype)
@@ -107,7 +107,7 @@ class StoredWeights:
         return out
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
-        """Read one part of a target of which some parts are quantised."""
+        """Read one part of a target, quantised or plain, if some of its parts are quantised."""
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)
@@ -121,7 +121,7 @@ class StoredWeights:
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
-        """The first alternative whose tensors all exist. Raises ``ModelError`` without one."""
+        """The first alternative whose tensors all exist. Raises ``ModelError`` if there is none."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way

@@ -50,7 +50,7 @@ class Shapes:
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
-        """KV bytes of one token in all layers. cell: bytes of a number in the cache."""
+        """Bytes of one token's K and V in all layers. cell: bytes of a number in the cache."""
         return 2 * len(self.spec.layers) * self.spec.attention.kv_width * cell
 
     def work(
@@ -65,8 +65,8 @@ class Shapes:
         """The work of one forward pass.
 
         new: new tokens of each sequence; context: earlier tokens of each, in the cache. cells:
-        bytes of a weight, and of a number in the cache. num_logits: rows of logits. shared: length
-        of a common prefix, whose keys and values are read once.
+        bytes of a weight, and of a number in the cache. num_logits: tokens with logits. shared:
+        length of a prefix that all sequences share, whose keys and values are read once.
         """
         num_tokens = int(new.sum())
         used = self._dense + self._experts * self.share_of_experts(num_tokens)
@@ -82,8 +82,8 @@ class Shapes:
         )
 
     def attended(self, new: Tokens, context: Tokens, shared: int = 0) -> tuple[int, int]:
-        """Number of tokens whose keys and values are read or written, and of (query, key) pairs,
-        summed over the layers."""
+        """Number of tokens whose keys and values are read or written, and number of (query, key)
+        pairs, both summed over the layers."""
         keys = pairs = 0
         for window, num_layers in self._windows.items():
             before = np.minimum(context, window - 1) if window else context

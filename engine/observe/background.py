@@ -89,8 +89,8 @@ class BackgroundHandler(logging.Handler):
                 self.num_dropped += 1
 
     def _may_write(self, target: logging.Handler) -> bool:
-        """Block until the target can take a line. False if it still cannot when the handler is
-        being closed: then a write might block the exit of the process."""
+        """Wait until a handler can take a line. Returns False if it cannot before the deadline of
+        ``close``, since writing might then block the exit of the process."""
         try:
             fd = target.stream.fileno()  # type: ignore[attr-defined]
         except (AttributeError, OSError, ValueError):  # not a file, or closed
@@ -105,8 +105,8 @@ class BackgroundHandler(logging.Handler):
 
 @contextmanager
 def logging_in_background(*others: str) -> Iterator[None]:
-    """Context in which the engine's own log handlers write in a thread, for the loggers ``others``
-    as well. Handlers of the surrounding program are not changed."""
+    """Context in which the engine's own log handlers write in a background thread. others: names of
+    loggers whose records these handlers write, too."""
     logger = logging.getLogger(ROOT)
     own = list(logger.handlers)
     if not own:

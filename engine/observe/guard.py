@@ -44,7 +44,7 @@ class Failures:
 
 
 def with_failures(stats: SchedulerStats | None, failures: Failures) -> SchedulerStats | None:
-    """The statistics with these failures added to their counters."""
+    """The statistics with these failures added to their counters; ``None`` stays ``None``."""
     if stats is None or not (counters := failures.counters()):
         return stats
     return msgspec.structs.replace(stats, counters={**stats.counters, **counters})
@@ -53,8 +53,8 @@ def with_failures(stats: SchedulerStats | None, failures: Failures) -> Scheduler
 class ObserverGuard:
     """Calls an observer and catches its errors.
 
-    name: the observer's name in the counters. effect: the consequence of a failure, for the log,
-    such as ``"it is dropped"``. stops: the observer is not called again after a failure.
+    name: the observer's name in the failure counters. effect: what a failure means, for the log.
+    stops: do not call the observer again after a failure.
     """
 
     def __init__(self, failures: Failures, name: str, effect: str, *, stops: bool = False) -> None:

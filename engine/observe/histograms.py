@@ -40,10 +40,10 @@ class Counted(NamedTuple):
 
 
 class Histogram:
-    """Counts values between ascending ``bounds``; a value equal to a bound counts as below it.
+    """Counts values in the ranges between ascending ``bounds``; a range includes its upper bound.
 
-    Only one thread may add: by ``add``, or by ``column.append`` for many values and then ``fold``.
-    Any thread may call ``counted``.
+    One thread may add values, by ``add``, or by ``column.append`` and then ``fold``. Any thread may
+    call ``counted``.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -85,7 +85,7 @@ class Histogram:
 
 
 class Latencies:
-    """Histograms of all requests, updated in each step: seconds on the core's clock, and tokens."""
+    """Histograms over all requests, in seconds or tokens, updated in each step."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(SECONDS_TO_FIRST_TOKEN)

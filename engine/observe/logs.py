@@ -40,8 +40,7 @@ class LossyHandler(logging.StreamHandler[TextIO]):
 
     @property
     def _num_lost(self) -> int:
-        """Number of lines lost by a stream that counts failed writes instead of raising; 0 for
-        other streams."""
+        """Number of failed writes that the stream has counted instead of raising errors."""
         return getattr(getattr(self.stream, "buffer", None), "num_lost", 0)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -58,8 +57,8 @@ class Throttle:
         self._num_held_back = 0
 
     def admit(self, now: float | None = None) -> str | None:
-        """The text to append to the line, with the number of suppressed lines; ``None``: suppress
-        it."""
+        """The text to append to the line ("" or the number of suppressed lines); ``None`` if the
+        line must be suppressed."""
         now = time.monotonic() if now is None else now
         if now < self._next_at:
             self._num_held_back += 1

@@ -52,10 +52,9 @@ class Snapshot:
 
 
 class StatsLog:
-    """Logs a line when ``seconds`` have passed since the last one; call it after every step.
+    """Logs a line of statistics every ``seconds``, if ``after_step`` is called after each step.
 
-    ``latest_stats`` must not block: it returns the latest known statistics and requests newer ones
-    from a remote core.
+    ``latest_stats``: returns the latest known statistics, without blocking.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class StatsLog:
         self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
-        """Log a line if it is due. After an idle period the interval starts again with new work."""
+        """Log a line if it is due. The interval starts again after an idle period."""
         now = self._clock()
         if self._since is None:
             self._since = now
@@ -123,7 +122,7 @@ class StatsLog:
 def _particulars(
     stats: SchedulerStats, before: Snapshot, now: Snapshot, seconds: float
 ) -> Iterator[str]:
-    """Parts of the line that are only shown if they have changed since the last line."""
+    """The optional parts of the line, e.g. counters that have changed since the last line."""
     if stats.num_parked:
         yield f"parked {stats.num_parked}"
     for name, word in SHOWN_COUNTERS.items():
@@ -148,16 +147,15 @@ def _particulars(
 
 def roofline_share(floor_seconds: float, seconds: float) -> float | None:
     """Minimum time divided by measured time of steps. ``None`` if nothing was measured, or if the
-    result exceeds 1: then the weights fit into the processor's caches, and the memory limit does
-    not apply."""
+    result exceeds 1: the minimum is too high if the weights fit into the processor's caches."""
     if seconds <= 0.0 or floor_seconds > seconds:
         return None
     return floor_seconds / seconds
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """The three largest causes of waiting and their shares of the time, in percent. ``before``,
-    ``now``: seconds waited by cause, until the last line and until now."""
+    """The three largest causes of waiting since the last line, with their shares in percent, as
+    text. ``before``, ``now``: total seconds by cause, at the last line and now."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -95,8 +95,8 @@ class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
 
 
 class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
-    """A decision that the scheduler based on measured times, in the call that the next record
-    describes. A replay repeats it, because its own floats may be rounded differently."""
+    """A scheduler's decision from measured times, in the call of the next record. A replay repeats
+    the decision, because its own times may be rounded differently."""
 
     times: list[float]  # none
     step: int
@@ -104,9 +104,9 @@ class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
 
 
 class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
-    """A call of ``schedule``, which returned a plan. ``rows``, ``counts``: ``None`` if equal to
-    those of the previous plan; ``starts``: ``None`` if equal to the previous starts plus counts.
-    ``digest``: a hash of the plan's other fields."""
+    """A call of ``schedule``, which returned a plan. ``rows``, ``counts``: ``None`` if equal to the
+    previous plan's; ``starts``: ``None`` if equal to its starts plus counts. ``digest``: a hash of
+    all other fields."""
 
     times: list[float]
     step: int
@@ -291,8 +291,7 @@ class StepLogWriter:
             raise
 
     def _last_complete(self, frames: list[bytes], begun: int) -> int:
-        """The position in the file at which the last completely written frame ends. ``begun``: the
-        position of the first of ``frames``."""
+        """The file position after the last complete frame. ``begun``: the position of the first."""
         ends = accumulate(map(len, frames), initial=begun)
         return max(end for end in ends if end <= self._num_written)
 

@@ -67,8 +67,8 @@ class Balancer:
         self._seen = {each: place for each, place in self._seen.items() if place != core}
 
     def _fair(self, beginnings: list[int]) -> int:
-        """The core that was sent the longest beginning of this prompt before and is not too busy;
-        without one, the core with the least work."""
+        """The core that has received the longest prefix of this prompt and is not too busy; else
+        the one with the least work. ``beginnings``: hashes of the prompt's prefixes."""
         least = min(self.loads[core] for core in self._here)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):

@@ -1,22 +1,17 @@
 """ClockOffset: converts times between the clocks of a client and a core on another machine.
 
-Both clocks are CLOCK_MONOTONIC, which counts from the start of each machine. Each ``welcome`` and
-``submitted`` has the core's time, read after the client sent its message, so
+Both clocks are CLOCK_MONOTONIC, which counts from the start of each machine. An answer contains the
+core's time ``answered``; the client knows when it sent its message and received the answer, so
 
     answered - received  <=  core's clock - client's clock  <=  answered - sent
 
-A batch of outputs has the core's time, too, which gives a lower bound. Each message narrows the
-bounds, and clock drift widens them in between. On one machine the difference is 0; until the bounds
-exclude 0, it is taken to be 0, and no time is changed.
+A batch of outputs, which is not an answer, gives only the lower bound. Each message narrows the
+bounds, and clock drift widens them in between. While they include 0, both clocks are taken to be
+the same, as they are on one machine, and no time is changed.
 
-Otherwise the lower bound is used. A core reads messages between two steps and answers immediately:
-a message may wait for a step, the answer does not, so the true difference is close to the lower
-bound. The error also has only one sign. Events of the core are dated too late, by at most the
-transmission time of a message: never before the client's action that caused them, and never in the
-client's future.
-
-Durations instead of times would need no conversion, but would count from when a message is read: a
-deadline or an arrival could move by a step.
+Otherwise the lower bound is used. A message may wait for a step before the core reads it, but the
+answer is sent at once, so the difference is close to this bound. Events of the core are dated too
+late by at most the transmission time of a message, and never in the client's future.
 """
 
 from __future__ import annotations
@@ -45,8 +40,8 @@ class ClockOffset:
         """Requests that have started, each with the offset by which all its events are dated."""
 
     def measure(self, sent: float, answered: float, received: float) -> None:
-        """Add a measurement: between ``sent`` and ``received`` of the client, the core's clock
-        showed ``answered``. For a message that was not requested, ``sent`` is minus infinity."""
+        """Add a measurement: the core's clock showed ``answered`` between the client's times
+        ``sent`` and ``received``. ``sent`` is minus infinity if the message was not an answer."""
         widened = MAX_DRIFT * (received - self._measured_at)
         self._least = max(self._least - widened, answered - received)
         self._most = min(self._most + widened, answered - sent)
@@ -69,9 +64,10 @@ class ClockOffset:
         )
 
     def from_core(self, batch: CoreOutputs, received: float) -> None:
-        """Convert the times of outputs, received at ``received``, to the client's clock.
+        """Convert the times of outputs to the client's clock, in place. received: when they
+        arrived.
 
-        Times of batches never decrease when the offset is corrected.
+        Times of successive batches never decrease, even if the offset is corrected.
         """
         self.measure(-math.inf, batch.time, received)
         if not self._may_be_same:
@@ -80,9 +76,8 @@ class ClockOffset:
         self._latest = batch.time
 
     def _date_events(self, batch: CoreOutputs) -> None:
-        """Convert the times of requests' events. All events of a request are converted with the
-        same offset, because they are sent with its start and again with its end, perhaps hours
-        later."""
+        """Convert the times of requests' events to the client's clock. All events of a request are
+        converted with the same offset, because its end repeats the events of its start."""
         for started in batch.started:
             seconds = self._started.setdefault(batch.request_ids[started.index], self.seconds)
             started.scheduled_time = min(started.scheduled_time - seconds, batch.time)
@@ -96,5 +91,5 @@ class ClockOffset:
 
 
 def _earlier(events: Events, seconds: float, latest: float) -> Events:
-    """The events on the client's clock, none later than the outputs that contain them."""
+    """Subtract ``seconds`` from the events' times, which become at most ``latest``."""
     return [(event, min(time - seconds, latest)) for event, time in events]

@@ -42,8 +42,7 @@ class CoreTraceback(Exception):
 
 
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
-    """Encode an error; one that is not an engine error is encoded as a ``default``. The error for a
-    prompt that is too long is recognised by its code, not by its kind."""
+    """Encode an error for a client. An error that is not an engine error becomes a ``default``."""
     kind = RequestError if isinstance(error, PromptTooLongError) else type(error)
     if kind.__name__ not in KINDS:
         return Failure(default.__name__, plain_text(f"{kind.__name__}: {error}"))

@@ -16,10 +16,10 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
-    """The environment variables of each core, which make one GPU visible to it.
+    """The environment variables that make one GPU visible to each core; none on a machine without
+    GPUs.
 
-    Raises ``ConfigError`` if there are fewer GPUs than cores. Without GPUs, the cores raise
-    the error when they resolve the device.
+    Raises ``ConfigError`` if there are fewer GPUs than cores.
     """
     nothing: list[Mapping[str, str]] = [NO_VALUES] * num_cores
     if device == "cpu" or interprets_cuda() or not may_have_gpu():
@@ -42,7 +42,7 @@ def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
 
 
 def may_have_gpu() -> bool:
-    """False if this machine has no GPU driver, so that torch need not be imported."""
+    """False if this machine has no GPU driver; found out without importing torch."""
     try:
         ctypes.CDLL(NVIDIA_DRIVER)
     except OSError:

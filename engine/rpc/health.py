@@ -16,11 +16,8 @@ ASK_SECONDS = 1.0  # least time between two pings
 
 
 class HealthMonitor:
-    """Pings a silent core. Silence is measured by unanswered pings, not by the clock: a machine
-    that slept, or a client that was stopped, is no reason to give up a core.
-
-    No method waits for the core.
-    """
+    """Pings a silent core, without waiting for it. Unanswered pings are counted, since the clock
+    also runs while the client is stopped or the machine sleeps."""
 
     def __init__(
         self, context: zmq.Context[sockets.Socket], address: Address, hang_timeout: float
@@ -35,11 +32,8 @@ class HealthMonitor:
         self._num_unanswered = 0
 
     def check(self, now: float) -> str | None:
-        """What is wrong with a silent core, e.g. that it does not answer; ``None`` if nothing is
-        known.
-
-        Must be called repeatedly while the core is silent.
-        """
+        """Ping the core if due. Returns what is wrong with it, e.g. "has not answered for 30 s", or
+        ``None``. Must be called repeatedly while the core is silent."""
         while self.socket.poll(0):
             if check := self._take(self.socket.recv_multipart()):
                 return check

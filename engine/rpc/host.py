@@ -1,10 +1,10 @@
 """EngineCoreHost: serves a core to clients in other processes over sockets.
 
-    clients ── data socket ───> loop: inbox, step, queue           (the thread that calls serve)
-    clients ── control socket ─> control thread: health, shutdown    never waits for a step
+    data socket ────> the loop, in the thread that calls ``serve``: reads messages and runs steps
+    control socket ─> the control thread, which never waits for a step: health, shutdown
 
-Only the loop uses the core and the data socket. The control thread and signal handlers request an
-end through ``Ending`` and wake the loop.
+Only the loop uses the core and the data socket. The control thread and signal handlers set the end
+in ``Ending`` and wake the loop.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ ORPHANED = 70  # exit status if these times were exceeded
 
 
 class EngineCoreHost:
-    """Serves ``core`` at ``address`` until it is requested to end. Must be closed.
+    """Serves ``core`` at ``address`` until an end is requested; ``close`` must be called, too.
 
-    ``directory``: has the socket files, and is removed at the end. Raises ``ConfigError`` if it is
+    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if it is
     impossible to listen at the address.
     """
 
@@ -123,7 +123,7 @@ class EngineCoreHost:
         self._loop.waker.wake()
 
     def end_orphaned(self) -> None:
-        """Called when the parent has died: end after this step, or exit if that takes too long.
+        """End after this step, because the parent has died, or exit if the step takes too long.
 
         May be called by any thread except the one that serves.
         """
@@ -185,7 +185,7 @@ class EngineCoreHost:
         self._control_waker.wake()
 
     def _end_the_rest(self) -> None:
-        """Abort unfinished requests at the time limit, and notify their clients."""
+        """Abort requests that are unfinished at the time limit, and notify their clients."""
         for session in self._sessions:
             ids = list(session.live)
             ends = [Finished(i, "abort", message="the core was shut down") for i in range(len(ids))]

@@ -26,12 +26,12 @@ def first_of(answers: list[Any]) -> Any:
 
 
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """The traces of all cores; ``None`` if the call started a profile."""
+    """The trace paths of all cores; ``None`` if there are none, i.e. a profile was started."""
     return [path for answer in answers for path in answer or ()] or None
 
 
 def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
-    """The sum of the statistics of several schedulers; ``None`` if one has none."""
+    """The sum of the statistics of several schedulers; ``None`` if any are missing."""
     known = [each for each in stats if each is not None]
     if len(known) < len(stats) or not known:
         return None
@@ -67,7 +67,7 @@ class DeadCounters:
             self._latest[core] = stats
 
     def add_dead(self, core: int) -> None:
-        """Add the latest counters of a core that has died."""
+        """Keep the latest counters of a core that has died."""
         last = self._latest.pop(core, None)
         if last is not None:
             last = msgspec.structs.replace(last, **GAUGES)

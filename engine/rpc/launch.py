@@ -58,8 +58,8 @@ def open_core(config: EngineConfig) -> CoreClient:
 def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
     """Start a core in a new process, which ends with the client or with this process.
 
-    ``build`` and all of ``config`` must be importable there. Raises the errors of ``build``, and
-    ``EngineDeadError`` if the process ends before it is ready.
+    ``build`` and all of ``config`` must be importable in the new process. Raises the errors of
+    ``build``, and ``EngineDeadError`` if the process ends before it is ready.
     """
     return connect(config, *spawn(config, build))
 
@@ -105,8 +105,8 @@ def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
 def many(
     failing: ExitStack, clients: Iterator[EngineCoreClient], start: Start | None = None
 ) -> ManyCoresClient:
-    """Combine the clients of several cores into one. If a client cannot be made or combined,
-    ``failing``, when it is closed, shuts down those made before."""
+    """Combine the clients of several cores into one. If this fails, the clients made so far are
+    shut down when ``failing`` is closed."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
@@ -129,8 +129,8 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
 
 
 def started(config: EngineConfig, num_before: int) -> EngineConfig:
-    """The configuration of a core that was started ``num_before`` times before. The step logs of
-    dead processes are kept for diagnosis, so later logs get a number after their name."""
+    """The configuration for a core that was started ``num_before`` times before: its step log gets
+    this number after its name, so that the log of a dead process is kept."""
     if not num_before or config.step_log is None:
         return config
     return replace(config, step_log=f"{config.step_log}.{num_before}")
@@ -180,11 +180,8 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
 
 
 def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
-    """Raise ``ConfigError`` if the user named no model for this engine, whose default tokenizer
-    does not fit ``theirs``, the model of the core at ``address``.
-
-    A model given by the user is not compared, since copies may have any name.
-    """
+    """Raise ``ConfigError`` if the user named no model, and the default tokenizer does not fit
+    ``theirs``, the model of the core at ``address``."""
     is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
         return
@@ -243,7 +240,7 @@ def _serve_core(
 
 
 def _end_orphaned(host: EngineCoreHost) -> None:
-    """End the core and this process, whatever else the process runs."""
+    """End the core, because the parent has died, and then this process."""
     host.end_orphaned()
     time.sleep(EXIT_SECONDS)
     os._exit(ORPHANED)

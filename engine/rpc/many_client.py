@@ -32,12 +32,11 @@ logger = logging.getLogger("engine.core")
 
 
 class ManyCoresClient(CoreClient):
-    """A client of several cores. If a core dies, its requests end with an error and the others
-    continue; with ``start``, it is restarted. The client is dead when no core is left.
+    """A client of several cores; each request runs on one of them, chosen by ``Balancer``.
 
-    ``Balancer`` chooses the core of a request, which never moves; utilities are called on all
-    cores. While all cores are being restarted, requests are refused. Raises ``ConfigError`` for
-    cores that do not run the same model.
+    If a core dies, its requests end with an error and the other cores continue; with ``start``, it
+    is restarted. The client is dead when no core is left. Utilities are called on all cores. Raises
+    ``ConfigError`` for cores that do not run the same model.
     """
 
     def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
@@ -170,8 +169,8 @@ class ManyCoresClient(CoreClient):
         return {places[index]: error for index, error in refused.items()}
 
     def _of_all(self, name: str, *args: Any) -> list[Any]:
-        """The answers of all cores. The first error is raised after all cores were called, since
-        e.g. a restarted core may lack a state that the others have."""
+        """Call a utility on all cores and return their answers. The first error is raised after all
+        cores were called, since a core that was restarted may fail alone."""
         answers = []
         errors: list[EngineError] = []
         for index in list(self._alive):
@@ -192,9 +191,8 @@ class ManyCoresClient(CoreClient):
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """Context that handles the death of a core within it: the core is restarted if allowed, or
-        left out. If it was the last one and is not restarted, the error is raised, with the core's
-        name."""
+        """Context that handles the death of core ``index`` within it: the core is restarted if
+        allowed, or left out. Raises ``EngineDeadError`` if no core is left."""
         try:
             yield
         except EngineDeadError as error:
@@ -300,8 +298,8 @@ class ManyCoresClient(CoreClient):
             self._poller.register(each, zmq.POLLIN)
 
     def _take(self) -> list[CoreOutputs]:
-        """The outputs received from all cores. The death of the last core is raised only when no
-        outputs are left to return."""
+        """The outputs received from all cores. Raises the error for the death of the last core only
+        when all outputs have been returned."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         try:
@@ -319,8 +317,7 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """The outputs received from all cores. The error of the last core's death is stored, to be
-        raised later."""
+        """The outputs received from all cores. The last core's death is stored and not raised."""
         batches, self._lost = self._lost, []
         for index in list(self._alive):
             try:
@@ -340,8 +337,7 @@ def shut_down(cores: Sequence[EngineCoreClient]) -> None:
 
 
 def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
-    """The prefix of request ids: empty if this is the first client of every core, else a new one,
-    since the cores assigned different prefixes."""
+    """The prefix of this client's request ids: "" if no core assigned one, else a new one."""
     if not any(core.id_prefix for core in cores):
         return ""
     return f"clients-{secrets.token_hex(8)}/"

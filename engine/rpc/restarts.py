@@ -103,8 +103,8 @@ class Restarts:
         return None
 
     def begin(self, core: int, dead: EngineCoreClient | None = None) -> int:
-        """Restart a core, after its ``dead`` client is shut down (``None``: its last start failed).
-        Returns the number of this attempt. ``why_not`` must have returned ``None``."""
+        """Restart a core, after shutting down its ``dead`` client (``None``: its last start
+        failed). Returns its number of recent starts. ``why_not`` must have returned ``None``."""
         now = self._clock()
         self._starts[core].append(now)
         self._began[core] = now
@@ -134,7 +134,7 @@ class Restarts:
                 child.kill()
 
     def close(self) -> None:
-        """``stop``, then wait for the threads and shut down cores that were not taken."""
+        """Stop all restarts, wait for their threads, and shut down cores that were not taken."""
         self.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)

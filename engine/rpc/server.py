@@ -54,7 +54,7 @@ WITH_REQUESTS = ("submit", "abort")  # messages limited by MAX_MESSAGE_BYTES onl
 
 @dataclass
 class Pulse:
-    """The heartbeat: written by the loop only, read by the control thread."""
+    """The heartbeat of the core's loop, which the control thread reads."""
 
     num_steps: int = 0
     step_began: float | None = None
@@ -101,8 +101,8 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Process received messages. The heartbeat counts them as part of the step that follows,
-        since processing a message may hang, too."""
+        """Process received messages. In the heartbeat they belong to the next step, so that a hang
+        while a message is processed is noticed."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):
@@ -127,8 +127,7 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait until a message arrives, but at most ``longest_ms``; without work, also at most
-        until something else is due."""
+        """Wait for a message, at most ``longest_ms``, and without work at most until a deadline."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()
@@ -162,7 +161,7 @@ class CoreLoop:
 
 
 class Ending:
-    """When the core must end. Set by other threads or by signal handlers at any time."""
+    """The time by which the core must end, which other threads and signal handlers may set."""
 
     def __init__(self) -> None:
         self._times: list[float] = []  # append-only, so that concurrent writers lose nothing

@@ -1,15 +1,12 @@
 """The sessions of a core: its clients, their requests, and the send queue of each.
 
-    answers ── need no credit; wait only while the socket's queue is full
-    batches ── need a credit each; wait for credits, and after waiting answers
+Answers are sent as soon as the socket has room. A batch of outputs also needs a credit, which the
+client grants as it reads, and waits for answers to be sent first. If the unsent messages of a
+client exceed ``max_backlog_bytes``, its requests are aborted. A client counts as disconnected only
+when the socket reports it as unreachable.
 
-A client grants credits as it reads. Messages that cannot be sent yet wait, up to
-``max_backlog_bytes``; beyond that the requests of this client are aborted, and other clients are
-not affected. A client counts as disconnected only when the socket reports it as unreachable.
-
-A connector, policy or scheduler may put any object into a request's end, and the outputs of a step
-may be too large for a message. Such a batch is halved until each piece can be encoded, or has a
-single request, which then fails alone.
+A batch that cannot be encoded, because it is too large or contains an unknown object, is halved
+until each piece can be encoded, or has a single request, which then fails alone.
 """
 
 from __future__ import annotations
@@ -64,14 +61,12 @@ class ClientSession:
 
     @property
     def is_concerned(self) -> bool:
-        """True if the client has unfinished requests or unsent messages, which must be dropped if
-        it disconnects."""
+        """True if the client has unfinished requests or unsent messages, so that it is probed."""
         return bool(self.live or self.queue)
 
 
 class ClientSessions:
-    """All sessions of a core. ``drop``: function that ends requests in the core, without an output
-    to the client."""
+    """All sessions of a core. ``drop``: ends requests in the core, without outputs to clients."""
 
     def __init__(
         self,
@@ -138,8 +133,8 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop disconnected clients and send waiting messages. Before the time ``next_look`` it
-        does nothing."""
+        """Drop disconnected clients and send waiting messages, unless it is before
+        ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -174,7 +169,7 @@ class ClientSessions:
         self._limit(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
-        """Send the outputs of a step to a client, now or when there is a credit and room."""
+        """Send a step's outputs to a client, when there are a credit and room in the socket."""
         session = self._by_index.get(index)
         if session is None:  # it disconnected during the step
             return
@@ -183,7 +178,7 @@ class ClientSessions:
             self._give_up(session, batch.time)
 
     def grant(self, session: ClientSession, num_batches: int) -> None:
-        """Return credits: the client has read this many batches."""
+        """Add credits for batches that the client has read, and send waiting batches."""
         self._tell(session, session.queue.grant, num_batches)
 
     def broadcast(self, last: Dead) -> None:
@@ -210,7 +205,7 @@ class ClientSessions:
             self._tell(session, self._send, session.identity, frame)
 
     def _tell(self, session: ClientSession, act: Callable[..., object], *args: object) -> None:
-        """Call ``act``, which sends to a client; if that has disconnected, end its session."""
+        """Call ``act``, which sends to a client. A client that has disconnected is removed."""
         try:
             act(*args)
         except ClientGoneError:
@@ -227,7 +222,7 @@ class ClientSessions:
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
-        """Abort the requests of a client that does not read; only their ends stay queued."""
+        """Abort the requests of a client that does not read; of its outputs, only ends are kept."""
         ids = list(session.live)
         reason = (
             f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "
@@ -242,8 +237,8 @@ class ClientSessions:
         self._limit(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _limit(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
-        """Disconnect a client if ``num_bytes`` of messages that it has not read exceed ``limit``.
-        of: what these messages are, for the log."""
+        """Disconnect a client if ``num_bytes`` of unread messages exceed ``limit``. of: the kind of
+        these messages, for the log."""
         if num_bytes <= limit:
             return
         reason = (
@@ -260,15 +255,15 @@ class ClientSessions:
                 del self._farewells[identity]
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
-        """Try to send a frame. True if it was sent, or if the client has disconnected."""
+        """Try to send a frame. Returns False if the socket is full, True if the client is gone."""
         try:
             return self._send(identity, frame)
         except ClientGoneError:
             return True
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
-        """Try to send a frame. True if it was sent, False if the socket is full. Raises
-        ``ClientGoneError`` if the client has disconnected."""
+        """Try to send a frame. Returns False if the socket is full. Raises ``ClientGoneError`` if
+        the client has disconnected."""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -282,8 +277,7 @@ class ClientSessions:
 
 @dataclass(slots=True)
 class Waiting:
-    """An encoded batch of outputs that is not sent yet. ``rows``: the batch without tokens and
-    log-probabilities."""
+    """An unsent, encoded batch of outputs. ``rows``: the batch without tokens and logprobs."""
 
     frame: bytes
     rows: CoreOutputs
@@ -299,8 +293,8 @@ class Waiting:
 
 
 class SendQueue:
-    """Sends frames to one client in order, and counts the unsent bytes. ``send`` tries to send a
-    frame; it returns False if the socket is full."""
+    """Sends frames to one client in order, and counts unsent bytes. ``send`` sends a frame, or
+    returns False if the socket is full."""
 
     def __init__(self, send: Callable[[bytes], bool], num_credits: int = NUM_CREDITS) -> None:
         self.credits = num_credits
@@ -326,13 +320,13 @@ class SendQueue:
         return bool(self._answers or (self._batches and self.credits))
 
     def answer(self, frame: bytes) -> None:
-        """Send a frame that needs no credit, now or when there is room."""
+        """Send a frame that needs no credit, or queue it until the socket has room."""
         if self._answers or not self._send(frame):
             self._answers.append(frame)
             self.answer_bytes += len(frame) + FRAME_BYTES
 
     def publish(self, frame: bytes, batch: CoreOutputs) -> None:
-        """Send ``frame``, the encoded ``batch``, now or when there is a credit and room."""
+        """Send ``frame``, the encoded ``batch``, or queue it until there is a credit and room."""
         if self.credits and not len(self) and self._send(frame):
             self.credits -= 1
             return
@@ -342,12 +336,12 @@ class SendQueue:
         self.batch_bytes += waiting.num_bytes
 
     def grant(self, num_batches: int) -> None:
-        """Return credits: the client has read this many batches."""
+        """Add credits for batches that the client has read, and send waiting frames."""
         self.credits = min(self.credits + num_batches, self._max_credits)
         self.flush()
 
     def flush(self) -> None:
-        """Send as many frames as room and credits allow."""
+        """Send as many waiting frames as the socket's room and the credits allow."""
         while self._answers and self._send(self._answers[0]):
             self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
         while self._batches and self.credits and not self._answers:
@@ -357,8 +351,8 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the unsent outputs. Returns the request ids and ends that they contain, in order;
-        the end of a request that loses tokens becomes "abort" with ``reason``."""
+        """Drop the unsent outputs. Returns the ends of requests in them, with their ids, in order.
+        A request that loses tokens ends with "abort" and ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:
@@ -372,7 +366,7 @@ class SendQueue:
 
 
 def _aborted(end: Finished, reason: str) -> Finished:
-    """The end of a request whose tokens were dropped: reported to its client as an abort."""
+    """A copy of a request's end that reports an abort, as tokens of the request were dropped."""
     return replace(end, reason="abort", stop_reason=None, message=reason)
 
 

@@ -2,12 +2,11 @@
 
 ``ClientProtocol`` builds the messages to send and processes received ones, without sockets:
 
-    requests ── Submit, Call ──> numbered; answered in order with the same number
-    aborts   ── Abort ─────────> not answered: the ends are sent as outputs
-    Outputs  ── kept in order until the user reads them; then Credit is sent
+    Submit, Call ──> numbered; answered in order with the same number
+    Abort ─────────> not answered: the ends of requests are sent as outputs
+    Outputs <─────── stored in order until the user takes them; then Credit is sent
 
-Only the core knows which ids are in use. Messages are processed when they are received, since tasks
-that wait for them may run much later.
+Only the core knows which request ids are in use.
 """
 
 from __future__ import annotations
@@ -249,8 +248,8 @@ class EngineCoreClient(CoreClient):
             self._kill(check)
 
     def _take_all(self) -> bool:
-        """Process all received messages. Returns True if there was one. The error for a core's
-        death is raised only if no other message was received before it; else it is stored."""
+        """Process all received messages. Returns True if there was one. Raises ``EngineDeadError``
+        if the first one reports the core's death; if a later one does, the error is stored."""
         has_come = False
         while int(self._socket.get(EVENTS)) & POLLIN:  # cheaper than an exception
             try:
@@ -279,7 +278,7 @@ class EngineCoreClient(CoreClient):
             self._expected[reply.number] = reply
 
     def _kill(self, check: str) -> None:
-        """Give up a core that hangs, and kill it if this client owns it."""
+        """Treat a core that hangs as dead, and kill it if this client owns it."""
         if self._child is not None:
             self._child.kill()
         self._death = death_of(f"the engine core died: it {check}")
@@ -349,8 +348,8 @@ class ClientProtocol:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """The messages that add these requests, and the errors of requests that cannot be encoded,
-        by the index of the request."""
+        """Make the messages that add these requests. Also returns the errors of requests that
+        cannot be encoded, by the request's index."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):
@@ -384,7 +383,7 @@ class ClientProtocol:
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def request_stats(self) -> bytes | None:
-        """The message of a ``stats`` call that no caller awaits; ``None`` if one is unanswered."""
+        """The message of a ``stats`` call; ``None`` if the last such call has no answer yet."""
         if self._stats_call is not None:
             return None
         self._stats_call, frame = self.call("stats", ())
@@ -449,7 +448,7 @@ class ClientProtocol:
         self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
-        """Forget messages with smaller numbers that have no answer. Answers come in order, so these
+        """Forget unanswered messages with smaller numbers. Since answers come in order, these
         messages were never sent, because of an interrupt."""
         while self._submits and (first := next(iter(self._submits))) < number:
             del self._submits[first]
@@ -473,7 +472,7 @@ def refused(part: Part, reply: Reply) -> dict[int, Exception]:
 
 
 def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
-    """Raise ``WireError`` for an invalid index: the other side is faulty, or not a core."""
+    """Raise ``WireError`` if a message from the core contains an index that is not in ``among``."""
     for place in places:
         if not 0 <= place < len(among):
             raise WireError(
@@ -511,7 +510,7 @@ def value_of(name: str, reply: Reply) -> Any:
 
 
 def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:
-    """Split requests into messages of limited size; yields their indices."""
+    """Split requests into messages of limited size. Yields the request indices of each."""
     places: list[int] = []
     num_tokens = 0
     for place, request in enumerate(requests):

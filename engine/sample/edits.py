@@ -1,8 +1,7 @@
-"""Sampling options of requests, and the edits of logits that they need.
+"""Sampling options of requests, and tables on the device for the edits of logits that they need.
 
-Rows of requests without edits are skipped. Tables are indexed by slot on the device and allocated
-when first needed; edits and bad words are packed again when a request that has some starts or
-ends. Output tokens for penalties are counted on the device.
+Tables are indexed by slot and allocated when first needed; edits and bad words are packed again
+when a request that has some starts or ends. Requests without edits are skipped.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class SamplingSpec:
     """Sampling options of a request: edits of logits, in the order in which they are applied, then
     options for choosing the token.
 
-    A new sampling parameter becomes a field here, set in ``of``. Edits are read by a table below;
-    options for the choice are sent to the device's columns (``worker.batches``).
+    A new sampling parameter becomes a field here, set in ``of``.
     """
 
     # Edits.
@@ -125,7 +123,7 @@ class EditTables:
         self, rows: Rows, slots: Column, history: torch.Tensor, num_prompt: torch.Tensor
     ) -> None:
         """Edit the logits of ``rows`` in place. slots: ``rows.slots`` on the host. history,
-        num_prompt: output tokens and prompt length of each slot, on the device."""
+        num_prompt: output tokens and prompt length by slot, on the device."""
         if self._masked and self._masks is not None:
             mine = [slot if slot in self._masked else -1 for slot in slots.tolist()]
             mask_of_row = self._upload(np.array(mine, dtype=np.int32))
@@ -181,8 +179,8 @@ def _starts(lengths: list[int]) -> NDArray[np.int32]:
 
 
 class PenaltyTables:
-    """Token counts of requests with penalties. Only these get a seat (a row of the tables), because
-    counts over the vocabulary for every slot would be too large."""
+    """Token counts of requests with penalties. Only such a request gets a seat (a row of these
+    tables), as counts of the whole vocabulary are large."""
 
     def __init__(self, upload: Upload, vocab_size: int, first_seats: int = FIRST_SEATS) -> None:
         self._upload = upload
@@ -196,7 +194,7 @@ class PenaltyTables:
         return slot in self._seat_of
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Take a seat and count the initial tokens, if the request has penalties."""
+        """Give a request with penalties a seat, and count its prompt and output so far."""
         if spec.penalties is None:
             return
         if not self._free:
@@ -212,19 +210,19 @@ class PenaltyTables:
             self._free.append(self._seat_of.pop(slot))
 
     def seats(self, slots: Column) -> torch.Tensor | None:
-        """The seat of each row [R] int32 (-1: none); ``None`` if no row has one."""
+        """The seat of each slot, [R] int32, -1 without penalties; ``None`` if no slot has any."""
         if self._seat_of.keys().isdisjoint(slots.tolist()):
             return None
         seats = [self._seat_of.get(slot, -1) for slot in slots.tolist()]
         return self._upload(np.array(seats, dtype=np.int32))
 
     def apply(self, rows: Rows, seats: torch.Tensor, drafts: torch.Tensor | None) -> None:
-        """Apply penalties to the logits in place. drafts: [R, K] int32, draft tokens before each
-        row, which count as output; -1: none."""
+        """Apply penalties to the logits in place. drafts [R, K] int32: the draft tokens before each
+        row's token, which count as output; -1 for none."""
         on_slots.penalise_rows(rows.logits, self._state, seats, drafts)
 
     def count(self, seats: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Count the sampled tokens [R]; negative ones are rejected or missing and not counted."""
+        """Count the sampled tokens [R] of these seats as output. Negative numbers are no tokens."""
         tokens = drawn.clamp(min=0)[:, None]
         on_slots.count_tokens(self._state, seats, tokens, (drawn >= 0).int())
 

@@ -13,24 +13,22 @@ WHOLE_VOCABULARY = -1
 
 
 class Scored(NamedTuple):
-    """For each of r rows, the given token and then the most likely ones: ids and log-probabilities
-    [r, 1 + num], and the rank of the given token [r]."""
+    """Token ids and log-probabilities [r, 1 + num] for r rows: first the given token, then the most
+    likely ones; and the rank [r] of the given token."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor  # 1: the most likely
 
     def entries(self) -> list[TokenLogprobs]:
-        """The log-probabilities and the rank of each row, as one message entry per row. Waits for
-        the device."""
+        """The entry of each row for a message. Waits for the device."""
         columns = (column.tolist() for column in self)
         return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> Scored:
     """Log-probabilities of one token per row, token_ids [r] int64, and of the `num` most likely
-    ones (-1: all V, 0: none), which may include it again. logits: [r, V]. Rows that are not finite
-    yield NaN."""
+    tokens (-1: all V). logits: [r, V]. A row with invalid logits yields NaN."""
     vocab_size = logits.shape[1]
     num_likely = vocab_size if num == WHOLE_VOCABULARY else min(num, vocab_size)
     ids = token_ids[:, None]

@@ -1,8 +1,8 @@
 """compressed-tensors checkpoints as llm-compressor writes them: 8-bit floats and integers.
 
-Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds
-2 ** (bits - 1) to values and zero points and packs them from the lowest bits on, values along the
-inputs and zero points along the outputs (https://github.com/vllm-project/compressed-tensors).
+Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" stores q
++ 2 ** (bits - 1) and likewise z, several in each int32, the lowest bits first: q along the inputs,
+z along the outputs (https://github.com/vllm-project/compressed-tensors).
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def scheme_of(group: Any, common: str) -> Scheme:
 
 
 def strategy_of(weights: Mapping[str, Any]) -> str:
-    """Which weights share a scale: all of a "tensor", or those of a "channel", a "group" or a
-    "block". If the config does not state it, it follows from group_size."""
+    """Which weights share a scale: those of a "tensor", a "channel" (output), a "group" or a
+    "block". If the config has no strategy, group_size decides."""
     size = weights.get("group_size")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     stated = field_of(weights, "strategy", default=by_size)

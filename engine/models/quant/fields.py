@@ -26,7 +26,7 @@ class Field(NamedTuple):
 
 
 class Format(Protocol):
-    """A format for weights [out, in] of linear modules."""
+    """A format in which checkpoints store quantised weights [out, in] of linear modules."""
 
     @property
     def name(self) -> str:
@@ -34,8 +34,8 @@ class Format(Protocol):
         ...
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
-        """The tensors that store a module's weight [out, in]. Raises ``ModelError`` if this shape
-        is not possible."""
+        """The tensors that store a module's weight of shape [out, in]. Raises ``ModelError`` if the
+        format does not allow this shape."""
         ...
 
     def weight(
@@ -45,14 +45,12 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """The weight stored in ``tensors``, in which each field's tensor is found by the field's
-        first name (``suffixes[0]``)."""
+        """Make a module's weight from its stored tensors, by ``suffixes[0]`` of their fields."""
         ...
 
 
 def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The value of the first of these keys that the config has with a value other than null; else
-    the default."""
+    """The value of the first of these keys that is in the config and not null; else the default."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
@@ -65,15 +63,14 @@ def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def size_of_group(value: Any) -> int:
-    """Check a group size: -1 (all inputs) or a number of inputs."""
+    """Return a group size: a number of inputs, or -1 for all. Raises ``ModelError`` otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value >= 1):
         raise ModelError(f"its quantization has group_size {value!r}, must be -1 or at least 1")
     return value
 
 
 def num_groups(module: str, num_inputs: int, group_size: int) -> int:
-    """Number of groups into which a module's inputs are divided. Raises ``ModelError`` if their
-    number is not a multiple of the group size."""
+    """Number of groups of a module's inputs. Raises ``ModelError`` if one would be incomplete."""
     if num_inputs % group_size:
         raise ModelError(
             f"{module} has {num_inputs} inputs, not a multiple of its quantization's group_size "

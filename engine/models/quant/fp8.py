@@ -1,9 +1,8 @@
 """8-bit float checkpoints as transformers, DeepSeek, Qwen and AutoFP8 write them.
 
-weight is float8_e4m3fn [out, in]; w = value * scale. With `weight_block_size`, weight_scale_inv has
-a scale per block of outputs and inputs, the last of which may be smaller; otherwise there is one
-scale, or one per output. With activation_scheme "static", input_scale is the calibrated scale of
-inputs.
+w = weight * scale, with weight [out, in] in float8_e4m3fn. With `weight_block_size`, there is a
+scale for each block of outputs and inputs (weight_scale_inv); otherwise one scale, or one per
+output. With activation_scheme "static", input_scale is a calibrated scale of the inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ONE: tuple[Shape, ...] = ((), (1,))
 
 @dataclass(frozen=True)
 class Fp8:
-    """FP8. ``block``: outputs and inputs per scale; ``None``: one scale, or one per output."""
+    """The FP8 format. ``block``: outputs and inputs that share a scale; ``None``: not by blocks."""
 
     block: tuple[int, int] | None
     has_input_scale: bool
@@ -84,7 +83,7 @@ class Fp8:
 
 
 def block_of(given: Any) -> tuple[int, int] | None:
-    """Check weight_block_size: outputs and inputs of a block."""
+    """Return weight_block_size, the outputs and inputs of a block, after checking it."""
     if given is None:
         return None
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) for n in given)):

@@ -37,14 +37,14 @@ class QuantizedModules:
         self._form = form
 
     def holds(self, part: TargetPart) -> bool:
-        """True if a part is the weight of a quantised module."""
+        """True if a checkpoint tensor is the weight of a quantised module."""
         return part.name.endswith(".weight") and is_quantized(
             module_of(part), self._checkpoint.tensors
         )
 
     def tensors(self, part: TargetPart) -> dict[str, str]:
-        """The names of the tensors that store a part, by the first name (``suffixes[0]``) of each
-        field. Raises ``ModelError`` if a tensor is missing or has a wrong shape or type."""
+        """The names of the tensors that store a weight, by ``suffixes[0]`` of each field. Raises
+        ``ModelError`` if a tensor is missing or has a wrong shape or type."""
         module, found = module_of(part), {}
         for field in self._form.fields(module, matrix_shape(part)):
             name = self._find(module, field)
@@ -59,8 +59,8 @@ class QuantizedModules:
         return self._form.weight(module_of(part), matrix_shape(part), tensors, dtype)
 
     def may_be_left(self, name: str) -> bool:
-        """True if a tensor may stay unused: it is part of no weight, or it is a bias of zeros,
-        which AutoGPTQ adds to every module."""
+        """True if the model need not use a tensor: it is no part of a weight, or it is a bias of
+        zeros, as AutoGPTQ adds to every module."""
         module, _, last = name.rpartition(".")
         if last == "bias" and is_quantized(module, self._checkpoint.tensors):
             return not self._checkpoint.tensor(name).any()
