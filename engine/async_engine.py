@@ -106,7 +106,8 @@ class AsyncLLMEngine:
         chat_options: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like ``generate``, for a conversation; ``chat_options``: options of ``render_chat``."""
+        """Run a conversation and yield its outputs, as ``generate`` does for a prompt.
+        ``chat_options``: options of ``render_chat``."""
         prompt = await self.render_chat(messages, **(chat_options or {}))
         source = self.generate(prompt, sampling_params, request_id, **options)
         async with contextlib.aclosing(source) as outputs:
@@ -158,9 +159,8 @@ class AsyncLLMEngine:
     async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
         """Return when the core has answered between two steps.
 
-        Raises ``EngineDeadError`` if it has died, and ``TimeoutError`` if it does not answer within
-        ``timeout`` seconds, because of a long step or because it hangs.
-        """
+        Raises ``EngineDeadError`` if the core has died, and ``TimeoutError`` if it does not answer
+        within ``timeout`` seconds, for example during a long step."""
         try:
             async with asyncio.timeout(timeout):
                 await self._call(partial(self._session.client.call, "echo", None))
@@ -187,7 +187,7 @@ class AsyncLLMEngine:
             callback()
 
     def end_restarts(self) -> None:
-        """Leave cores that die from now on dead: no restart, because the engine is about to end."""
+        """Stop restarting cores that die, because the engine is about to end."""
         self._session.client.end_restarts()
 
     @property
@@ -285,8 +285,8 @@ class AsyncLLMEngine:
 
     @property
     def recommended(self) -> Mapping[str, Any]:
-        """Default sampling parameters from the model's generation_config.json, by names of
-        ``SamplingParams``. They are not applied automatically: use them to build parameters."""
+        """Default sampling parameters from the model's generation_config.json, keyed by field of
+        ``SamplingParams``. Requests get them only if the caller passes them on."""
         return self._session.recommended
 
     @property
@@ -330,7 +330,7 @@ class AsyncLLMEngine:
         return len(streams)
 
     def unread_bytes(self) -> dict[str, int]:
-        """Approximate bytes of unread outputs by request id, for requests that have some. Call it
+        """Approximate bytes of unread outputs, for each request id that has unread outputs. Call it
         in the readers' event loop."""
         with self._changed:
             streams = list(self._open)

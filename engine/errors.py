@@ -93,7 +93,7 @@ class RefusedError(RequestError):
 
 
 class RestartingError(RefusedError):
-    """No core can accept a request now; one that died is being restarted."""
+    """No core can accept a request now, because a core died and is being restarted."""
 
     code = "core_restarting"
 
@@ -111,5 +111,5 @@ class EngineDeadError(EngineError, RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """The reason why a file cannot be used, in words. Excludes the file's path: callers add it."""
+    """The reason why a file cannot be used, in words, without the file's path."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -150,8 +150,8 @@ def _timed(
 
 
 def _record(engine: LLMEngine, args: EngineArgs, prompts: list[Prompt], output_len: int) -> None:
-    """Profile an additional run of the prompts if a trace directory is set: profiling costs
-    time."""
+    """Profile an additional run of the prompts, which is not measured, if a trace directory is
+    set."""
     if args.torch_profiler_dir is not None:
         engine.reset_prefix_cache()
         with profiled(engine, args):

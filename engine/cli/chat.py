@@ -62,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines that the user types, or those of standard input."""
+    """Yield the lines that the user types, or those of standard input if it is not a terminal."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -51,7 +51,7 @@ class Command:
 
     @cached_property
     def summary(self) -> str:
-        """One line for the help, read without running any code of the package."""
+        """One-line help text of the command, read without running any code of its package."""
         module, _, inner = self.place.partition(":")
         try:
             text = "" if inner else _docstring(module)
@@ -85,10 +85,9 @@ def own_commands() -> dict[str, Command]:
 
 
 def all_commands() -> tuple[dict[str, Command], list[Command]]:
-    """Return all commands by name, and those ignored because their name is taken.
+    """Return all commands by name, and those that are ignored because another has their name.
 
-    The engine's own come first, then packages in the order of the module search path.
-    """
+    The engine's own come first, then packages in the order of the module search path."""
     found, left_out = own_commands(), []
     for command in _installed():
         if command.name in found:
@@ -105,8 +104,8 @@ def _installed() -> Iterator[Command]:
 
 
 def _docstring(module: str) -> str:
-    """Read a module's docstring from its compiled code. Raises ``ImportError`` if it does not
-    exist."""
+    """Read a module's docstring from its compiled code. Raises ``ImportError`` if there is no such
+    module."""
     top, *inner = module.split(".")
     spec = find_spec(top)
     for name in inner:  # each step by its own name, so that no parent package is imported

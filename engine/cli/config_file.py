@@ -27,7 +27,7 @@ def add_config_option(group: argparse._ArgumentGroup) -> None:
 
 
 class ConfigEntry(NamedTuple):
-    """A key of the file with its value and line."""
+    """A key of the option file, with its value and line number."""
 
     place: str
     key: str
@@ -70,8 +70,8 @@ def _names(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option(key: str) -> str:
-    """Convert a key of the file to the spelling of its option on the command line: ``max_num_seqs``
-    to ``--max-num-seqs``. ``model_tag`` is vLLM's key for the model to serve."""
+    """Convert a key of the option file to the option on the command line, such as ``max_num_seqs``
+    to ``--max-num-seqs``. vLLM's key ``model_tag`` becomes ``--model``."""
     name = key.removeprefix("--").replace("_", "-")
     return "--model" if name == "model-tag" else f"--{name}"
 

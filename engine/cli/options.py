@@ -34,13 +34,13 @@ def add_often_used(parser: argparse.ArgumentParser) -> None:
 
 
 def add_further_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that are not in the group of the most used ones."""
+    """Add the engine options that are used less often."""
     add_options(parser, EngineArgs, without=OFTEN_USED)
 
 
 def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
     """Return the engine's options from the command line. log_level: the level if neither an option
-    nor the environment sets one. It is low, since a command's output is its result."""
+    nor the environment sets one; low by default, since a command's output is its result."""
     args = read_options(parsed, EngineArgs)
     if args.log_level is not None:
         return args
@@ -59,8 +59,8 @@ def take_model(parsed: argparse.Namespace) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add sampling options. An option that is not given takes the model's recommended value, or
-    else selects greedy sampling. max_tokens: upper limit of the default of ``--max-tokens``."""
+    """Add sampling options. Without an option, the model's recommended value is used, or greedy
+    sampling. max_tokens: upper limit of the default of ``--max-tokens``."""
     group = parser.add_argument_group("SamplingParams (default: see --generation-config)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: {max_tokens} at most")
     group.add_argument("--temperature", type=float, metavar="X", help="0: greedy, the default")

@@ -32,7 +32,7 @@ class OptionParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> dict[str, argparse.Action]:
-        """All options, by each of their spellings."""
+        """All options, keyed by each of their spellings."""
         return dict(self._option_string_actions)
 
     def unknown(self, arguments: Sequence[str]) -> str:

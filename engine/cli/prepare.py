@@ -1,4 +1,4 @@
-"""Compile the kernels that a model needs, so that later starts find them: for container images.
+"""Compile the kernels that a model needs ahead of time, for example in a container image.
 
 Starts the model once, with the same options as for serving, and computes a few tokens.
 """

@@ -46,7 +46,8 @@ class ReadingSource(Protocol):
         """The engine's name, for the headline."""
 
     def read(self) -> EngineReading:
-        """Request one reading and wait for it. Raises ``EngineDeadError`` if none can come."""
+        """Request one reading and wait for it. Raises ``EngineDeadError`` if the engine has
+        ended."""
 
     def close(self) -> None:
         """Disconnect; the engine keeps running."""
@@ -81,8 +82,7 @@ class CoreSource:
 class ServerSource:
     """Reads from the Prometheus metrics page of ``metronome serve``.
 
-    Raises ``ConfigError`` for an invalid URL.
-    """
+    Raises ``ConfigError`` for an invalid URL."""
 
     def __init__(self, url: str, key: str | None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -149,14 +149,14 @@ ESCAPED = re.compile(r"\\(.)")
 
 
 class Value(NamedTuple):
-    """A number of the metrics page with its labels."""
+    """A value of a metric, with its labels."""
 
     labels: dict[str, str]
     number: float
 
 
 class Page:
-    """Our metrics in Prometheus's text format, by name without ``metronome_``."""
+    """The engine's metrics from a Prometheus page, by name without the prefix ``metronome_``."""
 
     def __init__(self, text: str) -> None:
         self._by_name: dict[str, list[Value]] = {}

@@ -112,8 +112,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 def readings(
     source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
-    """Add a reading to the screen every ``interval`` seconds and yield after each, ``most`` times
-    at most. A late reading is followed by a whole interval."""
+    """Add a reading to the screen every ``interval`` seconds and yield after each, at most ``most``
+    times. After a late reading, a whole interval passes."""
     while True:
         begun = time.monotonic()
         screen.add(source.read())
@@ -210,11 +210,11 @@ class LiveFigures(NamedTuple):
         return self.last.time - self.first.time
 
     def growth(self, name: str) -> float:
-        """Return the growth of a counter of the scheduler."""
+        """Return how much a counter of the scheduler has grown in the window."""
         return float(getattr(self.last.stats, name) - getattr(self.first.stats, name))
 
     def growth_by_key(self, name: str) -> dict[str, float]:
-        """Return the growth of a counter for each of its keys."""
+        """Return how much a counter has grown in the window, for each of its keys."""
         now, before = getattr(self.last.stats, name), getattr(self.first.stats, name)
         return {key: value - before.get(key, 0) for key, value in now.items()}
 

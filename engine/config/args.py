@@ -61,8 +61,8 @@ class EngineArgs(  # fields come from the last base first
         """Skip the checks of the base classes: ``create_config`` checks each group."""
 
     def create_config(self) -> EngineConfig:
-        """Check all options. Raises ``ConfigError`` with the bad value, its limit and what to
-        do."""
+        """Check all options and make the configuration. Raises ``ConfigError`` with the bad
+        value."""
         check_types(self)
         self._check_attached()
         warn_of_typos()
@@ -89,7 +89,7 @@ class EngineArgs(  # fields come from the last base first
         )
 
     def _check_attached(self) -> None:
-        """Raise ``ConfigError`` for an option of starting a core, if the core runs already."""
+        """Raise ``ConfigError`` if the core runs already and an option only affects its start."""
         if self.core_address is None:
             return
         for option in fields(self):

@@ -1,4 +1,4 @@
-"""Makes command-line options from a dataclass: fields become flags, their docs the help."""
+"""Makes command-line options from a dataclass: fields become flags, their docstrings the help."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _shown_default(option: Field[Any]) -> str:
 
 
 def json_object(text: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Parse an argument that must be a JSON object. The error shows ``example``."""
+    """Parse an argument that must be a JSON object. Errors show ``example``, a valid one."""
     hint = f"write one like '{json.dumps(example or ANY_OBJECT)}', with the quotes"
     try:
         value = json.loads(text)

@@ -87,7 +87,7 @@ class CoreConfig(CoreOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PollOptions:
-    """Polling of a core in its own process."""
+    """How a core in its own process waits for messages."""
 
     decode_poll_timeout_ms: int | None = None
     """Milliseconds to wait for messages between decode steps. Default:

@@ -1,4 +1,4 @@
-"""Decides sizes from the requested options, the model and its memory. Pure: measures nothing."""
+"""Computes an engine's sizes from the requested options, the model and the measured memory."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
-    """Return the requested max_model_len, or else the model's limit, which is never exceeded."""
+    """Return the requested max_model_len, by default the model's limit. Raises ``ConfigError``
+    above that limit."""
     own = info.max_position_embeddings
     if requested.max_model_len is None:
         return own
@@ -185,11 +186,10 @@ def decide_num_blocks(
     max_num_seqs: int,
     groups: Sequence[Group] = (FULL,),
 ) -> int:
-    """Return the number of blocks in the KV pool: the requested one, or what fits into the
-    requested or available bytes.
+    """Return the number of blocks in the KV pool: as requested, or what fits into the requested or
+    available bytes, but no more than max_num_seqs requests of max_model_len can use.
 
-    The latter is at most what max_num_seqs requests of max_model_len need. Raises ``ConfigError``
-    if not even one such request fits."""
+    Raises ``ConfigError`` if the bytes are too few for one such request."""
     per_request = request_blocks(groups, block_size, max_model_len)
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks

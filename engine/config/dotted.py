@@ -28,7 +28,7 @@ def load_dotted(path: str, option: str) -> Any:
 
 
 def _way_out(module: str, name: str, error: BaseException) -> str:
-    """Suggest what a wrong path may have meant; "" if unknown."""
+    """Return a suggestion for a dotted path that cannot be imported; "" without one."""
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return "; is its directory on sys.path?"
     own = vars(sys.modules[module]) if module in sys.modules else {}

@@ -1,4 +1,4 @@
-"""Reads the environment; nearly all variables that the engine reads are named here."""
+"""Reads the environment variables that the engine uses."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def admin_api_key() -> str | None:
 
 
 def _is_utf8(value: str) -> bool:
-    """Whether a variable is valid UTF-8; Python represents other bytes as surrogates."""
+    """Whether an environment variable is valid UTF-8. Python decodes other bytes to surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

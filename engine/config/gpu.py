@@ -22,7 +22,7 @@ MIXED_SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GPUConfig:
-    """The GPU. ``enforce_eager`` applies to a CPU, too."""
+    """The GPU: memory, CUDA graphs, attention kernel."""
 
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that the engine may use. The KV pool gets what weights and

@@ -51,9 +51,8 @@ class GraphTrial:
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """Estimate the bytes that CUDA graphs for ``num_sizes`` step sizes take. The graphs share the
-    tensors' memory of the largest one, so each further graph adds only what the driver keeps for
-    it."""
+    """Estimate the bytes that CUDA graphs for ``num_sizes`` step sizes take, from a trial with a
+    few sizes. All graphs share the memory of the largest one."""
     # Differences may be negative: the driver allocates in pieces, and other processes free some.
     further = max(0, trial.one - trial.several)
     each = further / max(1, trial.num_several - 1)
@@ -63,8 +62,7 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
 
 def most_mixed(use: MemoryUse, utilization: float) -> int:
     """Return the largest mixed step (with prompts or drafts), in tokens, to record as a CUDA graph.
-    A graph keeps its step's memory allocated, so the result is small if the KV pool would lose too
-    much."""
+    The graph's memory must be a small part of what the KV pool gets."""
     left = int(use.total * utilization) - use.loaded - use.activations - use.others
     return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 
@@ -94,8 +92,8 @@ def kv_budget(
 
 
 def shortage(doing: str, *, free: int, total: int) -> str:
-    """Return an error message for exhausted GPU memory, with advice. ``doing``: what ran out of
-    memory, such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
+    """Return an error message for exhausted GPU memory. ``doing``: what failed, as a clause after
+    "while", such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
         "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "

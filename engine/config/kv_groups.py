@@ -24,20 +24,21 @@ class Group:
         return max(0, position - self.window + 1) // block_size if self.window else 0
 
     def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
-        """Indexes of entries that are not null but are read by no query at ``position`` or
-        later."""
+        """Indexes of table entries that are not null and that no query at ``position`` or later
+        reads."""
         before = first = min(self.first_needed(position, block_size), len(table))
         while first and table[first - 1] != NULL_BLOCK:
             first -= 1
         return range(first, before)
 
     def bound(self, num_blocks: int) -> int:
-        """The most blocks that a table of ``num_blocks`` entries holds at the same time."""
+        """The most blocks, except null blocks, in a table of ``num_blocks`` entries."""
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """How many leading table entries, up to ``limit``, a new request can reuse: all keys that
-        its next query reads are cached. ``cached``: the cached block of each entry, or None."""
+        """How many leading table entries a request can take from the prefix cache, at most
+        ``limit``: its next query must find all keys there. ``cached``: the block of each entry, or
+        None."""
         reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
             needed = range(max(0, limit - reach), limit)
@@ -52,10 +53,8 @@ FULL = Group()
 
 
 def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
-    """The most blocks that a request holds at once in layers with this sliding window (in tokens).
-
-    A step's first token reads the ``window - 1`` tokens before it; the range that the step reads
-    may begin and end inside a block."""
+    """The most blocks that a request holds at once in layers with a sliding window of ``window``
+    tokens."""
     return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
 
 
@@ -68,7 +67,7 @@ def request_blocks(groups: Sequence[Group], block_size: int, num_tokens: int) ->
 def max_concurrency(
     num_usable_blocks: int, groups: Sequence[Group], block_size: int, max_model_len: int
 ) -> float:
-    """How many requests of full length the pool holds at once."""
+    """How many requests of ``max_model_len`` tokens the KV pool holds at once."""
     return num_usable_blocks / request_blocks(groups, block_size, max_model_len)
 
 

@@ -63,7 +63,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """The model to load: one that the user chose, or the one in the package."""
+    """The model to load: one that the user chose, or the one that ships with the package."""
 
     model: str
     """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""
@@ -98,7 +98,7 @@ HUB_NAME = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether a model is a name on a hub: it has that syntax and no local file has this name."""
+    """Whether ``value`` is the name of a model on a hub, and not a local file or directory."""
     if HUB_NAME.fullmatch(value) is None or ".." in value or "--" in value:
         return False
     return not Path(value).exists()
@@ -132,7 +132,7 @@ class ModelInfo:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the saved weights; empty if the file does not have it."""
+        """The dtype of the saved weights; empty if config.json has none."""
         return str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "")
 
     @property

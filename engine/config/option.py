@@ -30,7 +30,7 @@ def options_of(options: type[Any], *readers: dict[str, str]) -> list[str]:
 
 
 def part(config: type[T], options: object, **decided: Any) -> T:
-    """Make a ``config`` from ``decided``, and the fields of ``options`` that ``decided`` lacks."""
+    """Make an instance of ``config`` from the fields of ``options``; ``decided`` overrides some."""
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
     given = {name: _kept(getattr(options, name)) for name in names if name not in decided}
     return config(**given, **decided)

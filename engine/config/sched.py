@@ -1,4 +1,4 @@
-"""Options of the scheduler: as users set them, and with all open ones decided."""
+"""Options of the scheduler: as users set them, and with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(SchedulerOptions):
-    """The scheduler's configuration: its options with all open ones decided."""
+    """The scheduler's options with all defaults filled in."""
 
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""

@@ -67,7 +67,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
-        """Read the user's options. Raises ``ConfigError`` naming value, limit and way out."""
+        """Read the user's options. Raises ``ConfigError`` with the bad value and its limit."""
         check_method(options.get("method", METHODS[0]))  # before options of another method
         known = [option.name for option in fields(cls)]
         for name in options:
@@ -132,7 +132,7 @@ class SpeculativeConfig:
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a required option is missing, or belongs to another method."""
+    """Raise ``ConfigError`` if a required option is missing, or an option is for another method."""
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
             example = EXAMPLE_OF_MODEL if "model" in given else EXAMPLE

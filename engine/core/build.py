@@ -199,7 +199,7 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Add the resource that applies grammars, if the worker can mask tokens and no plug-in does."""
+    """Add the grammar resource, if the worker can mask tokens and no plug-in does so already."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
@@ -219,8 +219,8 @@ def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> 
 def following_grammars(
     resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
 ) -> tuple[Resource, ...]:
-    """Add the resource that makes outputs follow grammars. may_cut: let grammars also change
-    drafts: remove forbidden tokens, add tokens that are the only choice."""
+    """Add the resource that makes outputs follow grammars. may_cut: let it also remove forbidden
+    tokens from drafts, and draft tokens that are the only choice."""
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:

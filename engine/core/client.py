@@ -68,7 +68,7 @@ class CoreClient(Protocol):
         """Number of queued requests whose last output ``step`` has not returned yet."""
 
     def num_cores(self) -> NumCores:
-        """How many cores are alive. Any thread may call this."""
+        """Numbers of live cores and of all cores. Any thread may call this."""
         return NumCores(1, 1)
 
     def end_restarts(self) -> None:

@@ -44,9 +44,8 @@ class Utilities:
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Call a utility. Raises ``ConfigError`` for an unknown name.
 
-        If the utility fails, the error raised has the utility's name in its message, and the class
-        of the original error if that is one of the engine's.
-        """
+        An error of the utility is raised again with the utility's name in its message. Its class
+        becomes ``EngineError`` unless it is one of the engine's."""
         utility = self._by_name.get(name)
         if utility is None:
             raise ConfigError(
@@ -91,6 +90,6 @@ class Utilities:
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:
-    """The most specific of the engine's own classes of an error. The class of a plug-in's error
-    cannot be sent: other processes may be unable to import it."""
+    """Return the engine's own class of an error. A plug-in's subclass cannot be sent, because other
+    processes may be unable to import it."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

@@ -17,8 +17,8 @@ class Executor(Protocol[Ticket]):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Names (in ``engine.messages.step.CAPABILITIES``) of the plan parts that the executor can
-        compute, and of whether it proposes drafts."""
+        """Names from ``engine.messages.step.CAPABILITIES``: the plan parts and features that the
+        executor supports."""
         ...
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -26,8 +26,8 @@ class Executor(Protocol[Ticket]):
         ...
 
     def preview(self, ticket: Ticket) -> Column | None:
-        """Tokens of a launched step that were sampled before their masks were ready, for
-        ``MaskPart.drawn``. ``None`` if the step is still running."""
+        """Tokens that a launched step sampled before its masks were ready; ``None`` if the step
+        still runs. They are stored in ``MaskPart.drawn``."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:

@@ -39,10 +39,10 @@ def replay_endpoint(endpoint: str) -> str:
 
 
 class KVEventPublisher:
-    """Publishes batches and keeps the last ``num_remembered`` for replay. Must be closed.
+    """Publishes batches of prefix-cache events, and keeps the last ``num_remembered`` for replay.
 
-    ``endpoint`` may be ``None`` for a new socket file in a new private directory. Raises
-    ``ConfigError`` if the address cannot be used."""
+    ``endpoint``: ``None`` for a new socket file in a new private directory. Raises ``ConfigError``
+    if the address cannot be used. Call ``close`` at the end."""
 
     def __init__(
         self,

@@ -87,8 +87,7 @@ def _fields(options: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an option to plain data. Classes, and other objects by their class, become dotted
-    paths."""
+    """Convert an option to plain data: a class, or an object's class, becomes a dotted path."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -165,8 +165,8 @@ class Replay:
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
-        """Repeat one recorded call. If the call made a plan, compare it with the new plan: returns
-        the difference, or ``None`` if there is none."""
+        """Repeat one recorded call. Returns how the new plan differs from the recorded one;
+        ``None`` if the plans are equal or the call made no plan."""
         scheduler = self.scheduler
         assert not isinstance(record, steplog.AddCall)
         self._clock.set(record.times)
@@ -245,7 +245,7 @@ class Replay:
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:
-    """Describe which tokens of a request are computed, for each row of a plan's batch."""
+    """Describe, for each batch row of a plan, which tokens of the row's request are computed."""
     return {
         row: f"{count} tokens from position {start}"
         for row, count, start in zip(*(column.tolist() for column in columns), strict=True)

@@ -23,11 +23,10 @@ def render_chats(
     conversations: Iterable[Messages],
     options: dict[str, Any],
 ) -> list[Rendering]:
-    """Render conversations to texts and token ids; only the template adds special tokens.
+    """Render conversations to texts and token ids. Special tokens come from the template only.
 
     ``options``: as for ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the first
-    conversation that cannot be rendered.
-    """
+    conversation that cannot be rendered."""
     begun = [_begin(tokenizer, pool, messages, options) for messages in conversations]
     return [rendered() for rendered in begun]
 

@@ -39,8 +39,8 @@ from engine.text.tokenizer import Tokenizer
 class OutputProcessor:
     """Makes the outputs of all unfinished requests: text, stop strings and log-probabilities.
 
-    Core outputs of a request that has already ended here are ignored; core ids are never used
-    twice. The subclass ``PooledOutputs`` turns tokens into text in other processes."""
+    Ignores core outputs of a request that has already ended in this process; core ids are never
+    used twice. The subclass ``PooledOutputs`` turns tokens into text in other processes."""
 
     is_only_text_missing = False
     """True if the core has finished all requests but other processes still make their texts."""
@@ -155,8 +155,8 @@ class OutputProcessor:
         return []
 
     def wait_for_texts(self, seconds: float) -> bool:
-        """Block until other processes' texts arrive, ``wake`` is called or ``seconds`` pass. True
-        if there are texts."""
+        """Wait up to ``seconds`` for texts of other processes, or until ``wake``. Returns True if
+        there are texts."""
         return False
 
     def wake(self) -> None:
@@ -316,7 +316,7 @@ class Row(NamedTuple):
 def reading_of(
     batch: CoreOutputs, index: int, row: Row, token_ids: list[int], end: Finished | None
 ) -> SequenceUpdate:
-    """Extract from the outputs of a step what belongs to the entry at ``index``."""
+    """Extract the update of one sequence from a step's outputs. ``index``: place in ``batch``."""
     logprobs = batch.logprobs.get(index)
     return SequenceUpdate(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
 
@@ -415,8 +415,8 @@ class RequestState:
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
-        """The output for the user after the sequences in ``moved`` have changed; ``None`` if the
-        kind of output requires none yet."""
+        """The output for the user after the sequences in ``moved`` have changed; ``None`` if a
+        "final" output is not due yet."""
         finished = self._num_running == 0
         if self.kind == "delta":
             completions = (

@@ -35,12 +35,10 @@ class QueuePace:
     """Counts waiting and running requests and estimates waiting times.
 
     A new request waits for those before it in the queue and, if all ``num_seats`` seats are taken,
-    also for a running request to end. The rates of first tokens in these two cases are measured
-    separately.
-    """
+    also for a running request to end."""
 
     def __init__(self, num_seats: int = 0) -> None:
-        """num_seats: maximum number of running requests; 0: unknown."""
+        """Start without requests. num_seats: maximum number of running requests; 0: unknown."""
         self.num_waiting = 0
         self.num_running = 0
         self.num_seats = num_seats
@@ -74,8 +72,8 @@ class QueuePace:
         return max(0, self.num_waiting + num_arriving - self._num_free)
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
-        """Estimated seconds until the first token of a new request that follows ``num_arriving``
-        others."""
+        """Seconds until the first token of a new request after ``num_arriving`` others
+        (estimate)."""
         num_queued = self.num_queued(num_arriving)
         if not num_queued and self.num_seats:  # a seat is free for each
             return 0.0

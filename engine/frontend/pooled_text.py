@@ -71,7 +71,7 @@ class PooledOutputs(OutputProcessor):
             self._send(reading)
 
     def _send(self, reading: SequenceUpdate) -> None:
-        """Send new tokens to the detokenizer, unless the request needs no text before its end."""
+        """Send new tokens to the detokenizer, unless the request needs its text only at the end."""
         core_id, row, token_ids, logprobs, end, time = reading
         request, sequence = row
         if end is not None:
@@ -163,7 +163,7 @@ class PooledText:
     def add(
         self, core_id: str, token_ids: list[int], is_last: bool, reading: SequenceUpdate
     ) -> None:
-        """Queue a sequence's next tokens for ``send``. ``reading``: update that waits for the
+        """Queue tokens of a sequence for ``send``. ``reading``: the update that waits for the
         text."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
@@ -177,7 +177,7 @@ class PooledText:
                 self._queues[index].put(tasks)
 
     def take(self) -> list[tuple[SequenceUpdate, TextDelta]]:
-        """Return updates whose texts arrived. Raises ``EngineDeadError`` if the processes were
+        """Return the updates whose texts arrived. Raises ``EngineDeadError`` if the processes were
         given up."""
         self._has_come.clear()
         texts: list[tuple[SequenceUpdate, TextDelta]] = []
@@ -192,8 +192,7 @@ class PooledText:
         return texts
 
     def wait(self, seconds: float) -> bool:
-        """Block until texts arrive, ``wake`` is called or ``seconds`` pass. True if there are
-        texts."""
+        """Wait up to ``seconds`` for texts, or until ``wake``. Returns True if there are texts."""
         self._has_come.wait(seconds)
         return bool(self._come)
 

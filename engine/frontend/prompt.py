@@ -81,7 +81,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Submission(NamedTuple):
-    """A checked request: what its outputs show of it, and one ``AddRequest`` for each of its n
+    """A checked request: its prompt and parameters, and one ``AddRequest`` for each of n
     sequences."""
 
     request_id: str
@@ -312,7 +312,7 @@ class InputProcessor:
         return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
 
     def _sequence(self, request: AddRequest, index: int) -> AddRequest:
-        """The message for sequence ``index`` of a request's n, with its own seed and core id.
+        """Make the message for one of a request's n sequences, with a seed and core id of its own.
 
         Each core id is used once, so that late outputs of an aborted sequence reach no other
         request. It contains the user's request id for logs."""
@@ -524,7 +524,8 @@ class PromptEncoder:
             return None
 
     def _fewest_tokens(self, text: str) -> int:
-        """The least number of tokens that a text can have; 0 for a text of usual length."""
+        """A lower bound of the number of tokens in a text; 0 if the text is clearly short
+        enough."""
         if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
             return 0
         most_chars = self._tokenizer.max_chars_per_token
@@ -533,7 +534,7 @@ class PromptEncoder:
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
     """The error for a prompt that leaves no room for output. ``length``: the prompt's length as a
-    text ("5000 tokens"); ``before``: words to show in front of it."""
+    text ("5000 tokens"); ``before``: words to show in front of ``length``."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, set "

@@ -32,9 +32,8 @@ INTEGERS = ("top_k", "max_new_tokens")
 def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
     """Defaults for fields of ``SamplingParams`` that a request leaves out.
 
-    An invalid value in the file is ignored and logged. Raises ``ConfigError`` for a directory
-    without the file, and for an invalid value in ``override_generation_config``.
-    """
+    An invalid value in the file is ignored and logged. Raises ``ConfigError`` if a directory that
+    the user chose lacks the file, and for an invalid value in ``override_generation_config``."""
     file = _file(config)
     values = {} if file is None else _from_file(file)
     override = config.override_generation_config or {}

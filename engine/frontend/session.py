@@ -237,10 +237,9 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class HeldInterrupt:
-    """Context manager that delays ``KeyboardInterrupt`` until its end.
+    """Context manager that delays ``KeyboardInterrupt`` until its block ends.
 
-    Does nothing outside the main thread, or if the program handles interrupts itself.
-    """
+    Does nothing outside the main thread, or if the program handles interrupts itself."""
 
     def __init__(self) -> None:
         self._held: Handler | None = None  # the previous handler

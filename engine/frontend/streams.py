@@ -17,7 +17,7 @@ Sink = Callable[[RequestOutput], bool]
 
 
 class OutputReader(NamedTuple):
-    """Reads the outputs of one request, in its event loop."""
+    """Reads the outputs of one request. Use it in one event loop only."""
 
     stream: Stream
     close_stream: Callable[[Stream], None]

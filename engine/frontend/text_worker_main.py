@@ -35,7 +35,8 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def main(descriptor: int) -> None:
-    """Answer jobs until the parent ends this process. ``descriptor``: the start message's file."""
+    """Read the start message from ``descriptor``, then answer jobs until the parent process
+    ends."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
     model = ModelConfig(
         model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code

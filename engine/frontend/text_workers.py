@@ -79,12 +79,12 @@ class Task(ABC):
 
     @abstractmethod
     def job(self, process_number: int) -> Job:
-        """The message to send. ``process_number``: which start of a process this is, from 1."""
+        """The message to send to a process. ``process_number``: its number in the order of
+        starts."""
 
     @abstractmethod
     def result_of(self, reply: Reply) -> Any:
-        """Convert the answer to the task's result. Raises ``WireError`` if it does not fit the
-        job."""
+        """Convert the answer to the task's result. Raises ``WireError`` if it does not fit."""
 
     @abstractmethod
     def finish(self, result: Any) -> None:
@@ -179,8 +179,8 @@ class TextPool:
             worker.thread.start()
 
     def wait_until_ready(self) -> None:
-        """Block until all processes are ready. Raises ``EngineDeadError`` with the name of one that
-        could not be started."""
+        """Block until all processes are ready. Raises ``EngineDeadError``, which names a process
+        that could not be started."""
         for worker in self.workers:
             worker.started.result(START_SECONDS * (MAX_FAILED_STARTS + 1))  # fails earlier
 
@@ -191,7 +191,8 @@ class TextPool:
         return {name: process.program.pid for name, process in running if process is not None}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
-        """Run ``Tokenizer.encode``. Raises ``UnicodeError`` if the text is not valid Unicode."""
+        """Run ``Tokenizer.encode`` in a process. Raises ``UnicodeError`` if the text is not valid
+        Unicode."""
         return self._put(PromptTask(Encode(str.encode(text), add_special_tokens), text))
 
     def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
@@ -287,7 +288,8 @@ class TaskQueue:
         self.notify()
 
     def close(self, death: EngineDeadError) -> None:
-        """Close the queue and end the processes. Does nothing in a forked process."""
+        """Close the queue, fail its tasks with ``death`` and end the processes, unless in a
+        fork."""
         if os.getpid() != self._owner:
             return
         with self.lock:
@@ -448,7 +450,7 @@ class TextWorker:
 
     def _died(self, tasks: list[Task]) -> None:
         """Handle a crash of the process while it had these tasks: queue them again, each to be sent
-        alone. A task that was alone is to blame for the crash."""
+        alone. If there was only one task, the crash is blamed on it."""
         how = self._end_process()
         if self._queue.death is None:
             logger.warning("the %s %s; starting another one", self.name, how)

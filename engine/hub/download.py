@@ -29,7 +29,7 @@ REQUEST_SECONDS = 10.0
 def download(repository: Repository) -> Path:
     """Return the local directory of a repository, fetching it if needed.
 
-    Raises ``ModelError`` naming repository, reason and way out."""
+    Raises ``ModelError`` with the reason and what to do."""
     return Download(repository).run()
 
 

@@ -30,7 +30,7 @@ VOCABULARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository on a hub, which an option names, and what to fetch besides its configuration."""
+    """A repository on a hub: the option that names it, and which of its files to fetch."""
 
     option: str
     name: str

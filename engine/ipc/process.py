@@ -319,7 +319,7 @@ def report_to_parent(line: Line, report: StartReport) -> None:
 
 
 def _parent() -> int:
-    """The process id of the process that started this one, even if that has died."""
+    """The process id of the process that started this one, even if the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     return parent.pid

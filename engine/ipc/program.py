@@ -74,8 +74,7 @@ class Program:
         self._popen.wait()
 
     def how_it_ended(self) -> str:
-        """How the ended process ended, e.g. ``"was killed by SIGKILL"`` or ``"exited with status
-        1"``."""
+        """How the process ended, e.g. ``"was killed by SIGKILL"``. Call it after the end."""
         code = self._popen.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"

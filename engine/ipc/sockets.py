@@ -4,9 +4,8 @@ Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and TCP c
 encrypted with keys derived from the shared secret. Only a process that can open the socket file, or
 has the secret, can send messages.
 
-Queues count messages: a reader holds at most ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of
-unread single-frame messages from one sender. Messages of several frames count only when
-complete.
+A reader holds at most ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of unread messages from one
+sender. Exception: a message of several frames is not counted until it is complete.
 """
 
 from __future__ import annotations

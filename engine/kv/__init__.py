@@ -1,1 +1,1 @@
-"""KV blocks and block tables, which requests own. Nothing outside writes them. Imports no torch."""
+"""KV blocks, block tables and prefix cache. Only this package changes them. Imports no torch."""

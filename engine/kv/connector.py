@@ -47,7 +47,7 @@ class KVSource(Protocol):
         message."""
 
     def finished(self, req: KVRequest, blocks: Sequence[int]) -> Farewell:
-        """Called when a request ends, with the blocks it holds. A load may still be running."""
+        """Handle the end of a request with these blocks. A load into them may still be running."""
 
     def shutdown(self) -> None:
         """Release files, connections and memory."""

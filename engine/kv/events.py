@@ -75,5 +75,5 @@ class EventLog:
 
 def split_key(key: bytes) -> tuple[bytes, int]:
     """Split a cache key into block hash and group of layers. Hashes have an even number of bytes; a
-    key with an odd number ends with the group, another key is a hash in group 0."""
+    key with an odd number ends with the group, any other key is a hash in group 0."""
     return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

@@ -52,5 +52,5 @@ class Fences:
             self._waiting[number] = fence, start
 
     def cancel(self, number: int) -> bool:
-        """Cancel the pending start of this request; False if none is pending."""
+        """Cancel the ``start`` that a request still waits for. Returns False if there is none."""
         return self._waiting.pop(number, None) is not None

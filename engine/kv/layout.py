@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PagedKV:
-    """The keys and values that one attention layer keeps, in blocks."""
+    """The KV format of one attention layer, which stores keys and values in blocks."""
 
     num_kv_heads: int
     head_dim: int
@@ -26,7 +26,7 @@ class PagedKV:
 
     @property
     def stored_dim(self) -> int:
-        """Elements stored for a key, and for a value: the shorter of the two is padded."""
+        """Elements stored for a key, and also for a value: the shorter of the two is padded."""
         return max(self.head_dim, self.value_dim)
 
     @property
@@ -43,7 +43,7 @@ class PagedKV:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKV:
-    """A layer that reads the keys and values of an earlier layer and keeps none."""
+    """A layer without keys and values of its own, which reads those of an earlier layer."""
 
     source: int
     """Index of the earlier layer, which keeps its own."""
@@ -51,7 +51,7 @@ class SharedKV:
 
 @dataclass(frozen=True, kw_only=True)
 class NoCache:
-    """A layer that keeps nothing between steps."""
+    """A layer that stores nothing between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,8 @@ MOST_PADDED = 1.025  # most memory of a request of full length, relative to what
 
 
 def one_group(layers: Sequence[LayerCache], block_size: int) -> KVLayout:
-    """The layout in which all layers keep all tokens. Raises as ``make_layout``."""
+    """The layout with a single group, in which every layer keeps the KV of all tokens. Raises
+    ``ConfigError`` as ``make_layout`` does."""
     return _one_group(_owners(layers), layers, FULL, block_size)
 
 
@@ -126,18 +127,15 @@ def make_layout(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> KVLayout:
-    """Group layers that keep as many bytes of as many tokens, and place each layer in its group's
-    blocks.
+    """Divide the layers into groups, and assign each layer a part of its group's blocks.
 
-    All blocks have one size, so layers with fewer bytes per token share a block with more layers
-    of their kind. A group with fewer layers than a block has parts leaves the other parts unused.
-    Larger blocks make fewer groups, which need fewer block tables, but leave more memory unused. So
-    the block size in bytes is chosen for the fewest groups, as long as a request of
-    ``max_model_len`` tokens takes at most ``MOST_PADDED`` times the memory that its layers store.
-    Groups of full attention come first.
+    Layers of a group have the same window and, if windows differ, the same bytes per token. All
+    blocks have the same size; groups of smaller layers divide a block into more parts. Larger
+    blocks make fewer groups, and so fewer block tables, but leave more parts unused. The size is
+    chosen for few groups, while a request of ``max_model_len`` tokens takes at most ``MOST_PADDED``
+    times the memory that its layers store. Groups of full attention come first.
 
-    Raises ``ConfigError`` if a layer keeps something that is not supported.
-    """
+    Raises ``ConfigError`` if a layer keeps something that is not supported."""
     owners = _owners(layers)
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, layer in owners.items():
@@ -168,16 +166,16 @@ def make_layout(
 
 
 def padding(layers: Sequence[LayerCache], layout: KVLayout, block_size: int) -> float:
-    """The share of the pool's bytes that no key and no value uses, if all groups hold as many
-    blocks."""
+    """Fraction of the pool's bytes that store no key and no value, if all groups have the same
+    number of blocks."""
     owned = _owners(layers).values()
     needed = sum(layer.needed_bytes for layer in owned) * block_size
     return 1 - needed / (len(layout.groups) * layout.block_bytes)
 
 
 def _owners(layers: Sequence[LayerCache]) -> dict[int, PagedKV]:
-    """The layers that keep keys and values of their own, by index. Raises ``ConfigError`` if there
-    are none, or if a layer keeps something that is not supported."""
+    """The layers that store keys and values of their own, by index. Raises ``ConfigError`` if there
+    are none, or if a layer stores something that is not supported."""
     for index, layer in enumerate(layers):
         if type(layer) in UNSUPPORTED:
             raise ConfigError(
@@ -194,7 +192,7 @@ def _owners(layers: Sequence[LayerCache]) -> dict[int, PagedKV]:
 def _one_group(
     owners: Mapping[int, PagedKV], layers: Sequence[LayerCache], group: Group, block_size: int
 ) -> KVLayout:
-    """The layout with one group, in which each layer has a tensor of its own."""
+    """The layout with one group, in which each layer that stores KV has a tensor of its own."""
     places = {index: (0, part) for part, index in enumerate(owners)}
     group_of, parts = zip(*_of_all(places, layers), strict=True)
     block_bytes = sum(layer.token_bytes for layer in owners.values()) * block_size
@@ -204,7 +202,7 @@ def _one_group(
 def _of_all(
     places: Mapping[int, tuple[int, int]], layers: Sequence[LayerCache]
 ) -> list[tuple[int, int]]:
-    """Group and part of every layer, given those of the layers that keep their own KV."""
+    """Group and part of every layer, from those of the layers that store their own KV."""
     sources = [
         layer.source if isinstance(layer, SharedKV) else index for index, layer in enumerate(layers)
     ]
@@ -212,15 +210,15 @@ def _of_all(
 
 
 def _choose_bytes(counts: Mapping[tuple[int, int], int], max_model_len: int) -> int:
-    """Choose the bytes of a block per token. counts: (sliding window, bytes of a layer per token)
-    -> number of layers."""
+    """Choose the size of a block in bytes per token (see ``make_layout``). counts: the number of
+    layers with each pair of sliding window (0: none) and bytes of a layer per token."""
     unit = math.lcm(*(layer_bytes for _, layer_bytes in counts))
 
     def num_groups(block: int) -> int:
         return sum(-(-count * layer_bytes // block) for (_, layer_bytes), count in counts.items())
 
     def held(block: int) -> int:
-        """Bytes that a request of full length takes in blocks of ``block`` bytes per token."""
+        """Bytes of a request of ``max_model_len`` tokens, with ``block`` bytes per token."""
         tokens_held = {kind: min(kind[0] or max_model_len, max_model_len) for kind in counts}
         return sum(
             -(-count * kind[1] // block) * block * tokens_held[kind]

@@ -123,7 +123,7 @@ class KVManager:
         return (allocation := self._found(req)) is not None and allocation.loading
 
     def load_error(self, req: KVRequest) -> str:
-        """Why the KV source could not start the request's load; "" if it could."""
+        """Why the KV source could not start the request's load; "" if there was no error."""
         return allocation.load_error if (allocation := self._found(req)) else ""
 
     def lookup(self, req: KVRequest) -> PrefixHit:
@@ -239,7 +239,7 @@ class KVManager:
         block table is sent to the worker when it enters.
 
         Also returns False if a load within the step could not start. The request then has no blocks
-        and must compute more tokens itself: ``ready`` has changed."""
+        and must compute the tokens itself."""
         if self._wanted(req, upto) > self.pool.num_free:
             return False
         allocation = self._allocation(req)
@@ -262,8 +262,8 @@ class KVManager:
 
     def start_load(self, req: KVRequest) -> None:
         """Load KV from the source into the request's blocks after its prefix hit, as soon as no
-        step in flight writes them. Calls no ``loaded`` if the load cannot start: then
-        ``take_failed_loads`` returns the request."""
+        step in flight writes them. ``take_failed_loads`` returns the request if the load cannot
+        start."""
         assert self.transfers is not None
         allocation = self._allocations[req.row]
         self.transfers.load(req, allocation, self._blocks_to_load(req, allocation))
@@ -283,7 +283,7 @@ class KVManager:
         return [] if self.transfers is None else self.transfers.take_failed()
 
     def step_planned(self) -> None:
-        """Record that a step that writes blocks is about to be launched (see ``Fences``)."""
+        """Record that a step that writes blocks is about to be launched."""
         if self.transfers is not None:
             self.transfers.fences.planned()
 
@@ -293,8 +293,8 @@ class KVManager:
             self.transfers.fences.settled()
 
     def sent(self, request_id: str) -> bool:
-        """Release the blocks that a transfer of an ended request has read. False if there was
-        none."""
+        """Record that a transfer of an ended request's blocks has finished. The last transfer frees
+        the blocks. Returns False for an unknown request id."""
         return self.transfers is not None and self.transfers.sent(request_id)
 
     def commit(self, req: KVRequest, upto: int) -> None:
@@ -358,8 +358,8 @@ class KVManager:
         return None
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
-        tokens. ``preempted``: the request was preempted before."""
+        """Count the lookup of one admitted request: ``num_hit`` of its ``num_tokens`` tokens were
+        cached. ``preempted``: the request is readmitted after a preemption."""
         if self.caching:
             self.counts.add(num_tokens, num_hit, preempted=preempted)
 
@@ -408,8 +408,8 @@ class KVManager:
         return Allocation([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: KVRequest) -> Allocation | None:
-        """The allocation of the request; None if there is none. An allocation of another request
-        that has the same batch row now does not count."""
+        """The request's allocation; None if there is none, or if its batch row belongs to another
+        request now."""
         allocation = self._allocations.get(req.row)
         return allocation if allocation is not None and allocation.arrival == req.arrival else None
 

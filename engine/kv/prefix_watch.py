@@ -81,7 +81,7 @@ class PrefixWatch:
         self._hits[end].rows.add(row)
 
     def published(self, hashes: Sequence[bytes]) -> None:
-        """Invalidate the rows whose prefix hits could now grow by these newly cached blocks."""
+        """Invalidate the rows whose prefix hits these newly cached blocks may extend."""
         awaited = self._awaited
         if not awaited.keys().isdisjoint(hashes):
             for block_hash in hashes:
