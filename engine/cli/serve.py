@@ -138,8 +138,8 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """Add the options that limit requests. Their defaults are set in ``ServerLimits`` and
-    ``HttpLimits``, which are not imported here, since only a start of the server needs them."""
+    """Add the options that limit requests. They have no defaults here: ``ServerLimits`` and
+    ``HttpLimits`` set them."""
     wholes = {
         "max-body-bytes": "size of a request; default: 33554432",
         "max-n": "completions per prompt; default: 128",

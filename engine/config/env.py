@@ -144,8 +144,7 @@ def default_log_level(fallback: str = "info") -> str:
 def default_num_threads() -> int | None:
     """Return ``OMP_NUM_THREADS``, ``None`` if it is not set to a positive number.
 
-    At most this machine's number of cores, since it may be set for machines of any size.
-    """
+    The result is at most the number of cores of this machine."""
     value = os.environ.get(NUM_THREADS, "").split(",")[0]
     is_number = value.isdecimal() and len(value) < MAX_DIGITS
     return min(int(value), os.cpu_count() or 1) if is_number and int(value) else None

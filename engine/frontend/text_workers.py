@@ -288,8 +288,8 @@ class TaskQueue:
         self.notify()
 
     def close(self, death: EngineDeadError) -> None:
-        """Close the queue, fail its tasks with ``death`` and end the processes, unless in a
-        fork."""
+        """Close the queue, fail its tasks with ``death`` and end the processes. Does nothing in a
+        forked process."""
         if os.getpid() != self._owner:
             return
         with self.lock:

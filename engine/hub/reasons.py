@@ -31,7 +31,7 @@ def spelled(repository: Repository) -> str:
 
 
 def is_final(error: Exception) -> bool:
-    """True for an error to raise even if the repository is cached: wrong revision or name."""
+    """True for an error that a cached repository must not hide: a wrong revision or name."""
     return isinstance(error, RevisionNotFoundError | HFValidationError)
 
 
