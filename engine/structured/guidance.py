@@ -179,7 +179,7 @@ class GuidanceCompiler:
             )
 
     def _checked(self, checker: Checker | Layout | None, eos: Eos) -> Callable[[Matcher], Matcher]:
-        """Return a function that adds the grammar's checker, if there is one, to a matcher."""
+        """Return a function that wraps a matcher in the grammar's checker, if there is one."""
         if checker is None:
             return lambda matcher: matcher
         vocabulary = self._vocabulary(eos)

@@ -320,8 +320,8 @@ def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
     """Limit the last layer to R tokens of the step. ``attn``: the attention of that layer;
-    ``rows``: index of each token [R] int64; ``sequences``: index of each token's sequence [R]
-    int64; ``seq_lens``: number of keys, its own included, that each token attends to [R] int32."""
+    ``rows``: indices of the tokens; ``sequences``: indices of their sequences, both [R] int64;
+    ``seq_lens``: number of keys that each of them attends to, with its own key, [R] int32."""
     count = len(rows)
     return Wanted(
         rows,

@@ -33,8 +33,8 @@ class Machine(NamedTuple):
 
 class Feature:
     """Base class of extensions of a step's computation: adapters, media, remote KV. Only ``part``
-    must be set, every hook has a default. If a step fails, ``extend`` is called again for halves of
-    its rows."""
+    must be set, every hook has a default. A failed step is repeated in halves, so ``extend`` may be
+    called again for its rows."""
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads

@@ -23,8 +23,8 @@ logger = logging.getLogger("engine.worker")
 class TorchProfiler:
     """Records the torch operations of all threads of this process between ``start`` and ``stop``.
 
-    Traces are written to ``directory``, created if missing, as ``trace-PID-N.json``. Raises
-    ``ConfigError`` if the directory is not writable; ``None`` means that nothing can be recorded.
+    Traces are written as ``trace-PID-N.json`` to ``directory``, which is created if missing; with
+    ``None``, recording is not possible. Raises ``ConfigError`` if the directory is not writable.
     ``failures`` counts traces that could not be written."""
 
     def __init__(self, directory: str | None, failures: Failures | None = None) -> None:

@@ -309,8 +309,8 @@ class Pending:
     """A launched step. ``parts``: the step's rows in order, in several parts if some rows failed.
 
     ``spans``: pairs of marks at the beginning and the end of each period in which the device works
-    on the step. A step that waits for masks has several, as the device may be idle before
-    sampling."""
+    on the step. There are several if the step waits for masks, since the device may be idle
+    meanwhile."""
 
     plan: StepPlan
     spans: list[tuple[Mark, Mark]]

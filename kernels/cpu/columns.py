@@ -74,8 +74,8 @@ def _over_rows(builder, rows, carried, step):
 
 @intrinsic
 def pair_rows(typing_context, address, stride, count, target):
-    """target[k] = float32 rows 2 * k and 2 * k + 1 of 16 columns, as pairs of bfloat16 rounded to
-    nearest even. count: number of pairs of rows."""
+    """Round float32 rows of 16 columns to bfloat16, nearest even, in pairs: target[k] has the
+    values of rows 2 * k and 2 * k + 1. count: number of pairs of rows."""
 
     def build(context, builder, signature, args):
         address, stride, count, target = args
@@ -118,9 +118,9 @@ def _pairs(builder, even, odd):
 
 @intrinsic
 def interleave16(typing_context, source, ld_source, target, ld_target):
-    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2], 64 bytes apart, at
-    each of two addresses: the first four of each eight columns at `target`, the other four
-    `ld_target` bytes later."""
+    """Interleave pairs of rows of a bfloat16 matrix [16, 32]. The result is two arrays of 8 rows
+    [16 columns, 2], 64 bytes apart: at `target` with the first four of each eight columns, and
+    `ld_target` bytes later with the other four."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -253,9 +253,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Factors to merge two partial softmax sums of 16 rows: `shrink` for the first, `share` for the
-    second. `largest` and `added` are the largest scores of each; `largest` becomes their maximum.
-    All are addresses of 16 float32."""
+    """Compute factors that merge two partial softmax sums of 16 rows, with the largest scores
+    `largest` and `added`: `shrink` for the first sums, `share` for the second. `largest` becomes
+    the maximum of both. All arguments are addresses of 16 float32."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)

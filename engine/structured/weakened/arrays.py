@@ -22,7 +22,8 @@ class Writes(Protocol):
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """Return one schema for the arrays that a reading allows; ``None`` if it allows no array."""
+    """Return a schema for the arrays of one combination of choices; ``None`` if it allows no
+    array."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:

@@ -142,8 +142,8 @@ class Objects:
         return found
 
     def _apart(self, names: ObjectSchema) -> ObjectSchema:
-        """Remove named properties that a pattern covers, too, if both schemas are recursive, since
-        llguidance cannot merge them: only the pattern's schema then applies."""
+        """Remove a named property if its schema and that of a pattern for its name are both
+        recursive: llguidance cannot merge the two, so only the pattern's schema applies."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue

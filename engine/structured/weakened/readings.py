@@ -53,7 +53,7 @@ class SchemaChoice(NamedTuple):
 
 @dataclass(slots=True)
 class SchemaReading:
-    """A combination of choices, with the schemas and limits that were collected for it so far."""
+    """One combination of choices: the schemas and limits that were collected for it so far."""
 
     waiting: list[SchemaPart]
     parts: list[SchemaPart] = field(default_factory=list)

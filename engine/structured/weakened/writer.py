@@ -264,8 +264,8 @@ class _SchemaWriter:
         return one_of([way for each in readings for way in self._ways(each)])
 
     def _ways(self, reading: SchemaReading) -> list[Any]:
-        """Return schemas that together allow the values of a reading: each value satisfies one of
-        them."""
+        """Return schemas that together allow the values of one combination of choices: each value
+        satisfies one of the schemas."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
         types = self._types(reading)

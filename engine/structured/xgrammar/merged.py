@@ -17,7 +17,7 @@ class NothingAllowedError(SchemaError):
 
 
 def as_object(schema: Any) -> Schema:
-    """Return a schema that is an object; ``True`` becomes {}. Raises ``SchemaError`` for others."""
+    """Return a schema as an object: {} for ``True``. Raises ``SchemaError`` for anything else."""
     if schema is True:
         return {}
     if schema is False:

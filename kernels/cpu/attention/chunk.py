@@ -99,7 +99,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
-    """scores[:num, :count] = q[:num] @ keys, rounded up to full tiles of scores."""
+    """scores[:num, :count] = q[:num] @ keys. Also writes the rest of the last tiles of scores."""
     size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -148,8 +148,8 @@ def _begin(p, item, head, group, scale, q, token):
 
 @njit(inline="always")
 def gather_keys(p, seq, head, span, keys, cell):
-    """Copy span[1] keys of one head, from position span[0] of the sequence on, to the columns of
-    `keys` [head_dim, KEYS]. cell: bytes of a cache element."""
+    """Copy the keys of one head and of `span` (first position, number) in a sequence to the columns
+    of `keys` [head_dim, KEYS]. cell: bytes of a cache element."""
     head_dim, block = keys.shape[0], p[7]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -171,8 +171,8 @@ def gather_keys(p, seq, head, span, keys, cell):
 
 @njit(inline="always")
 def _gather_values(p, seq, head, span, values, cell):
-    """Copy span[1] values of one head, from position span[0] of the sequence on, to the rows of
-    `values` [KEYS, head_dim]. cell: bytes of a cache element."""
+    """Copy the values of one head and of `span` (first position, number) in a sequence to the rows
+    of `values` [KEYS, head_dim]. cell: bytes of a cache element."""
     head_dim, block, kv_heads = values.shape[1], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -197,9 +197,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Convert an item's scores in one stretch to softmax weights, zero for keys that a row's token
-    does not attend to. span: positions where the stretch starts, and where the item's keys in it
-    start and end; sums: arrays for each row's sum of weights and largest score."""
+    """Convert an item's scores for one stretch of keys to softmax weights, and write each row's sum
+    of weights and largest score to `sums`. Keys that a token does not attend to get weight zero.
+    span: (start of the stretch, first key, end of keys), as positions."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -212,9 +212,9 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
-    """Convert the scores of row r in one stretch to softmax weights. span: first and end of the
-    keys that the row attends to, and end of all keys. sums: arrays for each row's sum of weights
-    and largest score."""
+    """Convert row r of scores to softmax weights, and write its sum of weights and its largest
+    score to `sums`. span: first key and end of the keys that the row attends to, and end of all
+    keys."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:
@@ -225,8 +225,8 @@ def soften(scores, span, softcap, sums, r):
 
 @njit(**INLINE)
 def finish(p, item, head, group, sums, token):
-    """Divide an item's outputs by their sums of weights, and write them for KV head `head`. sums:
-    outputs, sums of weights, largest scores, by row; token: bytes of an output element."""
+    """Divide the outputs of an item's rows by their sums of weights, and write them for KV head
+    `head`. sums: (outputs, sums of weights, largest scores); token: bytes of an output element."""
     outputs, total, largest = sums
     size = outputs.shape[1] * token
     for i in range(item[2]):

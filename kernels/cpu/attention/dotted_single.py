@@ -101,9 +101,9 @@ def _copy(source, q, head_dim):
 
 @njit(inline="always")
 def _turn(place, span, base, arrays, head_dim):
-    """Transpose the keys at places base to base + 64 of the stretch, in pairs, and prefetch their
-    values. place: the body's parameters, item, KV head; span: start of the stretch, first key, end
-    of keys; arrays: the transposed keys [head size / 2, 64], scratch memory for copies."""
+    """Transpose up to 64 keys of a stretch, from place `base` on, in pairs, and prefetch their
+    values. place: (the body's parameters, item, KV head); span: (start of the stretch, first key,
+    end of keys); arrays: (transposed keys [head size / 2, 64], scratch memory for copies)."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
@@ -118,8 +118,8 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """scores[:group, base : base + 64] = q @ keys, or only 16 scores if no more keys are left.
-    base: place in the stretch; high: end of the item's keys; group, how: literals."""
+    """Compute the scores of up to 64 keys: scores[:group, base : base + 64] = q @ keys. base: place
+    of the first key in the stretch; high: end of the item's keys; group, how: literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:
@@ -130,9 +130,9 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Convert the scores of all rows to softmax weights in bfloat16. row: address of the body's
-    parameters; span: start of the stretch, first key, end of keys; sums: arrays for each row's sum
-    of weights and largest score."""
+    """Convert all rows of scores to softmax weights in bfloat16, and write each row's sum of
+    weights and largest score to `sums`. row: address of the body's parameters; span: (start of the
+    stretch, first key, end of keys)."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)

@@ -170,9 +170,9 @@ def is_last(p, place, sums, room, factors, group):
 
 @njit(inline="always")
 def _score(given, place, arrays, head_dim, how, wide):
-    """Compute an item's scores [rows / 16, keys, 16] in one stretch. given: the body's parameters
-    and the tile state; place: item, KV head, and (start of the stretch, first key, end of keys);
-    arrays: queries, copies of keys, scores. how, wide: literals."""
+    """Compute an item's scores [rows / 16, keys, 16] for one stretch of keys. given: (the body's
+    parameters, tile state); place: (item, KV head, (start of the stretch, first key, end of keys));
+    arrays: (queries, copies of keys, scores). how, wide: literals."""
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
@@ -189,10 +189,10 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Compute softmax weights from the scores of a stretch. row: the body's parameters; span: start
-    of the stretch, first key, end of keys; positions: of each row's token; room: scores, weights,
-    bounds, sums of weights, largest scores. is_tiled: store weights as [rows / 16, units, 16,
-    32]."""
+    """Convert an item's scores for one stretch of keys to softmax weights. row: address of the
+    body's parameters; span: (start of the stretch, first key, end of keys); positions: of the rows'
+    tokens; room: (scores, weights, bounds, sums of weights, largest scores); is_tiled: the layout
+    of weights is [rows / 16, units, 16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -219,8 +219,8 @@ def _weigh(row, span, positions, room, is_tiled):
 
 @njit(**INLINE)
 def _begin(p, item, head, group, targets, head_dim):
-    """Copy an item's queries, in pairs [head size / 2, rows, 2], and each row's token position.
-    targets: scratch memory, queries, positions."""
+    """Copy an item's queries, in pairs [head size / 2, rows, 2], and the positions of the rows'
+    tokens to `targets`: (scratch memory, queries, positions)."""
     flat, q, positions = targets
     width, before = group * head_dim, item[4] - item[2]
     for i in range(item[2]):
@@ -242,9 +242,9 @@ def _begin(p, item, head, group, targets, head_dim):
 
 @njit(**INLINE)
 def keys_address(p, seq, head, span, copies, head_dim):
-    """Address of 16 keys of a head from position span[0] on, and bytes from one key to the next.
-    Keys outside positions span[1] to span[2] - 1 are undefined. copies: scratch memory for keys
-    that are not adjacent."""
+    """Return the address of 16 keys of a head, and the bytes from one key to the next. span:
+    (position of the first key, first and end of the item's positions); keys at other positions are
+    undefined. copies: scratch memory for keys that are not adjacent."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     if block % LANES == 0 and head_dim % 32 == 0:
@@ -259,8 +259,8 @@ def keys_address(p, seq, head, span, copies, head_dim):
 
 @njit(inline="always")
 def gather_pairs(p, seq, head, span, values, head_dim):
-    """Copy one head's values in pairs. span: position where the stretch starts, then the first and
-    the end of the keys' places. Other places in the same units of 32 get zeros."""
+    """Copy one head's values for a stretch, in pairs of keys. span: (position of the stretch, first
+    and end of the keys' places in it). Other places in the same units of 32 get zeros."""
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -278,8 +278,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Write to `bounds` the first and the end of the keys that each row attends to, relative to key
-    `low` of the stretch. Returns True if all rows attend to all 256 keys of the stretch."""
+    """Write to `bounds` which keys each row attends to: first and end, counted from key `low` of
+    the stretch. Returns True if every row attends to all 256 keys of the stretch."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -294,8 +294,8 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Convert the scores of 16 rows, stored as columns, to softmax weights. sums: arrays for each
-    row's sum of weights and largest score; all_seen: every row attends to all keys."""
+    """Convert the scores of 16 rows, stored as columns, to softmax weights, and write each row's
+    sum of weights and largest score to `sums`. all_seen: every row attends to all keys."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)
@@ -311,8 +311,8 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[v, :16] = 16 keys @ queries of rows 16 * v to 16 * v + 15, for all v. left: address
-    and stride of the keys, from `keys_address`; how: a literal."""
+    """Compute the scores of 16 keys for all rows, 16 rows in each scores[v]. left: address and
+    stride of the keys, from `keys_address`; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -321,7 +321,7 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy bfloat16 values [num, head_dim] from address `source` to `values`, in pairs of keys.
+    """Copy values [num, head_dim] in bfloat16 from address `source` to `values`, in pairs of keys.
     first: place of the first value in the stretch."""
     j = 0
     while j < num:

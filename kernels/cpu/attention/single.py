@@ -100,8 +100,8 @@ def _score(q, keys, scores, count, group):
 
 @njit(inline="always")
 def fetch(p, item, head, span, size):
-    """Prefetch what is read after the keys of a span (position, number): the values of the span,
-    then the next keys of the item, in this head or the next. size: bytes of a key."""
+    """Prefetch what is read after the keys of `span` (position, number): their values, then the
+    item's next keys, in this head or the next. size: bytes of a key."""
     table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
     _fetch_span(p, (table, head), span, size, half)
     base = span[0] + span[1]
@@ -115,8 +115,8 @@ def fetch(p, item, head, span, size):
 
 @njit(**INLINE)
 def _fetch_span(p, place, span, size, offset):
-    """Prefetch the memory that lies ``offset`` bytes after the keys of a span (position, number).
-    place: block table and KV head; size: bytes of a key."""
+    """Prefetch the memory ``offset`` bytes after each key of `span` (position, number). place:
+    block table and KV head; size: bytes of a key."""
     (table, head), (base, count) = place, span
     block, done = p[7], 0
     while done < count:
@@ -129,9 +129,8 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, for each query head g of KV head `head`.
-    place: the body's parameters and the item; arrays: scores, acc. The last four arguments are
-    literals."""
+    """acc[g] += scores[g] @ values of the item's keys, for each query head g of a KV head. place:
+    (the body's parameters, item); arrays: (scores, acc). The last four arguments are literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell

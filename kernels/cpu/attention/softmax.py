@@ -46,9 +46,9 @@ def begin(sums):
 
 @njit(**EXACT)
 def fold(sums, added, factors, num):
-    """Merge the sums `added`, of the same rows over another stretch of keys, into `sums`. num:
-    rows; both sums have the arrays of `begin`, and `added` may have more columns of outputs.
-    factors: scratch memory, two arrays of one float32 per row, padded."""
+    """Merge the softmax sums of two stretches of keys: `added` into `sums`, for `num` rows. Both
+    are as in `begin`, but the outputs in `added` may have more columns. factors: scratch memory,
+    two arrays of one float32 per row, padded."""
     (outputs, total, largest), (more, more_total, more_largest) = sums, added
     shrink, share = factors
     for r in range(0, num, LANES):

@@ -105,9 +105,9 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _turn(p, item, q, shape):
-    """Copy a token's queries to the columns of q [tile, pairs, 16]. Query head h becomes column h %
-    16 of tile (h // 16 + its KV head), so that all heads of a tile have the same KV head and the
-    same tile of scores (h // 16). shape: query heads per KV head, and head size."""
+    """Copy a token's queries to the columns of q [tile, pairs, 16]: query head h becomes column h %
+    16 of tile h // 16 + its KV head. So all heads of a tile share a KV head and a tile of scores (h
+    // 16). shape: (query heads per KV head, head size)."""
     group, head_dim = shape
     heads = p[5] * group
     pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
@@ -133,9 +133,9 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """Compute scores [key, query head] of the runs of 16 keys before key `end`, and prefetch what
-    is read next. arrays: q, scores; places: address of each run; heads: number of KV heads, and
-    block size; shape: query heads per KV head, and head size; soft: a literal."""
+    """Compute scores [key, query head] of all keys before `end`, and prefetch what is read next.
+    arrays: (q, scores); places: address of each run of 16 keys; heads: (number of KV heads, block
+    size); shape: (query heads per KV head, head size); soft: a literal."""
     q, scores = arrays
     (kv_heads, block), (group, head_dim) = heads, shape
     size, line = head_dim * _CELL, scores.shape[1] * 4
@@ -173,9 +173,9 @@ def _score(own, arrays, places, end, heads, shape, soft):
 
 @njit(**EXACT)
 def _weigh(arrays, room, span, numbers, sums):
-    """Convert scores to softmax weights [unit, query head, key] in bfloat16. arrays: scores,
-    weights, bounds; room: address of scratch memory for a tile; span: first and end of the item's
-    keys; numbers: scale, softcap; sums: arrays for each head's sum of weights and largest score."""
+    """Convert scores to softmax weights [unit, query head, key] in bfloat16, and write each head's
+    sum of weights and largest score to `sums`. arrays: (scores, weights, bounds); room: address of
+    scratch memory for a tile; span: (first, end) of the item's keys; numbers: (scale, softcap)."""
     (scores, weights, bounds), (first, end) = arrays, span
     (scale, softcap), (total, largest) = numbers, sums
     line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
@@ -206,8 +206,8 @@ def _weigh(arrays, room, span, numbers, sums):
 @njit(inline="always")
 def _add(own, room, arrays, places, numbers, group, soft):
     """acc[h] = weights of query head h @ values. room: address of scratch memory for two units of
-    32 values; arrays: weights, acc, scratch memory for a partial run of 16 values, a run of zeros;
-    soft: a literal."""
+    32 values; arrays: (weights, acc, scratch memory for 16 values, 16 zeros); numbers: (span of the
+    item's keys, block size, padded number of query heads); soft: a literal."""
     weights, acc, edge, blank = arrays
     span, block, width = numbers
     kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
@@ -246,10 +246,10 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Copy a KV head's values of unit `u` (32 keys), in pairs, to tiles at address `base`, and
-    prefetch the next head's. span: first and end of the item's keys; rooms: scratch memory for a
-    partial run, a run of zeros; numbers: offset of the values from a run's keys, block size, first
-    column."""
+    """Copy the values of 32 keys (unit `u`) in one KV head, in pairs, to tiles at address `base`,
+    and prefetch those of the next head. span: (first, end) of the item's keys; rooms: (scratch
+    memory for 16 values, 16 zeros); numbers: (offset of values from keys, block size, first
+    column)."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):
@@ -284,8 +284,8 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Copy tiles 0 to 3, the sums of 64 columns, to `acc` from column `column` on, in the usual
-    order of columns. room: scratch memory; rows: first row of `acc`, and number of rows."""
+    """Copy 64 columns of sums from tiles 0 to 3 to `acc`, from column `column` on, in the usual
+    order of columns. room: scratch memory; rows: (first row of `acc`, number of rows)."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)

@@ -96,8 +96,8 @@ def packed_product(
     out_dtype: torch.dtype | None = None,
     body: str | None = None,
 ) -> torch.Tensor:
-    """x [N, in] contiguous bfloat16 -> [N, out], bfloat16 or float32 (``out_dtype``). bias: [out]
-    float32. body: a key of BODIES, for tests; None: this processor's."""
+    """Return x @ weights + bias, [N, num_out], in bfloat16 or float32 (``out_dtype``). x: [N, in]
+    contiguous bfloat16; bias: [num_out] float32; body (for tests): a key of BODIES."""
     out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
     target = _Target(out.data_ptr(), out.element_size(), added, 0)
@@ -108,9 +108,9 @@ def packed_product(
 def gated_product(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
-    """Multiply x by a gate and an up matrix packed as one, and return act(first half of the
-    outputs) * second half, [N, num_out / 2], rounded once. num_out must be a multiple of two
-    panels. x: [N, in] contiguous bfloat16; act: a key of ``kernels.cpu.pointwise.ACTS``."""
+    """Return act(x @ gate) * (x @ up), [N, num_out / 2], rounded once. packed: gate and up as one
+    matrix of `num_out` outputs, a multiple of two panels; x: [N, in] contiguous bfloat16; act: a
+    key of ``kernels.cpu.pointwise.ACTS``."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
     panels = half // packed.shape[2]
@@ -139,8 +139,8 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Addresses to which a product writes: its outputs, of `size` bytes each, or, if `ids` is not
-    0, the largest output and its index for each group of panels and each row, both [groups, N]."""
+    """Addresses to which a product writes: all outputs, of `size` bytes each, or, if `ids` is not
+    0, only the largest output and its index, for each group of panels and each row [groups, N]."""
 
     out: int
     size: int
@@ -203,8 +203,8 @@ def _evenly(num: int, most: int) -> int:
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums to the output. If only the largest output is wanted, update each row's
-    largest output instead. p: the body's parameters."""
+    """Write a panel's sums to the output or, if only the largest output is wanted, update each
+    row's largest output. p: the body's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -226,8 +226,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Update each row's largest output so far, among this item's panels, with the sums of one
-    panel. It becomes NaN if an output is invalid."""
+    """Update each row's largest output in this item's panels with the sums of one panel. NaN marks
+    a row with an invalid output."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
@@ -264,9 +264,9 @@ def _write(p, sums, first, count, panel):
 
 @njit(inline="always")
 def _add_pairs(left, b, c, span, ahead, how):
-    """c[:num] += a[:num] @ b, for one panel b. left: address and row stride of a; span: (num,
-    number of pairs of inputs); ahead: (address, number of cache lines) to prefetch. Returns what is
-    left to prefetch after this call. how: a literal."""
+    """c[:num] += a[:num] @ b, for a panel b. left: (address, row stride) of a; span: (num, number
+    of pairs of inputs); ahead: (address, number of cache lines) to prefetch. Returns what of
+    `ahead` is left for the next call. how: a literal."""
     (a, lda), (num, depth), (wanted, lines) = left, span, ahead
     row = 0
     while row + _ROWS <= num:
@@ -328,8 +328,8 @@ def _vector_body(how: int):
 
 @njit(inline="always")
 def _panel_pairs(p, a, sums, count, place, how):
-    """sums[:count] = `count` prepared rows at address `a` times one panel. place: index of the
-    panel, and whether to prefetch the next panel."""
+    """sums[:count] = rows @ one panel. a: address of the prepared rows; place: (index of the panel,
+    whether to prefetch the next panel)."""
     (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
@@ -399,9 +399,9 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, place, soft):
-    """sums = rows of x times one panel, with AMX. rows: the first row, the number of rows, and how
-    many of them are in full tiles (the others are read from `copies`, padded); place: index of the
-    panel, and whether to prefetch the next panel."""
+    """sums = rows of x @ one panel, with AMX. rows: (first row, number of rows, number of rows in
+    full tiles); the last rows are read from `copies`, padded. place: (index of the panel, whether
+    to prefetch the next panel)."""
     (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
@@ -428,9 +428,9 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
-    """Multiply 16 rows by one panel: c [16, 32] += left @ b, or c = left @ b if the span starts at
-    step 0. left: address and row stride; span: (first step of 32 inputs, number of steps); ahead:
-    address to prefetch, or 0; soft: whether AMX is emulated, in the tiles `own`."""
+    """Multiply 16 rows by one panel, with AMX: c [16, 32] += left @ b, or c = left @ b if the span
+    starts at step 0. left: (address, row stride); span: (first step of 32 inputs, number of steps);
+    ahead: address to prefetch, or 0; soft: emulate AMX, in the tiles `own`."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
