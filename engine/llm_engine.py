@@ -42,9 +42,10 @@ class LLMEngine:
         """Add a request to the queue. ``step`` returns its outputs, which have this id.
 
         Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``: seconds from arrival
-        to the end with finish reason ``"deadline"``, the latter only before it starts. Raises
-        ``RequestError`` for an invalid request, and its subclass ``RefusedError`` for a full queue.
+        ``hints`` for the scheduling policy; ``timeout``, ``queue_timeout``: seconds after which the
+        request ends with reason ``"deadline"``, the latter only if it has not started. Raises
+        ``RequestError`` for an invalid request, or its subclass ``RefusedError`` if the queue is
+        full.
         """
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
 

@@ -149,7 +149,7 @@ class BlockTables:
             self.queue_new(row, allocation)
 
     def queue_new(self, row: int, allocation: Allocation) -> None:
-        """Record for the worker all table entries of a request that it has not received yet."""
+        """Record for the worker a request's table entries that the worker has not received."""
         sent = allocation.num_sent
         for g, table in enumerate(allocation.tables):
             self._add(row, self._places(sent, len(table)), table[sent:], g)
@@ -172,7 +172,7 @@ class BlockTables:
         )
 
     def num_kept(self, tables: Sequence[Sequence[int]], position: int) -> int:
-        """Number of used blocks in ``tables`` that a query at ``position`` or later may read."""
+        """Number of blocks in use in ``tables`` that a query at ``position`` or later may read."""
         refs = self._pool.num_refs
         kept = sum(refs[block] > 0 for table in tables for block in table if block)
         return kept - sum(

@@ -104,8 +104,8 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """True if a KV source can load the KV of this request, which has no blocks, asynchronously,
-        and no load of its KV has failed."""
+        """True if a KV source can load the KV of a request without blocks asynchronously, and no
+        load has failed."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

@@ -15,7 +15,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 class WeightOnlyLinear:
-    """A GPU layer with packed weights, which its kernel dequantises while it multiplies."""
+    """A GPU layer with packed weights, which are dequantised inside the matrix product."""
 
     def __init__(self, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.packed = packed

@@ -4,7 +4,7 @@ The types longrope and dynamic depend on the sequence length, for which transfor
 longest sequence of a call. That would rotate cached keys differently from new ones, so here
 ``max_model_len`` is used instead:
 
-* longrope uses the long factors if ``max_model_len`` exceeds the original length, else the short;
+* longrope uses its long factors if ``max_model_len`` exceeds the original length;
 * dynamic uses the base for ``max_model_len`` if that exceeds ``max_position_embeddings``.
 """
 
@@ -20,8 +20,8 @@ from engine.layers.rope import RopeSpec
 
 
 class Frequencies(NamedTuple):
-    """``inv_freq`` [rotary_dim / 2]: radians per position for each pair of dimensions.
-    ``attention_factor``: multiplies cosines and sines."""
+    """Radians per position for each pair of dimensions (``inv_freq`` [rotary_dim / 2]), and a
+    factor on cosines and sines."""
 
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
@@ -66,7 +66,7 @@ def _dynamic(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _proportional(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """Default frequencies for the first ``partial_rotary_factor`` of a head, 0 for the rest."""
+    """Default frequencies for the first dimensions of a head, 0 for the rest."""
     num_rotated = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.head_dim // 2)
     inv_freq = torch.zeros(rope.head_dim // 2, dtype=torch.float32)
     inv_freq[:num_rotated] = 1.0 / _powers(rope.theta, 2 * num_rotated, rope.head_dim)
@@ -88,7 +88,7 @@ def _llama3(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _yarn(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """YaRN, "NTK by parts" (arXiv 2309.00071)."""
+    """Frequencies of YaRN, "NTK by parts" (arXiv 2309.00071)."""
     scaling, dim = rope.scaling, rope.rotary_dim
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or rope.max_position / original
@@ -125,7 +125,7 @@ def _yarn_attention_factor(rope: RopeSpec, factor: float) -> float:
 
 
 def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """LongRoPE: one factor per pair of dimensions (arXiv 2402.13753)."""
+    """Frequencies of LongRoPE: one factor per pair of dimensions (arXiv 2402.13753)."""
     scaling = rope.scaling
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or rope.max_position / original

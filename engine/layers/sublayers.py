@@ -56,8 +56,7 @@ class RMSNorm:
 class ResidualNorm:
     """Adds a sublayer's output to the residual stream, and normalises the sum.
 
-    ``norm``: ``None`` if the sum is not normalised. ``residual`` is ``None`` for the first
-    sublayer.
+    ``norm``: ``None`` if the sum is not normalised.
     """
 
     def __init__(self, norm: RMSNorm | None) -> None:
@@ -66,7 +65,8 @@ class ResidualNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [N, H] -> (input of the next sublayer, new residual stream), both [N, H]."""
+        """x, residual [N, H] -> (input of the next sublayer, new residual stream), both [N, H].
+        ``residual`` is ``None`` before the first sublayer."""
         norm = self.norm
         if norm is None:
             total = x if residual is None else x + residual

@@ -86,7 +86,7 @@ class TooLargeError(Exception):
 
 @lru_cache(maxsize=32)
 def check_finite(grammar: str) -> None:
-    """Raise ``RequestError`` if a schema in a grammar (by ``grammar_of``) has no finite value."""
+    """Raise ``RequestError`` if a JSON schema in a text of ``grammar_of`` has no finite value."""
     if not any(key in grammar for key in REFERENCES):
         return  # without references there is no recursion
     whole = grammar_from(grammar)
@@ -219,8 +219,8 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """Find a place on an endless recursion: follow needed places without a finite value from
-    ``start``, and return the first that repeats, or the last if none follows."""
+    """Follow needed places without a finite value from ``start``. Returns the first place that
+    repeats, i.e. an endless recursion, or the last place if no other follows."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -261,7 +261,7 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """The ways to build a value for each place that can be reached from ``starts``."""
+        """The ways to build a value for each place that ``starts`` need, directly or indirectly."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:

@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     * ``logprobs``: number of most likely tokens to return with the sampled one (-1: the whole
       vocabulary), with the model's log-probabilities before penalties and temperature.
     * ``prompt_logprobs``: likewise, for prompt tokens from ``prompt_logprobs_start`` on.
-    * ``truncate_prompt_tokens``: keep only so many last tokens of the prompt (-1: as many as fit).
+    * ``truncate_prompt_tokens``: number of last prompt tokens to keep (-1: as many as fit).
     * ``extra_args``: values for policies and custom logits processors.
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and range.
@@ -167,7 +167,7 @@ def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
 
 
 def as_list(value: Any) -> Any:
-    """Make a new list of a sequence, of a single string, or of None ([]).
+    """Make a new list from a sequence, a single string or None (an empty list).
 
     Any other value is returned unchanged.
     """

@@ -84,8 +84,8 @@ CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
 
 
 def code_of(reason: FinishReason, code: str | None = None) -> ErrorCode | None:
-    """The error code of an ended request: ``code`` if it is one, else the default for the reason;
-    ``None`` if the reason is not an error."""
+    """The error code of an ended request: ``code`` if it is a known one, else the default for the
+    reason; ``None`` if the reason is not an error."""
     if reason in CODE_OF_REASON and code in ERROR_CODES:
         return cast(ErrorCode, code)
     return CODE_OF_REASON.get(reason)

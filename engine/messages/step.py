@@ -1,8 +1,8 @@
 """The messages between core and worker: StepPlan and StepResult, with an array for each field.
 
 A plan lists the tokens to compute for each request. Optional *parts* (``PARTS``) are fields that
-only some features need, e.g. drafts. Each worker has a list of the parts that it can compute
-(``capabilities``), each scheduler resource of those that it needs (``needs``).
+only some features need, e.g. drafts. The ``capabilities`` of a worker are the parts that it can
+compute, the ``needs`` of a scheduler resource are the parts that it writes.
 """
 
 from __future__ import annotations

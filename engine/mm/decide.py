@@ -4,8 +4,9 @@
 step. ``EncoderCache`` keeps an encoder output until all tokens that read it are computed, and then
 until its space is needed:
 
-absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once) ^ │
-└──────── used again ────┘
+    absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once)
+                      ^                        │
+                      └──────── used again ────┘
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Number of tokens whose encoder outputs can be added, as idle entries can be evicted."""
+        """Number of tokens whose encoder outputs can be added, if idle entries are evicted."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
@@ -113,7 +114,8 @@ class EncoderCache:
 
 
 class EncoderBudget(Resource):
-    """Limits media: ``max_encoder_tokens`` are encoded per step, ``cache_size`` tokens are kept.
+    """Limits media to ``max_encoder_tokens`` tokens encoded per step, and ``cache_size`` tokens
+    kept.
 
     ``whole_media``: all tokens of a media item must be computed in one step, since they attend to
     each other. ``longest_item``: tokens of the model's longest media item, 0 if unknown. Raises
@@ -195,7 +197,7 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """End the uses of encoder outputs that were read to their end in this step, and discard the
+        """End the uses of encoder outputs whose last tokens this step has computed, and discard the
         outputs that failed requests have encoded."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
@@ -206,7 +208,7 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _unsplit(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The last position, up to ``upto``, at which a chunk from ``start`` can end without
+        """The last position, at most ``upto``, at which a chunk from ``start`` can end without
         splitting a media item; ``upto`` if items may be split."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:

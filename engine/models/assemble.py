@@ -43,8 +43,7 @@ class Placement:
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
-    """Build the decoder. It takes the tensors of ``targets(spec)`` from ``weights`` in that
-    order."""
+    """Build the decoder. It takes tensors from ``weights`` in the order of ``targets(spec)``."""
     return Assembly(spec, weights, placement).decoder()
 
 

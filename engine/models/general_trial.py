@@ -95,8 +95,8 @@ def _run(
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> TrialRun:
-    """Call a module; record its attention calls and the output of its backbone, the first called
-    one of ``backbones``. ``positions``: ``None`` for 0, 1, 2, ..."""
+    """Call a module; record its attention calls and the output of its backbone: the first of
+    ``backbones`` that is called. ``positions``: ``None`` for 0, 1, 2, ..."""
     calls: list[AttentionCall] = []
     outputs: dict[nn.Module, Any] = {}
     device = next(module.parameters()).device

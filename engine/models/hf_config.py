@@ -63,7 +63,7 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
 
 
 def head_dim(hf: HF) -> int:
-    """Size of an attention head. Raises ``ModelError`` for an odd size, which has no pairs."""
+    """Size of an attention head. Raises ``ModelError`` if it is odd, as rotation needs pairs."""
     if hf.get("head_dim") is not None:
         size = count(hf, "head_dim")
     else:
@@ -148,7 +148,7 @@ def _stated(hf: HF) -> dict[str, Any]:
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
-    """The type of each layer, "full_attention" or "sliding_attention", or ``default``."""
+    """Each layer's type: "full_attention" or "sliding_attention"; without any, ``default``."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count(hf, "num_hidden_layers"):

@@ -107,7 +107,7 @@ class StoredWeights:
         return out
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
-        """Read one part of a target, quantised or plain, if some of its parts are quantised."""
+        """Read one part of a target, in its quantised form if the checkpoint stores it so."""
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)

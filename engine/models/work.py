@@ -101,7 +101,7 @@ class Shapes:
 
 
 def is_expert(name: str) -> bool:
-    """True if a target belongs to one expert: `layer.expert.matrix`."""
+    """True if a target's name is that of an expert's matrix: `layer.expert.matrix`."""
     return name.count(".") == 2
 
 

@@ -95,8 +95,8 @@ class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
 
 
 class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
-    """A scheduler's decision from measured times, in the call of the next record. A replay repeats
-    the decision, because its own times may be rounded differently."""
+    """A decision that the scheduler based on measured times, in the call of the next record. A
+    replay repeats the decision, because recomputed times may be rounded differently."""
 
     times: list[float]  # none
     step: int
@@ -241,7 +241,8 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
 
 
 class StepLogWriter:
-    """Writes records to a new file, replacing an old one. Raises ``ConfigError`` if it cannot.
+    """Writes records to a new file, replacing an old one. Raises ``ConfigError`` if it cannot be
+    opened.
 
     The file only contains complete records. If the disk is full, ``write`` or ``close`` raises
     ``OSError`` once, and the log ends with the last complete record.
@@ -291,7 +292,7 @@ class StepLogWriter:
             raise
 
     def _last_complete(self, frames: list[bytes], begun: int) -> int:
-        """The file position after the last complete frame. ``begun``: the position of the first."""
+        """The file position after the last complete one of ``frames``, which start at ``begun``."""
         ends = accumulate(map(len, frames), initial=begun)
         return max(end for end in ends if end <= self._num_written)
 

@@ -6,8 +6,8 @@ core's time ``answered``; the client knows when it sent its message and received
     answered - received  <=  core's clock - client's clock  <=  answered - sent
 
 A batch of outputs, which is not an answer, gives only the lower bound. Each message narrows the
-bounds, and clock drift widens them in between. While they include 0, both clocks are taken to be
-the same, as they are on one machine, and no time is changed.
+bounds, and clock drift widens them in between. While the bounds include 0, both clocks are taken to
+be the same, as they are on one machine, and no time is changed.
 
 Otherwise the lower bound is used. A message may wait for a step before the core reads it, but the
 answer is sent at once, so the difference is close to this bound. Events of the core are dated too

@@ -155,10 +155,10 @@ class ClientSessions:
     # -- sending
 
     def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
-        """Send a message that needs no credit. While the socket is full, it is queued if the client
-        has a session, and dropped if not.
+        """Send a message that needs no credit. While the socket is full, the message is queued for
+        a client with a session, and dropped for others.
 
-        Raises ``WireError`` if it cannot be encoded, or has more than ``max_bytes``.
+        Raises ``WireError`` if the message cannot be encoded, or has more than ``max_bytes``.
         """
         frame = self._encoder.encode(message, max_bytes)
         session = self.get(identity)

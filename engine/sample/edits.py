@@ -1,7 +1,7 @@
 """Sampling options of requests, and tables on the device for the edits of logits that they need.
 
 Tables are indexed by slot and allocated when first needed; edits and bad words are packed again
-when a request that has some starts or ends. Requests without edits are skipped.
+when a request with edits starts or ends. Requests without edits are skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """compressed-tensors checkpoints as llm-compressor writes them: 8-bit floats and integers.
 
-Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" stores q
-+ 2 ** (bits - 1) and likewise z, several in each int32, the lowest bits first: q along the inputs,
-z along the outputs (https://github.com/vllm-project/compressed-tensors).
+Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds 2 **
+(bits - 1) to q and z and packs several in each int32, the lowest bits first: q along the inputs, z
+along the outputs (https://github.com/vllm-project/compressed-tensors).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """Make a module's weight from its stored tensors, by ``suffixes[0]`` of their fields."""
+        """Make a module's weight from its tensors, keyed by ``suffixes[0]`` of their fields."""
         ...
 
 
@@ -70,7 +70,7 @@ def size_of_group(value: Any) -> int:
 
 
 def num_groups(module: str, num_inputs: int, group_size: int) -> int:
-    """Number of groups of a module's inputs. Raises ``ModelError`` if one would be incomplete."""
+    """Number of groups of a module's inputs. Raises ``ModelError`` if a group is incomplete."""
     if num_inputs % group_size:
         raise ModelError(
             f"{module} has {num_inputs} inputs, not a multiple of its quantization's group_size "
