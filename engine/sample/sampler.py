@@ -1,8 +1,8 @@
 """Samples tokens from the logits of a step, in three phases:
 
     prepare   copy logits for log-probabilities; apply masks, edits, penalties and processors
-    draw      apply temperature, min-p, top-k and top-p, add noise and choose the tokens; it runs
-              only on the device, so a CUDA graph may contain it
+    draw      apply temperature, min-p, top-k and top-p, add noise and choose the tokens; reads only
+              tensors on the device, so a CUDA graph may contain it
     finish    count sampled tokens for penalties; compute log-probabilities
 
 The noise depends only on the request's seed and the token's position. A seeded request therefore
@@ -74,7 +74,7 @@ class Drawing(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """Log-probabilities of some sampled rows."""
+    """Log-probabilities of the tokens sampled in some rows; ``rows``: indices of these rows."""
 
     rows: list[int]
     scored: Scored
@@ -116,7 +116,7 @@ class Sampler:
 
     @property
     def wants_largest_only(self) -> bool:
-        """True if all slots are greedy and have neither edits nor log-probabilities."""
+        """True if all sequences are greedy, without edits and log-probabilities."""
         return not (self._random or self._edited or self._num_logprobs)
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
@@ -205,8 +205,8 @@ class Sampler:
         return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
-        """True if the slot's next token may be sampled before its mask is known: if the mask allows
-        that token, sampling with the mask gives the same one."""
+        """True if the slot can be sampled before its mask is known: a token that the mask then
+        allows would have been sampled with the mask too."""
         return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:

@@ -88,7 +88,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """True if requests have finished of which the worker does not know yet."""
+        """True if the worker does not know yet that some requests have finished."""
 
     def wake(self, request_id: str) -> None:
         """Return a parked request to the queue; an unknown id is ignored."""
@@ -100,7 +100,7 @@ class SchedulerInterface(ABC):
         return self.get_num_unfinished_requests() > 0
 
     def has_requests(self) -> bool:
-        """True if there are unfinished requests, or finished ones unknown to the worker."""
+        """True if a request is unfinished, or its end is not known to the worker yet."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def take_outputs(self) -> StepOutputs:

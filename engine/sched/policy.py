@@ -108,8 +108,7 @@ class SchedView(Protocol):
         ...
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: decodes (one token left to compute) before prompts, both in rank
-        order."""
+        """Running requests: decodes (one token to compute), then prompts, both in rank order."""
         ...
 
     def by_rank(self) -> list[Request]:
@@ -117,8 +116,8 @@ class SchedView(Protocol):
         ...
 
     def default_order(self) -> list[Request]:
-        """Running requests, decodes first. If running prompts may lack free blocks, all are in rank
-        order instead."""
+        """Running requests, decodes first. While prompts run and free blocks may not suffice for
+        all running requests, all are in rank order instead."""
         ...
 
     @property
@@ -212,8 +211,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     per step), "recomputing" (preempted requests compute much again)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a class that defines only one of ``rank`` and ``ranks`` use it for the other as
-        well."""
+        """If a class defines only one of ``rank`` and ``ranks``, derive the other from it."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "ranks" in own and "rank" not in own:
@@ -269,7 +267,8 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """By default, admit if the request's tokens fit and the headroom stays free."""
+        """Whether the waiting request may start. By default it may if its tokens fit and the
+        headroom stays free."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
             return Admission.YES  # the scheduler checks whether preemption frees enough blocks
         left = view.kv.num_free - view.kv.missing(req, req.num_tokens)

@@ -155,13 +155,13 @@ class Request:
 
     @property
     def first_token_time(self) -> float | None:
-        """When it got its first output token, in seconds on the engine's clock, or ``None``."""
+        """When the request got its first output token (engine's clock); ``None`` before that."""
         time = self.table.facts.first_token.at[self.row]
         return time if time == time else None
 
     @property
     def last_token_time(self) -> float | None:
-        """When it got its latest output token, in seconds on the engine's clock, or ``None``."""
+        """When the request got its latest output token (engine's clock); ``None`` before any."""
         time = self.table.facts.last_token.at[self.row]
         return time if time == time else None
 
@@ -257,7 +257,7 @@ class Request:
 
 
 class End(NamedTuple):
-    """Why a request ends before it is complete. ``code`` is None for the reason's default."""
+    """Why a request ends before it is complete. ``code`` None: the default code of ``reason``."""
 
     req: Request
     reason: FinishReason

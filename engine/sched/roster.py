@@ -182,9 +182,8 @@ class Cause:
 class WaitLedger:
     """Attributes each second that a request waits in the queue to one cause.
 
-    Between two plans all waiting requests share the cause for which the earlier plan started no
-    more of them. A step updates only the total of that cause; a request's waits are differences of
-    totals. Requests that were refused individually have causes of their own.
+    Between two plans all waiting requests share one cause: why the earlier plan started no more of
+    them, e.g. no free seat. Requests that were refused individually have causes of their own.
     """
 
     def __init__(self) -> None:

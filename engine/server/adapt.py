@@ -43,7 +43,7 @@ TOOL = {
 
 
 class Trait(NamedTuple):
-    """One way in which templates differ: test conversations, and rewrites, the least first."""
+    """One way in which templates differ: probe conversations, and rewrites, mildest first."""
 
     probes: tuple[Messages, ...]
     rewrites: tuple[Rewrite, ...]
@@ -265,7 +265,7 @@ def with_text_in_results(messages: Messages) -> Messages:
 
 
 def with_bridges(messages: Messages, words: str = "") -> Messages:
-    """Insert an assistant message ``words`` before a user message after a call or its result."""
+    """Insert an assistant message (``words``) between a tool call or result and a user message."""
     found: Messages = []
     for message in messages:
         is_open = bool(found) and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")

@@ -159,7 +159,7 @@ class OpenAIAnswer(HttpAnswer):
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
-    """The finish reason; ``None`` while running. Raises ``ApiError`` for an error."""
+    """The finish reason; ``None`` while running. Raises ``ApiError`` if it is an error."""
     reason = completion.finish_reason
     code = None if reason is None else code_of(reason, completion.code)
     if code is None:

@@ -15,9 +15,9 @@ KEY = "metronome.body"  # the decoded body of the request, in the scope
 def with_client_names(body: msgspec.Struct | None, error: ApiError) -> ApiError:
     """Change an error so that it names the field that the client has sent.
 
-    ``client_names`` of the body's class maps the engine's name of a field to the API's names. If
-    there are several, it is the one that the client has set, or else the first. ``param`` becomes
-    ``None`` for a field that the API does not have. Without a ``body`` the error is not changed.
+    ``client_names`` of the body's class maps the engine's name of a field to the API's names. Among
+    several, the one that the client has set is used, or else the first. ``param`` becomes ``None``
+    for a field that the API does not have. Without a ``body`` the error is not changed.
     """
     if body is None:
         return error

@@ -21,7 +21,7 @@ Kind = Literal["thinking", "text", "call"]
 
 
 class Block:
-    """One block of an answer: thinking, text, or a tool call, which is then in ``call``."""
+    """One block of an answer: thinking, text, or a tool call (described by ``call``)."""
 
     def __init__(self, kind: Kind, index: int, call: CallBegin | None = None) -> None:
         self.kind = kind
@@ -85,8 +85,8 @@ class Blocks:
 
 
 class BlockAnswer(HttpAnswer):
-    """An answer made of blocks: thinking, texts and tool calls. Its events describe their
-    changes."""
+    """An answer made of blocks: thinking, texts and tool calls. Its events describe how these
+    change."""
 
     def __init__(self, name: str, dialogue: ChatGeneration) -> None:
         self.name = name

@@ -173,7 +173,7 @@ class Completion(OpenAIAnswer):
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Remove the one token that the engine always generates, for a ``max_tokens`` of 0."""
+    """For ``max_tokens`` 0: remove the one token that the engine has generated nevertheless."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":

@@ -41,7 +41,7 @@ def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Me
 
 
 def plain_message(message: Message, param: str = "messages") -> Message | None:
-    """Convert one message; ``None`` if it has only metadata. Raises ``ApiError``."""
+    """Convert one message to plain form; ``None`` if it has only metadata. Raises ``ApiError``."""
     role = known_role(message.get("role"), ROLES, param)
     plain = {key: value for key, value in message.items() if value is not None}
     if "tool_call_id" in plain:
@@ -60,7 +60,7 @@ def plain_message(message: Message, param: str = "messages") -> Message | None:
 
 
 def known_role(role: Any, known: Sequence[str], param: str) -> str:
-    """Return the role if it is a known one. Raises ``ApiError`` for any other value."""
+    """Return the role if it is in ``known``; else raise ``ApiError`` about the field ``param``."""
     if not isinstance(role, str) or role not in known:
         raise field_error(param, f"has a role {role!r:.40}, must be one of: {', '.join(known)}"
             f"{near_value(role, known)}")  # fmt: skip
@@ -68,8 +68,7 @@ def known_role(role: Any, known: Sequence[str], param: str) -> str:
 
 
 def system_text(content: Any, param: str = "messages", between: str = "") -> str:
-    """The text of a system message: its parts, without metadata of clients, joined by
-    ``between``."""
+    """The text of a system message: its parts, without client metadata, joined by ``between``."""
     if not isinstance(content, list):
         return without_metadata(plain_content(content, param))
     texts = [plain_content([part], param) for part in content]
@@ -82,7 +81,8 @@ def without_metadata(text: str) -> str:
 
 
 def plain_content(content: Any, param: str = "messages") -> str:
-    """The text of a message's content, a text or a list of parts. Raises ``ApiError``."""
+    """The text of a message's content (text or parts). Raises ``ApiError`` about field
+    ``param``."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -103,7 +103,7 @@ def plain_content(content: Any, param: str = "messages") -> str:
 
 
 def text_of(part: dict[str, Any], name: str, param: str) -> str:
-    """The field ``name`` of a content part. Raises ``ApiError`` if it is not a text."""
+    """The text field ``name`` of a content part. Raises ``ApiError`` about the field ``param``."""
     text = part.get(name)
     if not isinstance(text, str):
         raise field_error(param, f"has a part whose {name} is {text!r:.40}, must be a text")

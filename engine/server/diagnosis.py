@@ -62,7 +62,7 @@ def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
 
 
 def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str) -> None:
-    """Raise ``ApiError`` for an unknown field, else for a missing one, else for a wrong one."""
+    """Raise ``ApiError`` for an unknown field, a missing or a wrong one, if there is any."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     before = f"{path}." if path else ""
     for name in given:

@@ -253,8 +253,8 @@ def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:
-    """The text of the last message if the model must continue it, else ``None``. If that is an
-    empty assistant message, it is removed from ``messages`` instead."""
+    """The text of the last message if the model must continue it, else ``None``. An empty assistant
+    message at the end is removed from ``messages`` instead of being continued."""
     if not body.continue_final_message:
         return None
     last = messages[-1]

@@ -99,7 +99,7 @@ def choose(config: SchedulerOptions) -> Chosen:
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
-    """Create the policy: ``name`` is a name, a dotted path or a class, or already an object."""
+    """Create a policy from its name, dotted path or class; return a policy object unchanged."""
     if isinstance(name, Policy) and options:
         raise ConfigError(
             f"policy_options {options} cannot be applied, since scheduling_policy is already an "
@@ -115,7 +115,7 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
 
 
 def find_resource(name: Any) -> Resource:
-    """Create a resource: ``name`` is a name, a dotted path or a class, or already an object."""
+    """Create a resource from its name, dotted path or class; return a resource object unchanged."""
     if isinstance(name, Resource):
         _check_class(type(name), Resource, "resources")
         return name
@@ -129,7 +129,7 @@ def find_resource(name: Any) -> Resource:
 
 
 def find_scheduler(name: Any) -> type[Scheduler]:
-    """Find a scheduler class by name, dotted path or the class itself; ``None``: ``Scheduler``."""
+    """Find a scheduler class by name, dotted path or the class itself. ``None``: ``Scheduler``."""
     if name is None:
         return Scheduler
     cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)

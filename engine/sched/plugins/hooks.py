@@ -75,8 +75,8 @@ class FaultLog:
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
-        """Called after a step was planned: log a hook that took more than a second in it, and again
-        only when a hook has become twice as slow."""
+        """Called after a step was planned. Logs a hook that took over a second in this step; after
+        that, only a hook that is twice as slow."""
         self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
@@ -97,8 +97,8 @@ class FaultLog:
 
 
 class ReentryGuard:
-    """Raises ``RuntimeError`` if one scheduler method is called while another one runs, which only
-    a hook can do."""
+    """Raises ``RuntimeError`` if a scheduler method is called while another one runs, as a hook
+    might do."""
 
     def __init__(self) -> None:
         self._doing = ""

@@ -137,8 +137,8 @@ class Resources:
         self._notify("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """The token masks for the rows of ``plan.masks``; ``None``, so that they fail, on a
-        fault."""
+        """Token masks for the rows in ``plan.masks``; ``None`` after a fault: the rows then
+        fail."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._call(own, "masks", None, plan, wrong=answers.wrong_masks)

@@ -16,8 +16,8 @@ class Andes(Policy):
     of these names, and a request's ``tbt``, override them. A reader with unread tokens gains
     little.
 
-    ``margin``: a waiting request preempts one whose gain is this many times smaller. A request is
-    preempted for others at most ``max_preemptions`` times; one ``max_late`` tokens late goes first.
+    ``margin``: a waiting request preempts one whose gain is this many times smaller, but none that
+    was preempted ``max_preemptions`` times. A request that is ``max_late`` tokens late goes first.
     """
 
     dynamic = True

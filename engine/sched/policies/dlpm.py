@@ -11,7 +11,7 @@ class DLPM(Policy):
     """Starts the request with the longest cached prefix, among users who have credit left.
 
     Users pay for tokens with credit; cached tokens are free. When no waiting user has credit left,
-    all get ``quantum`` more. So users who always have waiting requests are served almost equally.
+    each gets ``quantum`` more. So users who always have waiting requests are served almost equally.
 
     ``quantum``: credit, in the unit of the prices. ``input_price``, ``output_price``: prices of a
     token. ``max_wait``: seconds after which the oldest request of a user with credit goes next.

@@ -24,12 +24,12 @@ class QoServe(Policy):
     """Runs prompts by deadline and size, in steps as large as the most urgent decode allows.
 
     The n-th token of a request is due ``ttft + (n - 1) * tbt`` seconds after its arrival. Prompts
-    that will miss this go last.
+    that will miss their deadline go last.
 
     ``ttft``, ``tbt``: overridden by the hints of these names and by a request's ``tbt``. ``alpha``:
-    seconds by which a second of prompt work delays a deadline in the order (0: earliest deadline
-    first, large: shortest prompt first). ``min_chunk``: least prompt tokens of a step.
-    ``max_wait``: seconds after which a request goes first.
+    weight of a prompt's work against its deadline (0: earliest deadline first, large: shortest
+    prompt first). ``min_chunk``: least prompt tokens of a step. ``max_wait``: seconds after which a
+    request goes first.
     """
 
     dynamic = True

@@ -55,8 +55,7 @@ context and per attention pair. After the first measured step only their proport
 
 
 class LinearCost:
-    """A cost model that is linear in the sizes of a step: a base time plus a price per unit of
-    each.
+    """A cost model linear in the sizes of a step: a base time, and a price for each size.
 
     Every ``every`` steps the prices are fitted to about the last ``memory`` measured steps, by
     non-negative least squares with a weak pull towards the proportions of ``PRIOR``.
@@ -105,8 +104,8 @@ class LinearCost:
         return num_seqs + int(min(UNLIMITED, num_prompt))
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
-        """Return the sum of ``weights`` times the coefficients, and its standard error, both in
-        seconds. Weights are in the order of ``PRIOR``."""
+        """Return the sum of the coefficients, each times its weight (in the order of ``PRIOR``),
+        and the standard error of this sum, both in seconds."""
         value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
         kept, total = self._kept, self._gram.sum()
         if total <= len(kept):

@@ -48,8 +48,8 @@ class Headroom:
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Decide whether to keep headroom: if computing ``num_tokens`` tokens of a preempted
-        request again costs more than holding back a waiting one. ``is_kept`` has the result."""
+        """Set ``is_kept``: whether computing ``num_tokens`` tokens of a preempted request again
+        costs more time than holding back a waiting request."""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)

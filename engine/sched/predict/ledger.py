@@ -52,8 +52,8 @@ class Ledger:
         self._entered[req] = 0
 
     def on_grant(self, req: Request, num_tokens: int) -> None:
-        """Count the prompt tokens that a step computes. Its ``num_tokens`` tokens are already
-        included in ``req.num_computed``. Need not be called for decodes."""
+        """Count the prompt tokens among the ``num_tokens`` that a step computes and that
+        ``req.num_computed`` includes already. Need not be called for decodes."""
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:
             return

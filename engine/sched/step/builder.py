@@ -95,7 +95,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
     """Give each row as many drafts as the step has positions for: add ``PADDING``, which the worker
-    rejects, or drop drafts."""
+    rejects, or drop surplus drafts."""
     slots = {
         req.row: num_places
         for req, count in step.grants
@@ -138,7 +138,7 @@ def new_seq(req: Request) -> NewSeq:
 
 
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
-    """The most tokens of one prompt in this step; unlimited if only one request is unfinished."""
+    """The most tokens of one prompt in this step; the whole budget if it is the only request."""
     threshold = config.long_prefill_token_threshold
     if not threshold or not config.enable_chunked_prefill:
         return config.max_num_batched_tokens

@@ -223,8 +223,7 @@ class DecodeFastPath:
         return grant_one
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
-        """Get a block for this position if the request has none. Returns whether it has one
-        then."""
+        """Make sure that the request has a block for this position; returns whether it has."""
         kv = self._kv
         if position < kv.num_held[req.row] * kv.block_size:
             return True

@@ -48,7 +48,7 @@ def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """Number of blocks for running prompts that the waiting ``req`` may not preempt."""
+    """Number of blocks still needed by running prompts that the waiting ``req`` may not preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:

@@ -256,8 +256,8 @@ class Appender:
         """Publish the blocks that have become complete: both ``num_tokens`` and ``num_computed``
         have reached the block's end.
 
-        One of these columns has just grown by one, to ``counts``, in ``rows``; ``other`` is the
-        second.
+        One of these two columns has just grown by one, to ``counts``, in ``rows``; ``other``: the
+        other column.
         """
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
