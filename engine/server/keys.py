@@ -94,7 +94,7 @@ class KeyRing:
         return bool(self._all())
 
     def key_of(self, scope: Scope) -> bytes | None:
-        """The digest of the request's key if it is valid (the admin key is, too), else ``None``."""
+        """The digest of the request's key if that is an API key or the admin key, else ``None``."""
         admin = [] if self._admin is None else [self._admin]
         return _valid_key(scope, [*self._all(), *admin])
 

@@ -272,7 +272,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics, or the previous ones if it does not respond in time."""
+        """The scheduler's statistics; the previous ones, if any, if it does not respond in time."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()

@@ -121,7 +121,7 @@ CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 def prompt_offsets(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
 ) -> list[int]:
-    """Offsets of a prompt's tokens in its text; may_be_cut: the tokens may cover only its end."""
+    """Offsets of a prompt's tokens in its text; may_be_cut: they may cover only the text's end."""
     whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
     begin = max(0, text.rfind(whole)) if whole else 0
     offsets = TextOffsets(tokenizer, begin=begin)
@@ -139,7 +139,7 @@ def _incomplete(data: bytes) -> bytes:
 
 
 def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
-    """Decode the concatenated parts. Returns the offset of each part in the text, and the text."""
+    """Decode bytes given in parts. Returns the offset of each part in the text, and the text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begins, text = [], ""
     for part in parts:
@@ -157,8 +157,8 @@ def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
 
 
 def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Offsets of the parts in a text that a tokenizer has changed, and the end of the last part;
-    ``None`` if they are not found."""
+    """Find tokens, given as bytes, in a text that the tokenizer has changed. Returns their offsets,
+    and the end of the last token; ``None`` if they are not found."""
     begins, made = _decoded(parts)
     bare = made.lstrip(" ")  # the first word of a text has no space before it
     if text[: len(bare)].lower() == bare.lower():
@@ -173,8 +173,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Offsets of the parts, and the end of the last, in a text that begins with one U+FFFD for each
-    of their bytes; ``None`` for any other text."""
+    """Find tokens, given as bytes, in a text that begins with one U+FFFD for each of their bytes.
+    Returns their offsets, and the end of the last token; ``None`` for any other text."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 
 class StalledWrite(NamedTuple):
-    """A connection's unsent bytes, and the time since when their number has not changed."""
+    """How many bytes a connection has not sent, and since when this has not changed."""
 
     size: int
     since: float

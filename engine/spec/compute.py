@@ -7,9 +7,9 @@
 
 The KV of the draft model is in blocks with the same numbers as those of the model's first KV group.
 The draft model samples with the request's parameters and the noise that the model uses at the same
-position. Thus they agree at least (1 - d) / (1 + d) of the time, for a total variation distance d
-between their distributions (Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final tokens are the
-same with and without drafts.
+position. Thus both models agree at least (1 - d) / (1 + d) of the time, for a total variation
+distance d between their distributions (Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final
+tokens are the same with and without drafts.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class Passes:
     """The forward passes of the draft model after a step of the model."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: the draft model's; target: that of the model, which verifies the drafts; limit:
-        number of positions that the draft model can compute."""
+        """machine: of the draft model; target: of the model that verifies; limit: the number of
+        positions that the draft model can compute."""
         self.machine = machine
         self._target = target
         self._limit = limit

@@ -55,7 +55,7 @@ compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=T
 
 
 def size(length: int) -> int:
-    """Size of the array of a tree over ``length`` tokens, in int32."""
+    """Length of the int32 array that holds a tree over ``length`` tokens."""
     return HEAD + length * (ROWS_A_TOKEN * ROW + SLOTS_A_TOKEN + 1)
 
 
@@ -234,12 +234,13 @@ def _best(tree: Any, node: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
-    """Match a context of ``length`` tokens with the tree: those that end at ``last``, backwards.
+    """Follow the ``length`` tokens of a text that end at index ``last``, backwards, as far as they
+    occur.
 
     ``path``: the root, to which the nodes are appended. ``text``: the array with the text, the
     index at which it begins there, and the mask of its ring buffer. Returns the number of nodes in
-    ``path``, the number of tokens matched, and the node in whose edge the match ends (0 if it ends
-    at a node).
+    ``path``, the number of tokens found, and the node in whose edge they end (0 if they end at a
+    node).
     """
     array, base, text_mask = text
     ring, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
@@ -295,7 +296,7 @@ def _split(tree: Any, below: Any, at: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _join(tree: Any, node: Any) -> None:
-    """Remove a node whose only child occurred at exactly the same positions."""
+    """Remove a node if it has a single child that occurred at exactly the same positions."""
     below = np.int64(tree[node + BELOW])  # the only child, or a number that is not a child
     if not tree[node + LONG] or below < HEAD or below >= tree[FRESH] or (below - HEAD) % ROW:
         return
@@ -314,7 +315,7 @@ def _join(tree: Any, node: Any) -> None:
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
     """Add the token at ``position`` with the ``length`` tokens before it as context. Returns False
-    if the tree is full. path: the root, with space for the nodes."""
+    if the tree is full. path: an array to work in, whose first entry is the root."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])

@@ -85,7 +85,7 @@ NO_OFFER = Offer(())
 
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
-    """Whether the request may get drafts now. tries: even if its last drafts did not pay."""
+    """Whether the request may get drafts now. tries: even if its last ones were not worth it."""
     return worth is None or not (worth.is_resting(req) or (worth.has_rested(req) and not tries))
 
 
@@ -283,7 +283,7 @@ class Drafts(Resource):
         return offer._replace(fault=fault) if fault else offer
 
     def _forced_of(self, req: Request, *, tries: bool) -> Offer:
-        """The tokens that the request's grammar forces, as far as drafting them pays."""
+        """The tokens forced by the request's grammar, as many as are worth drafting."""
         self._are_forced.discard(req.row)
         if not is_due(self._worth_of_forced, req, tries):
             return NO_OFFER
@@ -294,7 +294,7 @@ class Drafts(Resource):
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
-        """The leading drafts whose verification pays."""
+        """The leading drafts that are worth verifying."""
         if not drafts:
             return NO_OFFER
         if worth is None:

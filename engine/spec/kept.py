@@ -89,8 +89,8 @@ class KeptDrafts:
         self._noted[work.slots] = certain
 
     def _record(self, slots: Column, first: Column, end: Column) -> None:
-        """Record the blocks that are complete because the draft model has computed the final tokens
-        [first, end) of these slots."""
+        """Record the KV blocks that are complete because the draft model has computed the final
+        tokens [first, end) of these slots."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):

@@ -6,8 +6,8 @@ step. So this cost is measured, from the end of a step to the end of the next. N
 requests are measured in classes, a power of two each; a class that lacks measurements uses those of
 the nearest class.
 
-Drafts that do not pay are still tried within a small budget (one token per request plus 1 % of all
-tokens), to notice when acceptance changes. All requests try drafts in the same step.
+Drafts that are not worth their cost are still tried within a small budget (one token per request
+plus 1 % of all tokens), to notice when acceptance changes. All requests do so in the same step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DraftLoad:
 
     def may_draft(self) -> bool:
         """Whether the next step may have drafts. Call this once per step. False to measure a step
-        without drafts, and for some steps after drafts that did not pay."""
+        without drafts, and for some steps after drafts that were not worth their cost."""
         if self._looks:
             self._looks -= 1
             return False
@@ -78,13 +78,13 @@ class DraftLoad:
         return True
 
     def may_try(self) -> bool:
-        """Whether the credit allows to try drafts that did not pay before."""
+        """Whether the credit allows to try drafts that were not worth their cost before."""
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def is_worth(self, expected: float, num_steps: int = 1) -> bool:
-        """Whether to use drafts that are expected to yield ``expected`` tokens: because they pay,
-        or as a try, whose loss is taken from the credit. num_steps: number of steps that a try
-        slows down."""
+        """Whether to use drafts that are expected to yield ``expected`` tokens: because they are
+        worth their cost, or as a try, whose loss is taken from the credit. num_steps: steps that a
+        try slows down."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0

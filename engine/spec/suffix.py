@@ -34,9 +34,9 @@ class SuffixProposer:
     """Proposes tokens that often followed the same context of up to ``max_depth`` tokens.
 
     It proposes at most ``max_factor`` drafts per token of the context found (rounded down, at least
-    one), and stops where the product of their relative frequencies falls below ``min_probability``.
-    It keeps the outputs of the last ``max_requests`` ended requests, up to ``num_shared`` tokens (a
-    power of two), for requests with the same cache salt.
+    one), and stops where the product of the drafts' relative frequencies falls below
+    ``min_probability``. It keeps the outputs of the last ``max_requests`` ended requests, up to
+    ``num_shared`` tokens (a power of two), for requests with the same cache salt.
 
     The cost of a step depends on its new tokens, not on the length of the texts. A tree takes 164
     bytes per token of its capacity. The capacity of a request's tree is a power of two, at least
@@ -175,7 +175,7 @@ class EndedTexts:
                 self._waiting.popleft()
 
     def _begin(self, text: EndedText) -> bool:
-        """Assign a root to a text that is to be added. Returns False if there is no room."""
+        """Assign a root of the tree to a text before it is added; False if there is no room."""
         if len(self._held) >= self._max_requests:
             return False
         root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))

@@ -7,8 +7,8 @@ seconds would yield N c / T tokens. So drafts are verified up to the last one wi
 is fitted to the engine's steps. p_i is the share of right drafts at position i of this request; as
 long as these are few, the share of all requests counts too (the mean of a Beta posterior).
 
-A request whose drafts do not pay rests: it gets no drafts for 2, 4, ... 64 tokens, and then a few
-as a try. The fixed cost of a step with drafts is considered in `payoff`.
+A request whose drafts are not worth verifying rests: it gets no drafts for 2, 4, ... 64 tokens, and
+then a few as a try. The fixed cost of a step with drafts is considered in `payoff`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Worth:
         self._rest: dict[int, tuple[int, int]] = {}  # token count when the rest ends; its length
 
     def is_resting(self, req: Request) -> bool:
-        """Whether the request must get no drafts now, since earlier ones did not pay."""
+        """Whether the request must get no drafts now, as earlier ones were not worth it."""
         until = self._rest.get(req.arrival)
         return until is not None and req.num_tokens < until[0]
 
     def has_rested(self, req: Request) -> bool:
-        """Whether the request's last drafts did not pay."""
+        """Whether the request's last drafts were not worth verifying."""
         return req.arrival in self._rest
 
     def num_to_verify(self, req: Request, drafts: Sequence[int], price: float) -> int:

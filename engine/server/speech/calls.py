@@ -97,7 +97,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """Make the event that begins a call. From then on the source cannot be rewound."""
+        """Make the event that begins a call. The source can no longer be rewound to before it."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 
@@ -125,7 +125,7 @@ class CallReader(ABC):
         return False
 
     def held(self) -> Waits[str | None]:
-        """Return the arguments as one JSON text; ``None`` if they are malformed or incomplete."""
+        """Parse a call's arguments into JSON text; ``None`` if they are malformed or incomplete."""
         value = self.json()
         parts: list[str] = []
         for piece in value.read():

@@ -128,7 +128,7 @@ class Rules:
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
-        """Add the format of the answer's text, before which the model may think."""
+        """Add the grammar of the answer's text, and return the expression for this text."""
         part, calls = self.part(form), chat_format.calls
         ends = [calls.text, calls.message_end if calls.before_text else ""]
         if chat_format.thinking is not None and not calls.before_text:
@@ -161,8 +161,8 @@ class Rules:
         return self.until(end)
 
     def until(self, text: str, but: str = "") -> str:
-        """Add a rule for any text up to and including the first ``text``. but: the end of the
-        expression, which excludes some texts (see ``_without``)."""
+        """Add a rule for any text up to and including the first ``text``. but: an expression that
+        excludes some texts (from ``_without``), which is appended."""
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
@@ -320,8 +320,8 @@ def _without(expressions: Sequence[str]) -> str:
 
 
 def whole_expression(pattern: str) -> str:
-    """Convert a schema's pattern, which may match in any place, to a regular expression for the
-    whole text between slashes."""
+    """Convert a schema's pattern, which may match any part of a text, to a regular expression that
+    must match all of it. Slashes are escaped."""
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
     inner = pattern[1 if begins else 0 : -1 if ends else None]
     whole = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"

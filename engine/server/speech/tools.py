@@ -234,8 +234,8 @@ def _type_of(value: Any) -> str:
 
 
 def _types_of(tool: Tool) -> dict[str, Any]:
-    """A tool with its name and the types of its arguments, ``string`` last: a parser tries them in
-    this order."""
+    """The name of a tool and the types of its arguments; ``string`` is the last type, because a
+    parser tries them in order."""
     properties = {}
     for name, schema in tool.parameters["properties"].items():
         types = dict.fromkeys(kinds_of(schema, tool.parameters).types)

@@ -41,7 +41,7 @@ class Ahead:
         self.why = ""  # the keyword that made the last result negative
 
     def is_alive(self, frame: ValueFrame) -> bool:
-        """Whether an object or array can be completed from here, after one of its values."""
+        """Whether the object or array can still be completed, right after one of its values."""
         if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
         return bool(self._kept_or("alive", frame, self._is_alive))
@@ -64,7 +64,7 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """Return the names that may follow, each with its first quotation mark; ``None``: any."""
+        """Return the names that may follow, each after an opening quotation mark; ``None``: any."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -179,7 +179,7 @@ class Ahead:
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
     def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
-        """Whether the next value may be an object or array of the kind of ``table``."""
+        """Whether the next value may be an object or array: ``table.kind`` determines which."""
         if not frame.compares or table.place.is_endless:
             return True
         began = with_news(ValueFrame(table, frame))
@@ -215,8 +215,8 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """Whether the next value may be this one, which the schema lists. known: results by
-        verdicts, for values about which only the verdicts matter."""
+        """Whether the next value may be this one, which the schema lists. known: cached results by
+        verdicts, used where only the verdicts on a value matter."""
         vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
@@ -401,7 +401,7 @@ class Ahead:
 
 
 def verdict_of(frame: ValueFrame) -> Verdict:
-    """Return the verdict on the whole text to which the frame belongs."""
+    """Return the verdict on the whole text: True, the failed keyword, or ``None`` (undecided)."""
     while frame.parent is not None:
         frame = frame.parent
     return frame.verdicts[-1]

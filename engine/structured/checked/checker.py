@@ -100,8 +100,8 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """A number of quotation marks: text with fewer of them is allowed here, except where it is
-        invalid in any JSON."""
+        """A text with fewer quotation marks than this is allowed here, unless it is invalid in any
+        JSON."""
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():

@@ -21,7 +21,7 @@ Numbers = dict[Rule, int]  # the index of each rule of a place
 
 
 def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Judge, ...]:
-    """Make the judges that check one rule on values of this kind, the cheap ones first."""
+    """Make the functions that judge values of this kind by one rule, the cheap ones first."""
     found: list[Judge] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)
@@ -210,8 +210,8 @@ def _early_names(rule: Rule) -> tuple[str, ...] | None:
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Judge:
-    """Make the judge of a rule's demands on members or items. number: the rule's; names: properties
-    that the rule limits, ``None``: it may limit any."""
+    """Make a function that judges members or items by a rule. number: the rule's index; names: the
+    only properties that the rule limits (``None``: it may limit any)."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -323,8 +323,8 @@ def _contains(rule: Rule, number: int) -> Judge:
 
 
 def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
-    """Make the judge of ``unevaluatedItems`` or ``unevaluatedProperties`` (``keyword``). It fails
-    for an invalid member or item that no other part of the rule evaluates."""
+    """Make a function that fails if a member or item is invalid by the schema of ``keyword``, such
+    as ``unevaluatedItems``, and no other part of the rule evaluates it."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:

@@ -22,7 +22,7 @@ _PARTS = re.compile(r"\\c[A-Za-z]|\\u\{[0-9a-fA-F]+\}|\(\?<(?![=!])|\\k<|\\.|.",
 
 @lru_cache(maxsize=1024)
 def searcher(pattern: str) -> Callable[[str], bool]:
-    """Make a function that searches texts for a pattern. Raises ``SchemaError`` for a wrong one."""
+    """Compile a pattern to a search function. Raises ``SchemaError`` for a malformed pattern."""
     import regex
 
     try:

@@ -112,7 +112,7 @@ class ValueFrame:
 
     @property
     def open_place(self) -> Place:
-        """The rules that apply to the current value."""
+        """The rules that apply to the value that is being written."""
         assert self.open is not None, "a value is being written"
         return self.open[1].place
 
@@ -179,8 +179,8 @@ class ValueFrame:
         return other
 
     def named(self, name: str, member: Member | None = None) -> ValueFrame:
-        """Return a copy after one more name, with its value as the current one. member: the rules
-        for that value, if already known."""
+        """Return a copy of the object after one more name, whose value is then the current value.
+        member: the rules for that value, if already known."""
         other = self.copy()
         if member is None:
             member = self.table.place.property(name)
@@ -199,15 +199,15 @@ class ValueFrame:
         return other
 
     def opened(self, vector: Vector) -> ValueFrame:
-        """Return a copy with new verdicts on the current value."""
+        """Return a copy of the frame with new verdicts on the value that is being written."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         other._record(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
     def filled(self, vector: Vector, value: Exact) -> ValueFrame:
-        """Return a copy after the current value. vector: the verdicts on it; value: the value,
-        ignored unless values are stored."""
+        """Return a copy in which the current value is complete. vector: the verdicts on it; value:
+        needed only if values are stored."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         key, member, _ = self.open
@@ -222,7 +222,7 @@ class ValueFrame:
         return other
 
     def with_members(self, names: Sequence[str]) -> ValueFrame:
-        """Return a copy with more members, whose values are unknown."""
+        """Return a copy of the object with more members, whose values are unknown."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
         other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
@@ -233,7 +233,7 @@ class ValueFrame:
         return other
 
     def stretched(self, num_more: int) -> ValueFrame:
-        """Return a copy with ``num_more`` more items, which are unknown."""
+        """Return a copy of the array with ``num_more`` more items, which are unknown."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
         other._record(other.count, member, member.place.start, is_whole=True)
@@ -242,7 +242,7 @@ class ValueFrame:
         return other
 
     def closed(self) -> ValueFrame:
-        """Return a copy after the closing bracket."""
+        """Return a copy in which the object or array is closed."""
         other = self.copy()
         other.is_over = True
         self.table.judge(other)

@@ -48,7 +48,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Return the checkers for a part after ``text``. scope: the last scope text before it."""
+        """Return the checkers for JSON that begins after ``text``. scope: last scope before it."""
         return [
             checker
             for each in self._openings

@@ -26,8 +26,8 @@ class Following(Protocol):
 
     @property
     def least_quotes(self) -> int:
-        """A number of quotation marks: text with fewer of them is allowed here, except where it is
-        invalid in any JSON."""
+        """A text with fewer quotation marks than this is allowed here, unless it is invalid in any
+        JSON."""
 
     @property
     def pressing(self) -> list[bytes]:
@@ -46,7 +46,7 @@ class Following(Protocol):
 
 
 class Narrowing:
-    """Searches the tokens of a mask for forbidden ones, as a tree of their bytes."""
+    """Searches a mask for forbidden tokens, by walking the tree of the tokens' bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -63,8 +63,8 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Check tokens and collect the forbidden ones. ranks: the tokens' ranks, ascending; their
-        first ``depth`` bytes are equal, and ``state`` is after these bytes."""
+        """Check tokens and collect the forbidden ones. ranks: indices of the tokens in sorted
+        order; the first ``depth`` bytes of all these tokens are equal and were fed to ``state``."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):
@@ -90,7 +90,7 @@ class Narrowing:
             at = after
 
     def _left(self, ranks: list[int], depth: int, state: Following) -> list[int]:
-        """Return the tokens that have bytes after the first ``depth`` which must be checked."""
+        """Return the ranks of the tokens that have bytes after ``depth`` to be checked."""
         if state.stops is not None:
             last_stops = self._vocabulary.last_stops(state.stops).data
             return [rank for rank in ranks if last_stops[rank] >= depth]
@@ -101,6 +101,6 @@ class Narrowing:
 
 
 def _above(beginning: bytes) -> bytes:
-    """Return the end of the range of texts that begin with ``beginning``, in sorted order."""
+    """Return a text that sorts right after all texts that begin with ``beginning``."""
     byte = beginning[-1]
     return beginning[:-1] + bytes([byte + 1]) if byte < 0xFF else beginning + b"\xff" * 64

@@ -85,7 +85,7 @@ class Place:
         return frozenset(found)
 
     def table(self, kind: str) -> PlaceTable:
-        """Return the judges for values of this kind."""
+        """Return the functions that judge values of this kind by these rules."""
         if kind not in self._tables:
             self._tables[kind] = PlaceTable(self, kind)
         return self._tables[kind]
@@ -273,8 +273,8 @@ class PlaceIndex:
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """Return the one place for these arguments. musts: for each of ``roots``, whether the whole
-        text is invalid if this rule fails."""
+        """Return the ``Place`` of these rules: the same object for equal arguments. musts: for each
+        root, whether the whole text is invalid if this rule fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
@@ -290,7 +290,7 @@ class PlaceIndex:
 
 
 class PlaceTable:
-    """The judges that check values of one kind by the rules of a place."""
+    """The functions that judge values of one kind by the rules of a place."""
 
     def __init__(self, place: Place, kind: str) -> None:
         self.place = place
@@ -375,7 +375,7 @@ _TYPES = {"number": {"number", "integer"}}
 
 
 class Scalar:
-    """A complete string, number or literal, which judges take like a ``ValueFrame``."""
+    """A complete string, number or literal, judged by the same functions as a ``ValueFrame``."""
 
     is_over = True
     vector: Vector

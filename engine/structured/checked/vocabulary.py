@@ -76,7 +76,7 @@ class Vocabulary:
         return int(self.tokens[at]) if is_there else None
 
     def candidates(self, words: Column, without: Sequence[int], skipped: Skipped) -> list[int]:
-        """Return the ranks of the tokens in a mask that a checker must look at, in order.
+        """Return the tokens in a mask that a checker must look at, as indices in sorted order.
 
         words: the mask, one bit per token; without: token ids to leave out. Short results are
         cached.
@@ -105,13 +105,13 @@ class Vocabulary:
         return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
 
     def tails(self, skipped: bytes) -> Column:
-        """Return, by rank, the length of each token without the bytes ``skipped`` at its end."""
+        """Return each token's length without ``skipped`` bytes at its end, in sorted order."""
         if skipped not in self._tails:
             self._tails[skipped] = np.array([len(text.rstrip(skipped)) for text in self.in_order])
         return self._tails[skipped]
 
     def last_stops(self, stops: Stops) -> Column:
-        """Return, by rank, the index of the last stop byte in each token; -1 if there is none."""
+        """Return for each token, in sorted order, the index of its last stop byte; -1: none."""
         if stops.bytes not in self._last_stops:
             flat = np.frombuffer(b"".join(text + b"\0" for text in self.in_order), np.uint8)
             ends = np.cumsum([len(text) + 1 for text in self.in_order])
