@@ -22,8 +22,7 @@ class Writes(Protocol):
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """Return a schema for the arrays of one combination of choices; ``None`` if it allows no
-    array."""
+    """Return a schema for the arrays of one combination of choices; ``None`` if there are none."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:
