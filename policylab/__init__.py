@@ -1,1 +1,1 @@
-"""The policy lab: scheduling policies on a virtual clock, and checks of what they must keep."""
+"""The policy lab: runs scheduling policies on a virtual clock and checks their invariants."""

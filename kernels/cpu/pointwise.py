@@ -19,7 +19,7 @@ _ZERO = np.float32(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -> torch.Tensor:
-    """See kernels.ops.rms_norm. x: [..., H] contiguous, weight: [H]."""
+    """RMS norm of x [..., H], contiguous, with weight [H]; see kernels.ops.rms_norm."""
     y = torch.empty_like(x)
     _norm(x, None, weight, (eps, add_one), (y, None))
     return y
@@ -28,14 +28,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.ops.add_rms_norm. x, residual: [N, H] contiguous."""
+    """RMS norm of x + residual, both [N, H] contiguous; see kernels.ops.add_rms_norm."""
     y, total = torch.empty_like(x), torch.empty_like(x)
     _norm(x, residual, weight, (eps, add_one), (y, total))
     return y, total
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """See kernels.ops.act_mul. gate_up: [N, 2F] contiguous; act: a key of ACTS."""
+    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS."""
     num, width = gate_up.shape
     half = width // 2
     out = gate_up.new_empty((num, half))

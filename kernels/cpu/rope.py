@@ -26,8 +26,8 @@ def qkv_rope_write(
     rope: Rope,
     norm: HeadNorm,
 ) -> torch.Tensor:
-    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D). qkv, the norm weights and kv_layer are
-    float32 or bfloat16 and contiguous; the rotary table is float32."""
+    """QK norm, rotary embedding and KV write; see kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D).
+    Contiguous float32 or bfloat16, but the rotary table is float32."""
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin

@@ -42,14 +42,14 @@ ZERO = np.float32(0)
 
 
 def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample`. Logits: contiguous float32."""
+    """Sample a token per row of contiguous float32; see `kernels.reference.sampling.sample`."""
     return _sample(rows, columns, None)
 
 
 def sample_allowed(
     rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample_allowed`. Reads only the logits of allowed tokens."""
+    """Sample among allowed tokens, reading only these; see `kernels.reference.sampling`."""
     return _sample(rows, columns, (masks, mask_of_row))
 
 
@@ -93,7 +93,7 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See `kernels.reference.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
+    """Sample a token per row of logits [R, V], contiguous float32; see `kernels.reference`."""
     columns = SamplingColumns(
         torch.tensor(temperature, dtype=torch.float64),
         torch.tensor(top_k, dtype=torch.int32),
@@ -261,7 +261,7 @@ def _kth_largest(values, k):
 
 @njit(**INNER)
 def _gather(x, ids_of_x, block_max, floor):
-    """Returns the logits that are at least `floor`, and their token ids. block_max: see sweeps."""
+    """Returns the logits in x of at least `floor`, and their ids. block_max: maxima of blocks."""
     size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
     ids = np.empty(size, dtype=np.int32)

@@ -24,7 +24,7 @@ class AttentionOptions(NamedTuple):
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> torch.Tensor:
-    """Attention over the paged cache: q [N, Hq, D] -> [N, Hq * D]; zeros for no sequence."""
+    """Attention over the paged cache: q [N, Hq, D] -> [N, Hq * D]; zeros in rows of padding."""
     out = torch.zeros_like(q)
     starts = meta.query_start.tolist()
     for s, seq_len in enumerate(meta.seq_lens.tolist()):

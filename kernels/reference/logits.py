@@ -14,7 +14,7 @@ WORD = 32  # tokens per word of a bit mask
 
 
 class Penalties(NamedTuple):
-    """Token counts and penalties. Only requests that have penalties use one of these P slots."""
+    """P slots of token counts and penalties, used only by requests that have penalties."""
 
     prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32, bit mask of tokens in the prompt
     counts: torch.Tensor  # [P, V] int32, occurrences of each token in the output

@@ -14,8 +14,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
 ) -> torch.Tensor:
-    """See kernels.ops.rms_norm. x [..., H], weight [H]. Llama rounds to x's dtype before the weight
-    is applied, Gemma (add_one) afterwards."""
+    """RMS norm over the last axis: x [..., H], weight [H]. Llama rounds to x's dtype before the
+    weight is applied, Gemma (add_one) afterwards."""
     y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if add_one:
@@ -31,14 +31,14 @@ def add_rms_norm(
     *,
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.ops.add_rms_norm. x, residual [N, H]. The sum is rounded to x's dtype before it
-    is normalised."""
+    """RMS norm of x + residual [N, H], and the sum itself. The sum is rounded to x's dtype before
+    it is normalised."""
     total = x + residual
     return rms_norm(total, weight, eps, add_one=add_one), total
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """See kernels.ops.act_mul. gate_up [N, 2F] -> [N, F]."""
+    """Gated activation act(first half) * second half: gate_up [N, 2F] -> [N, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if act == "silu":
         return F.silu(gate) * up

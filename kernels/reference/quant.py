@@ -57,7 +57,7 @@ def weight_only_product(
 def quantize_rows(
     x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.quant.quantize_rows."""
+    """Quantise the rows of x [M, K] to float8_e4m3fn; see kernels.quant.quantize_rows."""
     if scale is None:
         scales = (wide(x).abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=LEAST_SCALE)
     else:

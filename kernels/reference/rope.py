@@ -38,7 +38,7 @@ def qkv_rope_write(
     norm: HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
+    """Norm, rotary embedding and KV write; see kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
     num_heads, num_kv_heads, head_dim = heads
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     q, k, v = qkv.split(widths, dim=-1)

@@ -34,8 +34,8 @@ class SamplingColumns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits, and the slot and position of each row of them. Slot -1 is padding, which yields token
-    -1."""
+    """Rows of logits, with the slot and the position of each row. Slot -1 is padding and yields
+    token -1."""
 
     logits: torch.Tensor  # [R, V], any float type, contiguous rows
     slots: torch.Tensor  # [R] int32

@@ -166,7 +166,7 @@ def prefill_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Returns the launches for all sequences except the num_decodes first. q, out: [N, Hq, D]."""
+    """Returns the launches for all sequences but the first num_decodes. q, out: [N, Hq, D]."""
     chunks = cut(q, kv_layer, meta, variant)
     first = meta.num_decodes if chunks.splits.num > 1 else 0
     parts = Parts.of(out[first:], chunks.splits, first_row=first)

@@ -2,7 +2,7 @@
 that top-k or top-p keeps (the cut).
 
 A window is (largest logit, bins per unit); the last bin contains all lower logits. Bins are
-computed by operations that are monotonic even with rounding, so the bins are in order.
+computed by operations that are monotonic even with rounding, so bins are ordered like logits.
 """
 
 from __future__ import annotations

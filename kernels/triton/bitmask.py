@@ -84,7 +84,7 @@ def words_kernel(  # noqa: PLR0913
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
-    """See kernels.reference.logits.apply_bitmask."""
+    """Forbid tokens by bit masks; see kernels.reference.logits.apply_bitmask."""
     if logits.numel():
         bitmask_launch(logits, masks, mask_of_row).run()
 
@@ -107,7 +107,7 @@ def bitmask_launch(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch
 def apply_edits(
     logits: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """See kernels.reference.logits.apply_edits."""
+    """Add the edits of single tokens to logits; see kernels.reference.logits.apply_edits."""
     if len(logits):
         edit_launch(logits, edits, slots, positions).run()
 
@@ -134,7 +134,7 @@ def forbid_words(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> None:
-    """See kernels.reference.logits.forbid_words."""
+    """Forbid the last tokens of bad words; see kernels.reference.logits.forbid_words."""
     if len(logits):
         words_launch(logits, words, (slots, positions), history, num_prompt).run()
 

@@ -75,7 +75,7 @@ def prepare_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["num"])
 def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
-    """One program per TILE new entries of block tables."""
+    """One program per TILE new entries: tables[slots[i], places[i]] = blocks[i]."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + entry, mask=entry < num, other=-1)
     place = tl.load(places + entry, mask=slot >= 0, other=0)
@@ -87,8 +87,8 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
 def advance_kernel(  # noqa: PLR0913
     slots, query_start, starts, row_slots, tokens, drafts, num_computed, history, stride_history,
 ):  # fmt: skip
-    """One program per sequence. drafts: [R], the draft token to compare with each row's sampled
-    token, or None without drafts."""
+    """One program advances one sequence. drafts: [R], the draft token to compare with each row's
+    sampled token, or None without drafts."""
     seq = tl.program_id(0)
     slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:
@@ -125,7 +125,7 @@ def preparation(
     inputs: Inputs,
     block_size: int,
 ) -> Callable[[], None]:
-    """See kernels.reference.index.preparation."""
+    """Returns a function that fills a step's inputs; see kernels.reference.index.preparation."""
     return prepare_launch(state, (slots, query_start, host_ids), inputs, block_size).run
 
 
@@ -164,7 +164,7 @@ def prepare_launch(
 def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
-    """See kernels.reference.index.grow_block_tables."""
+    """Enter new blocks in block tables; see kernels.reference.index.grow_block_tables."""
     if len(slots):
         grow_launch(block_tables, slots, places, blocks).run()
 
@@ -187,12 +187,12 @@ def grow_launch(
 def remember(
     history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.reference.index.remember."""
+    """Enter tokens into the history; see kernels.reference.index.remember."""
     reference.remember(history, slots, positions, tokens)
 
 
 def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-    """See kernels.reference.index.advance."""
+    """Advance slots by a step's tokens; see kernels.reference.index.advance."""
     if len(slots):
         advance_launch(state, (slots, query_start), drawn).run()
 

@@ -60,7 +60,7 @@ def invariant_kernel(  # noqa: PLR0913
 def invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """See kernels.ops.invariant_linear."""
+    """Batch-invariant x @ weight.T + bias; see kernels.ops.invariant_linear."""
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty((*x.shape[:-1], len(weight)))
     if out.numel():

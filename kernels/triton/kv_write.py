@@ -166,7 +166,7 @@ def qkv_rope_write(
     norm: HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
+    """Norm, rotary embedding and KV write; see kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
     q = qkv.new_empty((len(qkv), heads[0], heads[2]))
     if len(qkv):
         weights = (rope.cos_sin, norm.q, norm.k, kv_scales)

@@ -21,8 +21,7 @@ def sum_kernel(  # noqa: PLR0913
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, block of the vocabulary). Writes the block's largest logit, its sum of
-    exponentials relative to that, and its number of logits above that of the row's first token
-    id."""
+    exp(logit - largest), and how many of its logits exceed that of the row's first token id."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     chosen = tl.load(logits + row * stride + tl.load(token_ids + row * num_ids)).to(tl.float32)
@@ -63,7 +62,7 @@ def gather_kernel(  # noqa: PLR0913
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.reference.logits.token_logprobs."""
+    """Returns log-probabilities and ranks; see kernels.reference.logits.token_logprobs."""
     logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     if len(logits):

@@ -54,8 +54,8 @@ def merge_kernel(  # noqa: PLR0913
     parts, part_lse, out, num_rows, num_parts,
     PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. Parts
-    with lse -inf (without keys) are not read; a row that has only such parts is not written."""
+    """One program per row merges its parts. parts [num_parts, num_rows, D], part_lse [num_parts,
+    num_rows]. Parts with lse -inf are not read; a row that has only such parts is not written."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
@@ -101,9 +101,9 @@ def spans_kernel(  # noqa: PLR0913
     NUM_HEADS: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence x token, block of heads). parts [slots, most_tokens, NUM_HEADS, D],
-    part_lse: as parts without D; spans [sequences, 2]: first slot and number of the sequence's
-    parts (number 0: the sequence is skipped)."""
+    """One program per (sequence x token, block of heads) merges parts [slots, most_tokens,
+    NUM_HEADS, D]; part_lse: as parts without D; spans [sequences, 2]: first slot and number of the
+    sequence's parts (number 0: the sequence is skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

@@ -129,8 +129,8 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """Returns the number of (token, expert) pairs per program: `rows`, or what suits packed
-    experts."""
+    """Returns the number of (token, expert) pairs per program: `rows`; for packed experts, that of
+    their tile for `rows` pairs."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
@@ -147,7 +147,7 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """See kernels.reference.grouped.mixture."""
+    """Weighted sum of each token's expert outputs; see kernels.reference.grouped.mixture."""
     out = torch.empty_like(x)
     if not out.numel():
         return out

@@ -20,7 +20,7 @@ def penalise_kernel(  # noqa: PLR0913
     logits, slots, prompt_bits, counts, repetition, presence, frequency, drafts,
     stride, vocab_size, num_words, stride_drafts, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block of the vocabulary). drafts: tokens [R, num_drafts] or None."""
+    """One program penalises one block of a row's logits. drafts: tokens [R, num_drafts] or None."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -74,7 +74,7 @@ def count_kernel(slots, token_ids, num_tokens, counts, vocab_size, width, PAD: t
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    """See kernels.reference.logits.seat."""
+    """Set a slot's token counts for a request; see kernels.reference.logits.seat."""
     state.prompt_bits[slot].zero_()
     state.counts[slot].zero_()
     if len(token_ids):
@@ -99,7 +99,7 @@ def seat_launch(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt
 def count_tokens(
     state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """See kernels.reference.logits.count_tokens."""
+    """Add tokens to output counts; see kernels.reference.logits.count_tokens."""
     if token_ids.numel():
         count_launch(state, slots, token_ids, num_tokens).run()
 
@@ -123,7 +123,7 @@ def count_launch(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """See kernels.reference.logits.penalise_rows."""
+    """Apply penalties to logits in place; see kernels.reference.logits.penalise_rows."""
     if logits.numel():
         penalise_launch(logits, state, slots, drafts).run()
 

@@ -108,7 +108,7 @@ def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.c
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See kernels.reference.quant.weight_only_product."""
+    """x @ weight.T + bias with a packed weight; see kernels.reference.quant.weight_only_product."""
     if packed.order is not None and len(x) > MOST_GATHERED_ROWS:
         x, packed = x.index_select(1, packed.order), packed._replace(order=None)
     if len(x) > most_fused_rows(x.element_size()):
@@ -205,7 +205,7 @@ def dequantize_launch(packed: Packed, out: torch.Tensor) -> Launch:
 def quantize_rows(
     x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.reference.quant.quantize_rows."""
+    """Quantise the rows of x [M, K] to float8_e4m3fn; see kernels.quant.quantize_rows."""
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
     if len(x):

@@ -125,7 +125,7 @@ def race_kernel(  # noqa: PLR0913
 
 @triton.jit
 def finish(scores, winners, num_blocks, PAD: tl.constexpr):
-    """Returns the winner with the largest score of a row's blocks; the lowest id of equal ones."""
+    """Returns the winner with the largest score in a row; of equal scores, the lowest id."""
     place = tl.arange(0, PAD)
     score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
     is_best = (score == tl.max(score)) & (score > float("-inf"))
@@ -141,7 +141,7 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See kernels.reference.sampling.choose_tokens. Copies the columns to the device and waits."""
+    """Sample a token per row, and wait for it; see kernels.reference.sampling.choose_tokens."""
     host = (temperature, top_k, top_p, min_p, seeds.view(np.int64), positions)
     on_device = [torch.from_numpy(np.ascontiguousarray(c)).to(logits.device) for c in host]
     slots = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
@@ -150,7 +150,7 @@ def choose_tokens(
 
 
 def sample(rows: Rows, columns: SamplingColumns, sizes: Sizes = SIZES) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample`. Does not wait for the device."""
+    """Sample a token per row, without waiting; see `kernels.reference.sampling.sample`."""
     chosen = torch.empty_like(rows.slots)
     if len(chosen):
         cuts = cut(rows, columns, sizes)
@@ -161,7 +161,7 @@ def sample(rows: Rows, columns: SamplingColumns, sizes: Sizes = SIZES) -> torch.
 def sample_allowed(
     rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample_allowed`."""
+    """Sample among allowed tokens; see `kernels.reference.sampling.sample_allowed`."""
     logits = rows.logits.clone()
     apply_bitmask(logits, masks, mask_of_row)
     return sample(rows._replace(logits=logits), columns)

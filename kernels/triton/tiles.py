@@ -46,8 +46,8 @@ class Shape(NamedTuple):
         heads: int,
         tile: Tile,
     ):
-        """Make the shape. q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; heads: per
-        program."""
+        """Returns the parameters for q [N, Hq, D] and kv_layer [blocks, 2, Hkv, page, D]. heads:
+        query heads per program."""
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
         group = num_heads // kv_heads

@@ -55,7 +55,7 @@ def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.c
 
 @triton.jit
 def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """Returns the lowest token id whose logit is `peak`, the row's largest. maxima: by stretch."""
+    """Returns the lowest token id whose logit is `peak`. maxima: largest logit of each stretch."""
     stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
     ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
     x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)

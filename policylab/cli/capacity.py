@@ -1,5 +1,5 @@
-"""``metronome compare --capacity``: the highest request rate at which each policy keeps given
-limits."""
+"""``metronome compare --capacity``: the highest request rate at which each policy keeps limits on
+its figures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _show(line: str) -> None:
 
 
 def _unanswered(found: Capacities) -> list[tuple[str, Highest]]:
-    """The searches that found no rate, each with the name of the policy."""
+    """Returns (name of the policy, search) for each search that found no rate."""
     columns = zip(found.names, found.found, strict=True)
     return [(name, each) for name, column in columns for each in column if each.refused]
 
@@ -76,8 +76,8 @@ def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
 
 
 def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """One row of a table for each policy and seed; each row also names the policies without
-    figures. If no policy has figures, there is a single row with their names."""
+    """Returns one table row for each policy and seed. Each row also names the policies without
+    figures; if no policy has figures, a single row does."""
     more = {"setting": found.setting, "left_out": lab.left_out_text(found.left_out)}
     rows = []
     for place, (name, column) in enumerate(zip(found.names, found.found, strict=True)):
@@ -89,8 +89,8 @@ def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def described(found: Capacities) -> Iterable[str]:
-    """Lines for one setting: each policy's highest rate and its difference from the first
-    policy's."""
+    """Yields the lines for one setting: each policy's highest rate, and its difference from the
+    first policy's rate."""
     if found.setting:
         yield found.setting
     if not found.names:
@@ -114,8 +114,8 @@ def described(found: Capacities) -> Iterable[str]:
 
 
 def _rates(found: Capacities, place: int) -> tuple[str, str]:
-    """Two table cells of the policy at index ``place``: its mean rate with confidence interval, and
-    the range of its rates. If some seeds have no rate: how many have one, and a dash."""
+    """Returns two table cells for the policy at index ``place``: its mean rate with confidence
+    interval, and the range of its rates; "N of M" and "-" if only N of M seeds have a rate."""
     count, seeds = found.num_answers(place), len(found.found[place])
     if count < seeds:
         return (f"{count} of {seeds}" if count else "-", "-")
@@ -124,7 +124,7 @@ def _rates(found: Capacities, place: int) -> tuple[str, str]:
 
 
 def _percent(by: Estimate) -> str:
-    """A relative difference in percent, with half the width of its confidence interval."""
+    """Returns a relative difference in percent ± half the width of its confidence interval."""
     if by.value != by.value:
         return "-"
     return f"{100 * by.value:+.1f} % ±{50 * (by.high - by.low):.1f}"

@@ -130,8 +130,8 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def swept(text: str) -> tuple[str, list[Any]]:
-    """Parse ``option=a,b,c``: returns the option and its values, Python literals or words without
-    quotes."""
+    """Parse ``option=a,b,c``. Returns the option and its values, which may be Python literals or
+    unquoted words."""
     name, _, values = text.partition("=")
     found = [_value(part) for part in split(values)]
     if not name.isidentifier() or not found:
@@ -171,8 +171,8 @@ def _head(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Ite
 
 
 def described(cell: Cell, shown: list[str]) -> Iterable[str]:
-    """Lines for one load and setting: each figure of each policy, with its difference from the
-    first policy's."""
+    """Yields the lines for one load and setting: the figures named in ``shown`` of each policy,
+    with the difference from the first policy."""
     load = "" if cell.load is None else f"load {cell.load:g}: "
     yield f"{cell.setting + '; ' if cell.setting else ''}{load}{coming(cell)}"
     if not cell.names:
@@ -202,8 +202,8 @@ def described(cell: Cell, shown: list[str]) -> Iterable[str]:
 
 
 def _relative(each: Difference) -> str:
-    """A difference in percent of the first policy's value, with half the width of its confidence
-    interval."""
+    """Returns a difference in percent of the first policy's value ± half the width of its
+    confidence interval."""
     scale = abs(each.theirs.value)
     if each.verdict == NO_MEANS or not scale or scale != scale:
         return "-"

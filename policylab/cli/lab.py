@@ -1,4 +1,4 @@
-"""Options and tables that the simulating commands share."""
+"""Command-line options and tables that the simulating commands share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXAMPLE = "edf(default_deadline=5)"
 
 
 def add_requests(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the requests."""
+    """Add the options that choose the requests to simulate."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--workload",
@@ -69,8 +69,8 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
 def add_rate_and_seeds(
     parser: argparse.ArgumentParser, *, in_place_of: str, num_seeds: int
 ) -> None:
-    """Add the options of runs over several seeds. in_place_of: the option of loads; num_seeds: the
-    default."""
+    """Add --rate, --seeds and --jobs. in_place_of: name of the load option that --rate replaces;
+    num_seeds: default of --seeds."""
     rate = f"requests per second, in place of {in_place_of}"
     parser.add_argument("--rate", type=float, metavar="R", help=rate)
     seeds = "number of seeds; default: %(default)s"
@@ -117,7 +117,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """The workload that the options give: a workload by its name, or a step log by its path."""
+    """Returns the workload of the command line: a named one, or a step log given by its path."""
     given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
@@ -136,23 +136,22 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
 
 
 def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
-    """Raise ``ConfigError`` if both options are given; ``what`` names the value that either would
-    set."""
+    """Raise ``ConfigError`` if the options ``first`` and ``second`` are both given. ``what``: what
+    both of them set, for the error."""
     if all(getattr(parsed, name) not in (None, False) for name in (first, second)):
         raise ConfigError(f"--{first} and --{second} both set {what}; give only one of them")
 
 
 def log_of(workload: Workload) -> Log | None:
-    """The step log from which this workload takes its requests; ``None`` if it is not from a step
-    log."""
+    """Returns the step log that this workload repeats; ``None`` for workloads of other kinds."""
     if not isinstance(workload, StepsLog):
         return None
     return read_log(workload.path, allow_truncated=workload.allow_truncated)
 
 
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
-    """The engine that the options describe. With a step log, options that are not given are those
-    of the log, and steps cost what they cost there unless --profile or --cost is given."""
+    """Returns the simulated engine of the command line. With a step log, its engine's sizes and the
+    step times fitted to it replace the defaults of options that are not given."""
     given = {
         "max_num_seqs": parsed.max_num_seqs,
         "max_num_batched_tokens": parsed.max_num_batched_tokens,
@@ -182,7 +181,7 @@ def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
 
 
 def read_cost(path: Path) -> StepCost:
-    """The step costs in a JSON file. Raises ``ConfigError``."""
+    """Read the step costs in a JSON file. Raises ``ConfigError`` if that is impossible."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
         cost = StepCost(**found)
@@ -199,19 +198,19 @@ def read_cost(path: Path) -> StepCost:
 
 
 def variants(text: str, flag: str = "--policies") -> list[str | PolicyVariant]:
-    """Parse a comma-separated list of policies. ``flag``: the option, for errors."""
+    """Parse a comma-separated list of policies. ``flag``: name of the option, for errors."""
     return [variant(part, flag) for part in split(text)]
 
 
 def variant(text: str, flag: str = "--policies") -> str | PolicyVariant:
-    """Parse a policy given as ``name`` or ``name(option=value, ...)``, with Python literals as
-    values. ``flag``: the option, for errors."""
+    """Parse a policy given as ``name`` or ``name(option=value, ...)``; values are Python literals.
+    ``flag``: name of the option, for errors."""
     name, options = call(text, flag, EXAMPLE)
     return PolicyVariant(name, options) if options else name
 
 
 def engine_line(engine: Engine) -> str:
-    """The sizes of the engine as a line above a table."""
+    """Returns a line with the sizes of the engine, to print above a table."""
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
@@ -225,17 +224,17 @@ def cost_line(engine: Engine) -> str:
 
 
 def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
-    """One line for each policy without figures, with the reason."""
+    """Returns a line for each policy without figures. ``left_out``: the reason for each name."""
     return [f"{name} is left out, since it has no figures: {why}" for name, why in left_out.items()]
 
 
 def left_out_text(left_out: Mapping[str, str]) -> str:
-    """The policies without figures and the reasons, as text for one cell of a CSV or JSON row."""
+    """Returns the policies without figures and the reasons as text for one cell of a table."""
     return "; ".join(f"{name}: {why}" for name, why in left_out.items())
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
-    """Rows as lines with aligned columns: the first column to the left, the others to the right."""
+    """Format rows as lines with aligned columns: the first to the left, the others to the right."""
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
@@ -244,13 +243,13 @@ def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number as tables print it; NaN is a dash."""
+    """Format a number for a table; NaN is a dash."""
     return "-" if isnan(value) else f"{value:.{digits}f}"
 
 
 def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
-    """A figure's mean over the seeds for the policy at index ``place``, with half the width of its
-    confidence interval. If only some seeds have it: how many; a dash if none has it."""
+    """Format a figure's mean over the seeds ± half the width of its confidence interval, for the
+    policy at index ``place``; "N of M" if only N of M seeds have the figure, "-" if none has."""
     count, seeds = cell.num_with(place, figure), len(cell.figures[place])
     if 0 < count < seeds:
         return f"{count} of {seeds}"
@@ -258,19 +257,19 @@ def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
 
 
 def interval(estimate: Estimate, digits: int = 3) -> str:
-    """A value with half the width of its confidence interval, as text."""
+    """Format a value with ± half the width of its confidence interval."""
     half = (estimate.high - estimate.low) / 2
     shown = number(estimate.value, digits)
     return f"{shown} ±{half:.{digits}f}" if isfinite(half) else shown
 
 
 def as_json(value: Any) -> str:
-    """The value as indented JSON; NaN and infinity become null."""
+    """Format a value as indented JSON; NaN and infinity become null."""
     return msgspec.json.format(msgspec.json.encode(_plain(value), enc_hook=str), indent=1).decode()
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows with equal keys as CSV; NaN becomes an empty cell."""
+    """Format rows with equal keys as CSV with a header; NaN becomes an empty cell."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

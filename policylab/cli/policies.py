@@ -102,8 +102,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
-    """The loads to simulate; ``None`` if a rate is given, or if the workload sets its own arrivals
-    (a file or a closed loop) and no load is given."""
+    """Returns the loads to simulate. ``None`` if a rate is given, or if no load is given and the
+    workload sets its own arrivals (a file or a closed loop)."""
     if load is None and (
         rate is not None or workload.natural_rate is None or isinstance(workload, FileWorkload)
     ):
@@ -112,7 +112,7 @@ def loads_of(load: float | None, rate: float | None, workload: Workload) -> list
 
 
 def listed() -> Iterable[str]:
-    """One line with name and summary for each policy; those of other packages come last."""
+    """Yields a line with name and summary for each policy: shipped ones, then installed ones."""
     installed = installed_policies()
     width = max(map(len, [*POLICIES, *installed]))
     for name, policy in sorted(POLICIES.items()):
@@ -123,14 +123,14 @@ def listed() -> Iterable[str]:
 
 
 def _summary(policy: type) -> str:
-    """The first line of the policy's docstring."""
+    """Returns the first line of the policy's docstring."""
     return next(iter((policy.__doc__ or "").strip().splitlines()), "no docstring")
 
 
 def conditions(
     cell: Cell, workload: Workload, engine: Engine, parsed: argparse.Namespace
 ) -> Iterable[str]:
-    """Lines with the settings that are needed to judge the figures and to reproduce them."""
+    """Yields lines with the settings that a reader needs to judge and to repeat the figures."""
     count = parsed.seeds
     seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
     size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
@@ -141,7 +141,7 @@ def conditions(
 
 
 def coming(cell: Cell) -> str:
-    """The arrival rate of requests, as text."""
+    """Returns the arrival rate of requests as text."""
     if cell.rate is None:
         return "arrivals as the workload sets them"
     serves = "" if cell.capacity is None else f"; fcfs can serve {cell.capacity:.2f}"
@@ -149,9 +149,9 @@ def coming(cell: Cell) -> str:
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """One row of a table for each policy and seed with figures: every figure, the policy's number
-    of seeds and of overloaded runs, and the names of policies without figures. If no policy has
-    figures, a single row has only these names."""
+    """Returns one table row for each policy and seed: every figure, the policy's numbers of seeds
+    and of overloaded runs, and the names of policies without figures. If no policy has figures, a
+    single row has these names."""
     where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
     more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}
     rows = [
@@ -173,7 +173,7 @@ def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
 
 
 def table(cell: Cell) -> Iterable[str]:
-    """The figures in aligned columns: means over the seeds, times in seconds."""
+    """Yields the lines of a table of figures: means over the seeds, times in seconds."""
     shown = {
         title: of
         for title, of in COLUMNS.items()
@@ -204,7 +204,7 @@ def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str
 
 
 def remarks(cell: Cell) -> Iterable[str]:
-    """Lines about the real time in hooks, bounds that no policy can beat, and what went wrong."""
+    """Yields lines about the real time in hooks, the lower bounds for any policy, and problems."""
     columns = dict(zip(cell.names, cell.figures, strict=True))
     hooks = ", ".join(f"{name} {_hook_time(column):.0f}" for name, column in columns.items())
     yield f"real time in hooks, us per step (differs from run to run): {hooks}"

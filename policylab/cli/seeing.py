@@ -1,4 +1,4 @@
-"""Options that write an HTML page, plots or a trace of simulated runs."""
+"""Command-line options that write an HTML page, plots or a trace of simulated runs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False)
 
 
 def is_requested(parsed: argparse.Namespace) -> bool:
-    """True if a page, plots or a trace is to be written, so that runs must keep their steps. Raises
-    ``ConfigError`` for a path that cannot be written, before anything is simulated."""
+    """True if a page, plots or a trace is requested, for which runs must keep a record of each
+    step. Raises ``ConfigError`` for a path that cannot be used."""
     paths = [getattr(parsed, name, None) for name in ("report", "trace")]
     for name, path in zip(("report", "trace"), paths, strict=True):
         if path is not None and not path.parent.is_dir():
@@ -74,8 +74,8 @@ def is_requested(parsed: argparse.Namespace) -> bool:
 
 
 def show_run(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> list[str]:
-    """Write the files that the options name for a run; ``others`` are shown next to it. Returns
-    lines for the user."""
+    """Write the page, plots and trace that the options name. ``others``: runs to show next to it.
+    Returns lines for the user."""
     lines = [*lab.left_out_lines({each.policy: each.not_own for each in others if each.not_own})]
     lines += _written(parsed, f"{run.policy} on {run.head.get('workload')}", [run, *others])
     if parsed.trace is not None:
@@ -91,8 +91,8 @@ def show_cells(
     workload: Workload,
     engine: Engine,
 ) -> list[str]:
-    """Write the files that the options name for a comparison. Returns lines for the user. The first
-    seed is simulated once more with its steps kept, at the highest load at which the first policy
+    """Write the page and the plots that the options name. Returns lines for the user. For the
+    timeline, policies run again with the first seed, at the highest load at which the first policy
     is not overloaded."""
     cell = _shown(cells)
     names = distinct(name_of(policy) for policy in policies)
@@ -127,8 +127,8 @@ def _written(
 
 
 def _shown(cells: Sequence[Cell]) -> Cell:
-    """The cell whose runs are shown: of the first setting, that of the highest load at which the
-    first policy is not overloaded."""
+    """Returns the cell to show: of those with the first setting, the one with the highest load at
+    which the first policy is not overloaded."""
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
     if not cells[0].names:

@@ -104,7 +104,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _without_figures(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> int:
-    """Report in every requested file why the run has no figures."""
+    """Write why the run has no figures to every requested output. Returns exit status 1."""
     left_out = {run.policy: run.not_own}
     shown = seeing.show_run(parsed, run, others)
     if parsed.json:
@@ -148,7 +148,7 @@ def _simulated(parsed: argparse.Namespace) -> Run:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for options that cannot be combined, before anything is simulated."""
+    """Raise ``ConfigError`` for options that cannot be combined or paths that cannot be written."""
     if parsed.load is not None and parsed.rate is not None:
         raise ConfigError("--load and --rate both set the arrival rate; give only one of them")
     if parsed.out is not None and not parsed.out.parent.is_dir():
@@ -171,8 +171,8 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
-    """The policy that ``text`` names. If it is ``None``: the one that served the log, or fcfs
-    without a log."""
+    """Returns the policy named by ``text``. Without ``text``: the policy that served the log, or
+    fcfs if there is no log."""
     if text is not None:
         return lab.variant(text, "--policy")
     if log is None:
@@ -182,7 +182,7 @@ def _policy(text: str | None, log: Log | None) -> Any:
 
 
 def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
-    """Replay the log with its own policy at the recorded times, and compare every plan."""
+    """Replay a step log with its own policy at the recorded times, and compare every plan."""
     if log is None:
         raise ConfigError(
             f"--durations recorded needs a step log as --workload, got {parsed.workload!r}"
@@ -208,7 +208,7 @@ def _rate(text: str | None) -> float | None:
 
 
 def as_data(run: Run, found: Figures) -> dict[str, Any]:
-    """All figures as plain data for JSON, each latency with the ends of its confidence interval."""
+    """Returns all figures as plain data for JSON; an interval is [low, high] of a latency."""
     return {
         "run": run.head,
         "period": found.window._asdict(),
@@ -243,7 +243,7 @@ def described(run: Run, found: Figures) -> Iterable[str]:
 
 
 def _of_which(run: Run) -> Iterable[str]:
-    """Yields one line with the policy, the workload, the seed and the arrival rate of a run."""
+    """Yields one line with the run's policy, workload, seed and arrival rate."""
     head = run.head
     rate, load = head.get("rate"), head.get("load")
     comes = "" if rate is None else f", {rate:.4g} per second" if rate < 1e300 else ", all at once"
@@ -276,7 +276,7 @@ def _period(found: Figures) -> str:
 
 
 def _latencies(found: Figures) -> Iterable[tuple[str, ...]]:
-    """Table rows of the latencies, each value with its confidence interval in brackets."""
+    """Yields table rows of the latencies, each value with its confidence interval in brackets."""
     for kind in KINDS:
         cells = [found.latency.get(f"{kind}.{name}") for name in STATISTICS]
         if any(cells):

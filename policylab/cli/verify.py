@@ -57,13 +57,14 @@ STANDARD_PREDICTOR = "history"
 
 @cache
 def halves() -> SimulatedHalves:
-    """What makes the scheduler's parts of features for simulated engines. All engines of this
-    process share it, and so its compiled grammars."""
+    """Returns the maker of grammars and other scheduler features for simulated engines. All engines
+    of this process share it, and so its compiled grammars."""
     return SimulatedHalves()
 
 
 class VerifyHunt(NamedTuple):
-    """The policy to check, its options, and how often the whole state is checked."""
+    """A policy to verify (``None``: each seed draws one), its options, and how often the whole
+    state is checked: after every ``every``-th step."""
 
     policy: str | None
     options: dict[str, Any] | None
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_trials(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the trials; these can only be given with a named policy."""
+    """Add the options that only apply to a policy named by --policy."""
     group.add_argument(
         "--max-wait",
         type=int,
@@ -206,7 +207,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
-    """Run seeds in order until enough steps were planned, time is up or a rule is broken."""
+    """Run seeds until enough steps were planned, time is up or a rule is broken; fills `report`."""
     columns = (
         BarColumn(),
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
@@ -227,7 +228,7 @@ def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, consol
 
 
 def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[Report]:
-    """Run one batch of seeds after the other, without end, and yield the report of each."""
+    """Run batches of seeds without end, and yield the report of each batch."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
@@ -267,7 +268,7 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
 
 
 def _print_violation(console: Console, found: FoundCase, small: Case) -> None:
-    """Print the rule that a policy broke and the smallest program found that breaks it."""
+    """Print the broken rule and a program that repeats the smallest case that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
     console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
@@ -286,8 +287,7 @@ def _shrink(found: FoundCase, clocked: Clocked) -> Case:
 
 
 def _tell_shrinking(found: FoundCase, limit: float) -> Callable[[int, Case, float], None]:
-    """A callback that prints the progress of shrinking to stderr, since stdout is for the
-    result."""
+    """Returns a callback that prints the progress of shrinking to stderr; stdout is for results."""
     before = _num_requests(found.case)
 
     def tell(num_tries: int, best: Case, seconds: float) -> None:
@@ -306,9 +306,9 @@ def _num_requests(case: Case) -> int:
 
 
 def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) -> int:
-    """Run the trials and the standard load for a policy that broke no rule in small engines. The
-    load is left out for a policy that starves requests or serves few, where thousands would
-    wait."""
+    """Run the trials and the standard load for a policy that broke no rule in the search. Returns
+    the exit status."""
+    # A policy that starves requests or serves few gets no load, where thousands would wait.
     print_plain = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     trials = run_trials(
         hunt.policy,
@@ -334,8 +334,7 @@ def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) 
 
 
 def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
-    """Serve a standard load. Returns lines to print, with a warning if the policy collapses, and
-    the failures."""
+    """Serve the standard load with the policy and with fcfs. Returns (lines to print, failures)."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = next_to_fcfs(hunt.policy, hunt.options)
@@ -365,10 +364,11 @@ def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
 
 
 def next_to_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
-    """The figures of the policy fcfs and of ``policy`` on the standard load, in this order.
+    """Serve the standard load with fcfs and with ``policy``. Returns the figures of fcfs, then
+    those of ``policy``.
 
-    Raises ``PolicyError`` for a policy without figures: it computes nothing for a quarter of an
-    hour, or some of its answers were replaced by defaults.
+    Raises ``PolicyError`` if a policy computed nothing for a quarter of an hour or if some of its
+    answers were replaced by defaults.
     """
     [cell] = compare(
         Experiment(

@@ -73,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def listed() -> Iterable[str]:
-    """Lines with the name, the summary and the own options of each kind of workload."""
+    """Yields lines with the name, the summary and the options of each kind of workload."""
     common = {option.name for option in fields(Workload)}
     for name, kind in sorted(WORKLOADS.items()):
         yield f"{name:20}{_summary(kind)}"
@@ -88,12 +88,12 @@ def listed() -> Iterable[str]:
 
 
 def _summary(kind: type[Workload]) -> str:
-    """The first sentence of the kind's docstring."""
+    """Returns the first sentence of the kind's docstring."""
     return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
 
 def described(workload: Workload, seed: int, found: Description) -> Iterable[str]:
-    """The figures of a workload, line by line."""
+    """Yields the figures of a workload, line by line."""
     yield f"{workload}, seed {seed}"
     rate = f"{found.rate:.3g} per second" if isfinite(found.rate) else "all at once"
     yield f"{found.num_requests} requests in {found.seconds:.1f} s: {rate}"
@@ -127,7 +127,7 @@ def _figure(value: float) -> str:
 
 
 def _table(name: str, groups: dict[str, JobGroup]) -> list[tuple[str, ...]]:
-    """Table rows of the largest groups."""
+    """Returns table rows of the largest groups of requests. ``name``: what they are grouped by."""
     whole = sum(group.num_requests for group in groups.values())
     largest = sorted(groups.items(), key=lambda item: (-item[1].num_requests, item[0]))
     rows: list[tuple[str, ...]] = [(name, *GROUPS)]

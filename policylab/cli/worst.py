@@ -100,7 +100,8 @@ def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> 
 
 
 def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> WorstCase:
-    """The case where the search starts. Raises ``ConfigError`` for options that cannot work."""
+    """Returns the case at which the search starts. Raises ``ConfigError`` for options that cannot
+    work."""
     if len(policies) != 2:
         raise ConfigError(
             f"--worst needs two policies, got {len(policies)}; give them as in vtc,fcfs, where the "
@@ -126,7 +127,7 @@ def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) 
 
 
 def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
-    """The knobs that the command line sets, so that the search leaves them unchanged."""
+    """Returns the options that the command line sets and the search must leave unchanged."""
     given = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
     return frozenset(given | call(parsed.workload, "--workload", "log-uniform")[1].keys())
 
@@ -134,8 +135,8 @@ def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
 def described(
     parsed: argparse.Namespace, hunt: Hunt, worst: Found, num_tries: int
 ) -> Iterable[str]:
-    """Lines with the worst case found, its result with other seeds, and a command that repeats
-    it."""
+    """Yields lines with the worst case found, its result with other seeds, and a command that
+    repeats it."""
     policy, other = name_of(hunt.policy), name_of(hunt.other)
     tried = f"{num_tries} cases in {hunt.seconds:g} s"
     case, score = worst.case, worst.score
@@ -160,7 +161,7 @@ def described(
 
 
 def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
-    """Lines with the knobs whose values differ from those at the start of the search."""
+    """Yields a line for each option of the case that differs from the start of the search."""
     for name in ("num_requests", *KNOBS):
         now, then = choice(case, name), choice(start, name)
         if now != then:
@@ -168,7 +169,7 @@ def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
 
 
 def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
-    """Lines that compare the two policies on the case, with seeds that the search has not used."""
+    """Yields lines that compare the two policies on the case, with seeds unused by the search."""
     first = case.seeds[-1] + 1
     [cell] = compare(
         Experiment(
@@ -193,7 +194,7 @@ def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
 
 
 def command(parsed: argparse.Namespace, case: WorstCase) -> str:
-    """The command line that repeats the case; it names the other policy first, as the baseline."""
+    """Returns the command line that repeats the case; its first policy is the baseline."""
     words = ["metronome", "compare", *reversed(parsed.policies), "--workload", _workload(case)]
     default = Engine()
     for name, flag in ENGINE_FLAGS.items():
@@ -211,8 +212,7 @@ def command(parsed: argparse.Namespace, case: WorstCase) -> str:
 
 
 def _workload(case: WorstCase) -> str:
-    """The case's workload as text, with ``num_requests`` and all options that differ from the
-    defaults."""
+    """Returns the case's workload as text, including ``num_requests``."""
     workload: Workload = case.workload
     text, number = str(workload), f"num_requests={workload.num_requests}"
     if number in text:

@@ -1,24 +1,22 @@
-"""Lower bounds of a workload that no scheduler can beat, and how close a run comes to them.
+"""Lower bounds that no scheduler can beat, and how close a run comes to them.
 
-A step takes ``fixed + per_seq * rows + per_token * tokens + per_context * context +
-per_attention * pairs``. For the prefix hits that the run had, the workload determines all terms but
-the first: a scheduler decides how many steps there are, and what is computed twice. A request with
-``p`` prompt tokens, of which ``h`` were in the cache, and ``o`` output tokens has ``d = o - 1``
+A step takes ``fixed + per_seq * rows + per_token * tokens + per_context * context + per_attention *
+pairs``. Given the prefix hits of a run, all terms but ``fixed`` follow from the workload; the
+scheduler only decides how many steps there are. A request with ``o`` output tokens has ``o - 1``
 decodes.
 
-*Steps*: at least as many as each of these needs: all tokens at the token budget of a step
-("tokens"); all rows at ``max_num_seqs`` ("seats"); the longest request, one step after the other
-("chain"); the KV that requests hold while they decode, summed over their steps, in the KV pool
-("KV area").
+*Steps*: the largest of four numbers: all new tokens divided by the token budget ("tokens"); all
+rows divided by ``max_num_seqs`` ("seats"); the steps of the longest request ("chain"); the KV that
+requests hold at their decodes, summed over steps and divided by the KV pool ("KV area").
 
-*Makespan*: for each arrival, its time plus the cost of that request and all later ones in this
-number of steps; and for each request, its arrival plus its time alone.
+*Makespan*: the largest of: for each arrival, its time plus the cost of this request and all later
+ones in that number of steps; for each request, its arrival plus its time alone.
 
-*Mean latency*: the larger of two bounds. One is the mean time of the requests alone on an idle
-engine. The other is the shortest-remaining-time schedule on a machine where each request costs its
-own time plus its share of the fixed part of steps: a step holds at most M tokens of context, S rows
-and B new tokens, so the share is at least ``fixed / M`` per token of context, ``fixed / S`` per
-row, or ``fixed / B`` per token. The bound is valid, but loose."""
+*Mean latency*: the larger of two bounds. One is the mean time of requests that are alone on an idle
+engine. The other is the shortest-remaining-time schedule on a machine where a request costs its own
+time plus a share of the fixed part of steps. A step holds at most M tokens of context, S rows and B
+new tokens, so the share is at least ``fixed / M`` per token of context, ``fixed / S`` per row, or
+``fixed / B`` per new token. The second bound is loose."""
 
 from __future__ import annotations
 
@@ -40,7 +38,8 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkBound:
-    """The work of requests and the limits of an engine. Arrays have one entry per request."""
+    """The sizes of a run's requests (arrays with one entry per request), and the limits and step
+    cost of its engine."""
 
     arrival: Floats
     prompt: Counts
@@ -60,7 +59,7 @@ class WorkBound:
 
     @property
     def new(self) -> Counts:
-        """Prompt tokens of each request to compute: those that were not in the cache."""
+        """Prompt tokens of each request that were not in the cache, at least 1."""
         new: Counts = np.maximum(1, self.prompt - self.cached)
         return new
 
@@ -75,30 +74,30 @@ class WorkBound:
 
     @property
     def chain(self) -> Counts:
-        """Steps that each request needs even if it runs alone."""
+        """The number of steps that each request needs even if it runs alone."""
         return self._chunks + self.decodes
 
     @property
     def decode_context(self) -> Counts:
-        """For each request, the tokens in the cache at each of its decodes, summed over the
+        """For each request, the number of tokens in the KV cache at a decode, summed over its
         decodes."""
         return self.prompt * self.decodes + self.decodes * (self.decodes - 1) // 2
 
     @property
     def own_context(self) -> Counts:
-        """Like ``decode_context``, but without the tokens of prefix hits, since other requests may
-        hold these too."""
+        """Like ``decode_context``, but without the tokens of prefix hits, which requests may
+        share."""
         return self.decode_context - (self.prompt - self.new) * self.decodes
 
     @property
     def pairs(self) -> Counts:
-        """For each request, the number of pairs of a new token and a token that it attends to."""
+        """For each request, the number of pairs of a computed token and a token that it attends
+        to."""
         known, found = self.prompt + self.decodes, self.prompt - self.new
         return (known * (known + 1) - found * (found + 1)) // 2
 
     def busy(self) -> Floats:
-        """For each request, the least seconds that it adds to steps, not counting the fixed part of
-        a step."""
+        """For each request, the least seconds that it adds to steps, without their fixed part."""
         cost, found = self.cost, self.prompt - self.new
         return (
             cost.per_seq * (1 + self.decodes)
@@ -108,8 +107,8 @@ class WorkBound:
         )
 
     def alone(self) -> Floats:
-        """For each request, seconds from arrival to last token if it is alone on an idle engine and
-        all prompt chunks but the last are full."""
+        """For each request, the seconds from arrival to last token if it is alone on an idle
+        engine. All its prompt chunks but the last are full."""
         if self.profile is not None:
             return self._by_profile(self.profile)
         chunks = self._chunks
@@ -117,8 +116,8 @@ class WorkBound:
         return self._alone(filled + (chunks - 1) * (self.prompt - self.new))
 
     def fastest(self) -> Floats:
-        """Like ``alone``, but for the best order of prompt chunks: the incomplete one comes first,
-        when there is the least context."""
+        """Like ``alone``, but with the incomplete prompt chunk first, which is the fastest
+        order."""
         chunks = self._chunks
         rest = self.new - (chunks - 1) * self.max_tokens
         filled = self.max_tokens * ((chunks - 1) * (chunks - 2) // 2)
@@ -145,8 +144,8 @@ class WorkBound:
         return chunks
 
     def _alone(self, context: Counts) -> Floats:
-        """Seconds of each request on an idle engine. ``context``: the tokens in the cache before
-        each of its prompt chunks but the first, summed over these chunks."""
+        """Seconds of each request alone on an idle engine. ``context``: for each request, tokens in
+        the cache before a prompt chunk, summed over its chunks but the first."""
         more = self.cost.per_seq * (self._chunks - 1) + self.cost.per_context * context
         return self.cost.fixed * self.chain + self.busy() + more
 
@@ -165,8 +164,8 @@ class Bounds:
 
 
 def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
-    """The work of a run's requests that finished normally; ``None`` if the cost of a step is
-    unknown. ``head``: the head of the run's file."""
+    """Returns the work of a run's requests that finished normally; ``None`` if there are none or
+    the step cost is unknown. ``head``: the head of the run's file."""
     done, engine, charged = requests.done, head.get("engine"), head.get("step_cost")
     if not engine or not charged or not done.any():
         return None
@@ -186,7 +185,7 @@ def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
 
 
 def least_cost(profile: Profile) -> StepCost:
-    """An affine step cost that is never above the profile's mean cost."""
+    """Returns an affine step cost that is never above the profile's mean cost."""
     least = min([1.0, *profile.factors.values()])
     step, _, sequence, _, context, attention, *tokens = (least * c for c in profile.coefficients)
     return StepCost(
@@ -199,7 +198,7 @@ def least_cost(profile: Profile) -> StepCost:
 
 
 def bounds(work: WorkBound) -> Bounds:
-    """The lower bounds for this work."""
+    """Returns the lower bounds for this work on any scheduler."""
     needed = {
         "tokens": -(-int(work.tokens.sum()) // work.max_tokens),
         "seats": -(-int((1 + work.decodes).sum()) // work.max_seqs),
@@ -211,11 +210,11 @@ def bounds(work: WorkBound) -> Bounds:
 
 
 def makespan(work: WorkBound) -> float:
-    """A lower bound of the seconds from the start of the run to the last token."""
+    """Returns a lower bound of the seconds from the start of the run to the last token."""
     order = np.argsort(work.arrival, kind="stable")
 
     def coming(amounts: Any) -> Any:
-        """For each request, the sum of its amount and those of all requests that arrive later."""
+        """Returns, in order of arrival, the sum of each request's amount and all later ones."""
         return amounts[order][::-1].cumsum()[::-1]
 
     steps = np.maximum.reduce(
@@ -230,7 +229,7 @@ def makespan(work: WorkBound) -> float:
 
 
 def mean_e2e(work: WorkBound) -> float:
-    """A lower bound of the mean seconds from arrival to last token."""
+    """Returns a lower bound of the mean seconds from arrival to last token."""
     fixed = work.cost.fixed
     shares = (
         work.own_context / work.pool,
@@ -244,8 +243,9 @@ def mean_e2e(work: WorkBound) -> float:
 
 
 def srpt(arrival: Floats, size: Floats) -> Floats:
-    """End times of jobs on one machine that always runs the job with the shortest remaining time,
-    [requests]. ``arrival``, ``size``: seconds. No other order has a smaller sum of end times."""
+    """Returns the end time of each job on one machine that always runs the job with the shortest
+    remaining time; no order has a smaller sum of end times. ``arrival``, ``size``: seconds of each
+    job."""
     ends = np.zeros(len(arrival))
     waiting: list[tuple[float, int]] = []
     now = 0.0

@@ -1,7 +1,7 @@
-"""Fits a cost profile to step logs, so that the total time is right.
+"""Fits a cost profile to step logs, without bias in the total time or in any kind of step.
 
-Near saturation queues amplify an error of the mean (waiting time grows as 1/(1-load)), so the fit
-has no bias, neither in total nor for any kind of step; the remaining deviations are kept as noise.
+The total matters because queues amplify an error of the mean near saturation: waiting time grows as
+1/(1-load). Deviations from the fit are kept as noise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
 
 def samples_of(path: str | Path, *, allow_truncated: bool = False) -> list[Sample]:
-    """The steps of a log in order. Raises ``ConfigError``."""
+    """Returns the steps of a log in order. Raises ``ConfigError`` if it cannot be replayed."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = _Stopwatch(log.header)
     outcome = reader.run(log)
@@ -55,7 +55,7 @@ def samples_of(path: str | Path, *, allow_truncated: bool = False) -> list[Sampl
 
 
 class _Stopwatch(LogReader):
-    """A replay that records how long each step took."""
+    """Replays a step log and records how long each step took."""
 
     def __init__(self, header: Header) -> None:
         super().__init__(header)
@@ -101,7 +101,7 @@ class _Stopwatch(LogReader):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionErrors:
-    """How predicted step times compare with measured ones."""
+    """How a profile's predicted step times compare with measured ones."""
 
     num_steps: int
     bias: float
@@ -128,8 +128,8 @@ class PredictionErrors:
 
 
 def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Two halves of the steps: the even and the odd windows of 100 steps, one to fit to, the other
-    to test on."""
+    """Divide steps into two halves, one to fit to and one to test on: the even and the odd windows
+    of 100 consecutive steps."""
     even = [s for place, s in enumerate(samples) if place // WINDOW % 2 == 0]
     return even, [s for place, s in enumerate(samples) if place // WINDOW % 2]
 
@@ -137,8 +137,8 @@ def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def calibrate(
     logs: Iterable[Sequence[Sample]], name: str, source: dict[str, Any] | None = None
 ) -> Profile:
-    """A profile of the steps in these logs, with a report on a profile that was fitted to half of
-    the steps and tested on the other half. Raises ``ConfigError`` for too few steps."""
+    """Fit a profile to all steps of these logs. Its report has the errors, on half of the steps, of
+    a profile fitted to the other half. Raises ``ConfigError`` for too few steps."""
     logs = [list(log) for log in logs]
     everything = [sample for log in logs for sample in log]
     if len(everything) < MIN_STEPS:
@@ -154,7 +154,7 @@ def calibrate(
 
 
 def judge(profile: Profile, samples: Sequence[Sample]) -> dict[str, PredictionErrors]:
-    """The errors of a profile on these steps, in total and for each kind of step."""
+    """Returns the errors of a profile on these steps, in total and for each kind of step."""
     measured = np.array([sample.shape.seconds for sample in samples])
     predicted = np.array([profile.seconds(sample.shape) for sample in samples])
     regimes = np.array([regime(sample.shape) for sample in samples])
@@ -172,7 +172,7 @@ def fit(
     source: dict[str, Any] | None = None,
     report: dict[str, Any] | None = None,
 ) -> Profile:
-    """A profile fitted to these steps, without bias in total."""
+    """Fit a profile to these steps, without bias in total."""
     shapes = [sample.shape for sample in samples]
     knots = knots_for(np.array([shape.num_tokens for shape in shapes]))
     sizes = np.array([features(shape, knots) for shape in shapes])
@@ -203,8 +203,8 @@ def fit(
 
 
 def knots_for(tokens: NDArray[np.int64]) -> list[int]:
-    """Numbers of tokens per step at which the cost per token may change, each with enough steps on
-    both sides."""
+    """Returns the numbers of tokens per step at which the cost per token may change. On both sides
+    of each there are enough steps."""
     knots: list[int] = []
     for knot in KNOTS:
         below = (tokens <= knot) & (tokens > (knots[-1] if knots else 0))
@@ -214,9 +214,9 @@ def knots_for(tokens: NDArray[np.int64]) -> list[int]:
 
 
 def relative_fit(sizes: Floats, measured: Floats) -> Floats:
-    """Non-negative least squares for errors relative to the expected time (relative to the measured
-    time would favour short steps), with outliers cut to three times the expectation. Returns a cost
-    for each column of ``sizes``."""
+    """Non-negative least squares for errors relative to the expected time. (Errors relative to the
+    measured time would favour short steps.) Outliers count as three times the expectation. Returns
+    a cost for each column of ``sizes``."""
     expected = np.maximum(measured, 1e-9)
     for _ in range(PASSES):
         usual = np.minimum(measured, OUTLIER * expected)
@@ -244,8 +244,8 @@ def _non_negative(sizes: Floats, values: Floats) -> Floats:
 
 
 def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
-    """Fit the host's time between two steps, without bias in total. Returns its cost and the ratios
-    of measured to fitted times."""
+    """Fit the time between two steps on the host, without bias in total. Returns its cost and the
+    ratios of measured to fitted times."""
     busy = [sample for sample in samples if sample.host > 0.0]
     if len(busy) < MIN_STEPS // 2:
         return HostCost(), []
@@ -262,9 +262,9 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
 def _ratios(
     measured: Floats, predicted: Floats, kinds: NDArray[Any]
 ) -> tuple[NDArray[np.intp], list[float]]:
-    """Indices of the steps to keep, and for each of them the ratio of measured to predicted time,
-    in order of time. If there are too many steps, whole windows are left out. The ratios of each
-    kind of step are scaled so that their mean, weighted by predicted time, is 1."""
+    """Returns the indices of steps to keep as noise, and their ratios of measured to predicted
+    time. If there are too many steps, whole windows of consecutive steps are kept. The ratios of
+    each kind of step are scaled to a mean of 1, weighted by predicted time."""
     kept = np.arange(len(measured))
     if len(kept) > MAX_NOISE:
         windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)

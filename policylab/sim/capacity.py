@@ -1,20 +1,19 @@
 """The highest request rate at which a policy keeps given limits on its figures.
 
-The rate is found by bisection on its logarithm, to within 1 %, for each seed separately: at all
-rates a seed has the same requests in the same order, with scaled gaps between them. A rate passes
+Each seed is searched separately, by bisection on the logarithm of the rate, to within 1 %. At all
+rates, a seed has the same requests in the same order, with scaled gaps between them. A rate passes
 if the run is valid and not overloaded, at most 1 % of the requests are refused, and every limit
-holds for the figures of the steady part. The rate cannot exceed what seats, tokens and KV area
-allow (`policylab.sim.demand`). `steady.window` calls a run overloaded if its queue grows by 6 % of
-the arrivals; here the threshold is 2 %, so a policy without another limit is rated up to 2 % too
-high.
+holds for the figures of the steady part. Rates cannot exceed what seats, tokens and KV area allow
+(`policylab.sim.demand`). Here a run is overloaded if its queue grows by 2 % of the arrivals
+(elsewhere: 6 %, `steady.window`), so a policy without another limit is rated up to 2 % too high.
 
 *Length*: a short run ends before a growing queue becomes long. So runs have at least 1,000
-requests, and 95 % of the rate must pass with four times as many requests. If it does not, the
-search goes on with runs of that length, checked likewise; if that fails too, there is no result. A
-file cannot be extended: a quarter of it is used in the search, and all of it in the check.
+requests, and 95 % of the rate must pass with four times as many. If it does not, the search goes on
+with runs of that length; if these fail the same check, there is no result. A file cannot be
+extended, so a quarter of it is used in the search, and all of it in the check.
 
-*Luck*: the requests of a seed are longer or shorter than the average. The reported rate is for
-requests of mean size: the seed's rate times the ratio of its requests' demand to the mean demand.
+*Luck*: the requests of a seed are longer or shorter than the average. So a seed's rate is
+multiplied by the ratio of its requests' demand to the mean demand.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def limits_of(text: str) -> list[Limit]:
 
 @dataclass(frozen=True, kw_only=True)
 class RateSearch:
-    """A search for the highest rate of a policy with the requests of one seed."""
+    """What to search for: a policy's highest rate with the requests of one seed."""
 
     policy: Any
     workload: Workload
@@ -108,7 +107,7 @@ class Highest:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacities:
-    """The highest rates of all policies at one setting."""
+    """The highest rates of all policies at one setting, for all seeds."""
 
     setting: str
     """The swept option as ``option=value``; empty without a sweep."""
@@ -134,13 +133,13 @@ class Capacities:
         return min(rates), max(rates)
 
     def limited_by(self, place: int) -> str:
-        """The limit that bounds the rate for most seeds, for the policy at index ``place``."""
+        """The limit that ends the search for most seeds, for the policy at index ``place``."""
         causes = [each.limited_by for each in self.found[place]]
         return max(causes, key=causes.count)
 
     def difference(self, place: int) -> tuple[Estimate, str]:
-        """How much the rate of the policy at index ``place`` differs from that of the first policy,
-        as a share of the latter, and the verdict on the difference."""
+        """Returns (relative difference, verdict) of the rate of the policy at index ``place``,
+        compared with the rate of the first policy."""
         ours, theirs = ([each.rate for each in self.found[p]] for p in (place, 0))
         scale = sum(theirs) / len(theirs)
         if not scale or isnan(scale + sum(ours)):
@@ -156,8 +155,8 @@ def capacities(
     jobs: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> list[Capacities]:
-    """Search for the highest rate of each policy, at each value of the swept option. The loads and
-    the rate of ``what`` are ignored.
+    """Search for the highest rate of each policy, for each value of the swept option.
+    ``what.loads`` and ``what.rate`` are ignored.
 
     ``progress`` is called with a line after each search. Raises ``ConfigError`` for options that
     cannot work, and ``EngineDeadError`` if a process dies.
@@ -194,7 +193,8 @@ def capacities(
 def _by_setting(
     what: Experiment, settings: Sequence[str], results: Sequence[Highest]
 ) -> list[Capacities]:
-    """Group results ordered by setting, policy and seed; leave out policies without figures."""
+    """Group results, which are ordered by setting, policy and seed, without policies that have no
+    figures."""
     names = distinct(name_of(policy) for policy in what.policies)
     rest = iter(results)
     table = [[[next(rest) for _ in what.seeds] for _ in names] for _ in settings]
@@ -221,8 +221,8 @@ def _line(search: RateSearch, found: Highest) -> str:
 
 
 def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
-    """The rate that fcfs can serve, with which searches start. Raises ``ConfigError`` for options
-    that cannot work."""
+    """Returns the rate that fcfs can serve, at which searches start. Raises ``ConfigError`` for
+    options that cannot work."""
     check(what.policies, workload, engine)
     if isinstance(workload, FileWorkload) and workload.size.number < LONGER * MIN_FILE:
         raise ConfigError(
@@ -234,17 +234,17 @@ def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
 
 
 def highest(search: RateSearch) -> Highest:
-    """The highest rate at which all limits hold. Raises ``ConfigError`` for a limit on a figure
-    that the runs do not have."""
+    """Find the highest rate at which all limits hold. Raises ``ConfigError`` for a limit on a
+    figure that the runs do not have."""
     return _Searcher(search).found()
 
 
 class _NotOwnError(Exception):
-    """A run is not valid: some of the policy's answers were replaced by defaults."""
+    """Raised for a run that is not valid, since defaults replaced some of the policy's answers."""
 
 
 class _Searcher:
-    """Carries out a search; keeps the number of runs so far and the last run."""
+    """Carries out one search; counts its runs and keeps the last of them."""
 
     def __init__(self, search: RateSearch) -> None:
         self._search = search
@@ -272,7 +272,7 @@ class _Searcher:
             return self._answer(nan, "", size, not_own=str(error))
 
     def _sizes(self) -> tuple[int, int]:
-        """The number of requests in the first runs, and the most requests that any run may have."""
+        """Returns the number of requests in the first runs, and the maximum for any run."""
         search = self._search
         if isinstance(search.workload, FileWorkload):
             number = search.workload.size.number
@@ -299,9 +299,9 @@ class _Searcher:
         )
 
     def _bisected(self, size: int, start: float, broken: str = "") -> tuple[float, str]:
-        """The highest rate that passes in runs of ``size`` requests, and the limit that fails above
-        it. ``broken``: the limit already known to fail at the rate ``start``; empty if not
-        known."""
+        """Search with runs of ``size`` requests, from the rate ``start`` on. Returns the highest
+        rate that passes (0 if none), and the limit that fails above it. ``broken``: the limit that
+        is known to fail at ``start``; empty if unknown."""
         low, high, rate, step, cause = 0.0, inf, start, FIRST_STEP, broken
         if broken:
             high, rate = start, start / step
@@ -318,7 +318,7 @@ class _Searcher:
         return low, cause
 
     def _not_kept(self, size: int, rate: float) -> str:
-        """The limit that fails in a run of ``size`` requests at this rate; empty if none does."""
+        """Run ``size`` requests at this rate. Returns the limit that fails; empty if none does."""
         search = self._search
         workload = replace(search.workload, num_requests=size)
         self._num_runs += 1
@@ -331,8 +331,8 @@ class _Searcher:
         return _broken(done, search, rate)
 
     def _relative(self, size: int) -> float:
-        """The mean demand of this seed's requests in a run of ``size`` requests, divided by the
-        mean demand of the workload."""
+        """Returns the mean demand of this seed's requests in a run of ``size`` requests, relative
+        to the mean demand of the workload."""
         search, done = self._search, self._last
         assert done is not None
         work = work_of(done.requests, done.head)
@@ -350,7 +350,7 @@ class _Searcher:
 
 
 def _broken(done: Run, search: RateSearch, rate: float) -> str:
-    """The first limit that does not hold in a run; empty if all do."""
+    """Returns the first limit that does not hold in a run; empty if all hold."""
     period = period_of(done)
     if period.is_whole:
         return GROWS

@@ -1,9 +1,9 @@
 """Compare policies on the same requests, and test whether a difference is more than chance.
 
-Both policies of a pair get the same requests at the same times ("common random numbers"), so the
-effect of the requests on a figure cancels out of the difference. The interval of a difference is a
-95 % Student interval with one value per seed. If it contains 0, the verdict is "undecided". By
-chance, one in twenty figures without a real difference gets another verdict.
+Both policies of a pair get the same requests at the same times ("common random numbers"), so luck
+with the requests cancels out of the difference. The interval of a difference is a 95 % Student
+interval over seeds. If it contains 0, the verdict is "undecided". By chance, one in twenty figures
+without a real difference gets another verdict.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "wor
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure of one policy (``ours``) next to that of the policy it is compared with
-    (``theirs``)."""
+    """A figure of one policy (``ours``) compared with that of another one (``theirs``)."""
 
     figure: str
     ours: Estimate
@@ -51,14 +50,14 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference divided by the other policy's mean; 0 if that mean is 0."""
+        """The difference divided by the magnitude of the other policy's mean; 0 if that is 0."""
         return self.by.value / abs(self.theirs.value) if self.theirs.value else 0.0
 
 
 def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
-    """The verdict on ``by``, the difference between two policies' figures. ``is_equal``: all values
-    of both are the same to the last digit. ``is_better_small``: smaller values of the figure are
-    better."""
+    """Returns "equal", "undecided", "better" or "worse" for the difference ``by`` between two
+    policies. ``is_equal``: all their values are the same to the last digit; ``is_better_small``:
+    smaller values are better."""
     if is_equal:
         return EQUAL
     if by.holds_zero:
@@ -68,7 +67,7 @@ def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Figures of policies at one load and setting, over all seeds."""
+    """The figures of all policies over all seeds, at one load and one setting."""
 
     load: float | None
     rate: float | None
@@ -99,7 +98,7 @@ class Cell:
         return sum(each.is_overloaded for each in self.figures[place])
 
     def difference(self, place: int, figure: str, base: int = 0) -> Difference:
-        """The difference in this figure between the policies at the indices ``place`` and
+        """Compares this figure of the policy at index ``place`` with that of the policy at
         ``base``."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
         num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
@@ -120,8 +119,8 @@ class Cell:
         )
 
     def collapses(self) -> list[str]:
-        """A warning line for each policy that recomputes a large share of its tokens, or serves far
-        fewer tokens per second than fcfs."""
+        """Returns a warning for each policy that recomputes a large share of its tokens, or serves
+        far fewer tokens per second than fcfs."""
         if "fcfs" not in self.names:
             base = float("nan")
         else:
@@ -182,8 +181,8 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
 
 
 def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
-    """Each policy that has no figures in at least one row, with the first reason found. Every row
-    has one result per policy, in the order of ``names``."""
+    """Returns the policies that have no figures in some row, with the first reason. ``rows`` have
+    one result per policy, in the order of ``names``."""
     found: dict[str, str] = {}
     for row in rows:
         for name, each in zip(names, row, strict=True):
@@ -195,8 +194,8 @@ def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> d
 def _filled(
     cell: Cell, left_out: Mapping[str, str], columns: Sequence[Sequence[Figures | NoFigures]]
 ) -> Cell:
-    """The cell with figures for all policies except those in ``left_out``. ``columns``: the results
-    of each policy, one per seed."""
+    """Returns the cell with the figures of all policies except those in ``left_out``. ``columns``:
+    the results of each policy, one per seed."""
     kept = {
         name: [each for each in column if isinstance(each, Figures)]
         for name, column in zip(cell.names, columns, strict=True)
@@ -208,7 +207,7 @@ def _filled(
 def _cells(
     what: Experiment, setting: str, workload: Workload, engine: Engine
 ) -> Iterator[tuple[Cell, Setting]]:
-    """For each load: a cell without figures, and the setting to simulate for it."""
+    """Yields for each load a cell without figures, and the setting whose runs fill it."""
     check(what.policies, workload, engine)
     loads: list[float | None] = [*what.loads] if what.loads else [None]
     capacity = None
@@ -240,8 +239,8 @@ def _cells(
 
 
 def variations(what: Experiment) -> list[tuple[str, Workload, Engine]]:
-    """For each value of the swept option, the text ``option=value``, and the workload and engine
-    with this value. Raises ``ConfigError``."""
+    """Returns (``option=value``, workload, engine) for each value of the swept option; without a
+    sweep, one entry with an empty text. Raises ``ConfigError``."""
     if what.sweep is None:
         return [("", what.workload, what.engine)]
     name, values = what.sweep

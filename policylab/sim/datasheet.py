@@ -1,6 +1,6 @@
 """Estimate step times from a model's sizes and a processor's data sheet.
 
-A step takes as long as the slower of reading the weights once and multiplying each token by them,
+A step takes the larger of two times, reading the weights once and multiplying each token by them,
 plus the time to read the KV cache and a launch cost. A fixed share of the peak rates is assumed
 (roofline model: Williams, Waterman and Patterson, 2009).
 """
@@ -68,11 +68,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def from_datasheet(text: str) -> Profile:
-    """The profile of step times for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or
+    """Returns the profile of step times for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or
     ``path/to/config.json@4xh100``.
 
-    Several devices split weights and cache evenly; communication between them is not counted.
-    Raises ``ConfigError``.
+    Several devices share weights and cache evenly; communication is not counted. Raises
+    ``ConfigError`` for an unknown model or device.
     """
     model, _, device = text.rpartition("@")
     count, is_many, name = device.partition("x")

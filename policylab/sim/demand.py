@@ -2,12 +2,12 @@
 
 *Demand* is the least time in which a full engine can serve requests: the fixed part of the steps
 that tokens, seats or KV area need (`policylab.sim.bounds`), plus the cost of all rows and tokens.
-No scheduler serves more requests per second than one over the mean demand.
+So no scheduler serves more requests per second than 1 / mean demand.
 
-The rate of fcfs is measured in the middle of a long run in which all requests arrive at once. The
-requests of one draw are longer or shorter than the average, which alone moves the rate by 8 % for
-500 requests. So the run gives only the ratio of elapsed time to the demand of the requests that
-ended; the mean demand comes from many more requests that are drawn but not served.
+The rate of fcfs is measured in the middle of a long run in which all requests arrive at once. In
+one draw, requests are longer or shorter than the average, which alone moves the rate by 8 % for 500
+requests. So the run only gives the ratio of elapsed time to the demand of its own requests; the
+mean demand comes from many more requests that are drawn but not served.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Mask = NDArray[np.bool_]
 
 
 def demand(work: WorkBound, which: Mask | None = None) -> float:
-    """The least time in seconds in which a full engine can serve requests of ``work``. ``which``: a
-    mask that selects some of them; default: all."""
+    """Returns the least seconds in which a full engine can serve the requests of ``work``, or those
+    selected by the mask ``which``."""
     rows = slice(None) if which is None else which
     steps = max(
         float(work.tokens[rows].sum()) / work.max_tokens,
@@ -45,15 +45,15 @@ def demand(work: WorkBound, which: Mask | None = None) -> float:
 
 
 def most_per_second(requests: Requests, head: dict[str, Any]) -> float:
-    """An upper bound on the rate, in requests per second, at which any scheduler can serve the
-    requests of a run with the same prefix hits; infinity if the step cost is unknown. ``head``: the
-    options of the run, as in ``Run.head``."""
+    """Returns an upper bound of the rate (requests per second) at which any scheduler can serve a
+    run's requests, given its prefix hits; infinity if the step cost is unknown. ``head``: as in
+    ``Run.head``."""
     work = work_of(requests, head)
     return inf if work is None else len(requests) / demand(work)
 
 
 class DemandSample(NamedTuple):
-    """Sizes of drawn requests in tokens, one entry per request."""
+    """Sizes of requests in tokens, one entry per request."""
 
     prompt: Counts
     known: Counts
@@ -69,7 +69,7 @@ class DemandSample(NamedTuple):
 
 
 def drawn(source: JobSource) -> DemandSample:
-    """The sizes of all requests of a source in which all requests arrive at once."""
+    """Returns the sizes of all requests of a source in which all requests arrive at once."""
     seen: set[str] = set()
     rows = []
     for job in _jobs(source):
@@ -80,8 +80,8 @@ def drawn(source: JobSource) -> DemandSample:
 
 
 def _jobs(source: JobSource) -> Iterator[Job]:
-    """All requests of a source. Each is reported as ended immediately, so that requests which
-    follow it come too."""
+    """Yields all requests of a source. Each one ends immediately, so that requests which follow it
+    come, too."""
     while source.next_time < inf:
         job = source.take()
         yield job
@@ -89,8 +89,8 @@ def _jobs(source: JobSource) -> Iterator[Job]:
 
 
 def _known(job: Job, seen: set[str]) -> int:
-    """The number of prompt tokens that an earlier job had or generated, so that they may be
-    cached."""
+    """Returns how many tokens at the start of the job's prompt may be cached: those of texts in
+    ``seen``, and generated ones."""
     number = 0
     for span in job.prompt:
         if span.text not in seen and not span.text.startswith(ANSWER):
@@ -102,8 +102,8 @@ def _known(job: Job, seen: set[str]) -> int:
 def served_per_second(
     requests: Requests, head: dict[str, Any], own: DemandSample, every: DemandSample
 ) -> float:
-    """The rate, in requests per second, that an engine can sustain on requests like those of
-    ``every``, estimated from one run in which all requests arrived at once; NaN if it served none.
+    """Returns the rate (requests per second) at which the engine of a run can serve requests like
+    those of ``every``; NaN if the run served none. In the run, all requests arrived at once.
 
     ``requests``, ``head``: the records and options of the run. ``own``: the sizes of its requests.
     """
@@ -120,14 +120,14 @@ def served_per_second(
 
 
 def share_found(work: WorkBound, own: DemandSample) -> float:
-    """Of the prompt tokens that could have been in the cache, the share that was found there.
+    """Returns which share of the prompt tokens that could have been cached was found in the cache.
     ``own``: the sizes of the requests in ``work``."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 
 def mean_demand(sample: DemandSample, work: WorkBound, found: float) -> float:
-    """The mean demand (seconds) of the sampled requests on the engine of ``work``, if a share
-    ``found`` of the tokens that could be cached is found in the cache."""
+    """Returns the mean demand (seconds) of the requests in ``sample`` on the engine of ``work``.
+    ``found``: share of the tokens that could be cached that is found in the cache."""
     shortened = replace(
         work,
         arrival=np.zeros(len(sample.prompt)),

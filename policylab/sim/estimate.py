@@ -17,8 +17,7 @@ NUM_BATCHES = 20  # values of a run are correlated; the means of this many parts
 
 
 class Estimate(NamedTuple):
-    """A value with the two ends of its confidence interval, which are infinite where the data give
-    no bound."""
+    """A value with its 95 % confidence interval; an end is infinite if the data give no bound."""
 
     value: float
     low: float
@@ -33,8 +32,8 @@ NOTHING = Estimate(nan, nan, nan)
 
 
 def mean_of(values: Floats) -> Estimate:
-    """The mean of values from one run, in the order in which they occurred. Its interval comes from
-    the means of 20 consecutive parts (batch means)."""
+    """Returns the mean of values from one run, in order of time, which may be correlated. The
+    interval comes from the means of 20 consecutive parts (batch means)."""
     if not len(values):
         return NOTHING
     parts = np.array_split(values, min(NUM_BATCHES, len(values)))
@@ -44,7 +43,7 @@ def mean_of(values: Floats) -> Estimate:
 
 
 def mean_over(values: Sequence[float]) -> Estimate:
-    """The mean of independent values (one per seed), with Student's interval."""
+    """Returns the mean of independent values (one per seed), with Student's interval."""
     if not values:
         return NOTHING
     value, half = sum(values) / len(values), half_width(values)
@@ -52,7 +51,7 @@ def mean_over(values: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The difference between the means of two sets of independent values, with Welch's interval."""
+    """Returns the difference of the means of independent values, with Welch's interval."""
     if len(ours) < 2 or len(theirs) < 2:
         return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
     errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]
@@ -65,22 +64,22 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean of independent values; infinity for fewer than
-    two values."""
+    """Returns half the width of the 95 % interval of a mean of independent values; infinity for
+    fewer than two values."""
     if len(values) < 2:
         return inf
     return student(len(values) - 1) * float(np.std(values, ddof=1)) / sqrt(len(values))
 
 
 def quantile_of(values: Floats, share: float) -> Estimate:
-    """The smallest value such that at least ``share`` of the values are no larger. Its interval
-    comes from order statistics, as if values were independent."""
+    """Returns the ``share`` quantile: the smallest value such that at least this share of the
+    values are no larger. The interval treats the values as independent."""
     return weighted_quantile(values, np.ones(len(values)), share)
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate:
-    """The quantile of values with weights. For its interval each value counts as one observation,
-    whatever its weight."""
+    """Returns the ``share`` quantile of weighted values. For the interval, each value counts as one
+    observation."""
     count = len(values)
     if not count:
         return NOTHING
@@ -101,9 +100,8 @@ def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate
 
 @cache
 def ranks_around(count: int, share: float) -> tuple[int, int]:
-    """The 95 % interval of the quantile for ``share``, given as the ranks of its two ends among
-    ``count`` values in ascending order (from 1). 0 or ``count + 1`` stands for an end without a
-    bound."""
+    """Returns the 95 % interval of the ``share`` quantile of ``count`` values, as the ranks of its
+    two ends (1: the smallest value). Rank 0 or ``count + 1``: no bound."""
     centre, spread = count * share, 8.0 * sqrt(count * share * (1.0 - share)) + 8.0
     first, last = max(0, int(centre - spread)), min(count, int(centre + spread) + 1)
     below = np.array([_binomial(count, share, k) for k in range(first, last + 1)]).cumsum()
@@ -122,7 +120,7 @@ def _binomial(count: int, share: float, k: int) -> float:
 
 @cache
 def student(degrees: int) -> float:
-    """Half the width of Student's 95 % interval of a mean, in standard errors."""
+    """Returns half the width of Student's 95 % interval of a mean, in standard errors."""
     scale = exp(lgamma((degrees + 1) / 2) - lgamma(degrees / 2)) / sqrt(degrees * pi)
 
     def inside(width: float) -> float:
@@ -138,8 +136,8 @@ def student(degrees: int) -> float:
 
 
 def chance(values: Sequence[float]) -> float:
-    """The two-sided p-value of the hypothesis that the mean is 0 (Student's t-test); 1 for fewer
-    than two values or if all are 0."""
+    """Returns the two-sided p-value of the hypothesis that the mean is 0 (Student's t-test); 1 for
+    fewer than two values or if all are 0."""
     if len(values) < 2 or not any(values):
         return 1.0
     degrees, error = len(values) - 1, float(np.std(values, ddof=1)) / sqrt(len(values))
@@ -155,8 +153,8 @@ def chance(values: Sequence[float]) -> float:
 
 
 def corrected(chances: Sequence[float]) -> list[float]:
-    """The p-values of several tests, raised by Holm's method, so that the probability of any wrong
-    rejection is at most the level they are compared with."""
+    """Returns the p-values of several tests, raised by Holm's method, so that the chance of any
+    wrong rejection does not grow with the number of tests."""
     found, worst = [1.0] * len(chances), 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         worst = max(worst, min(1.0, (len(chances) - rank) * chances[place]))

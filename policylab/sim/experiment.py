@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Policies, and the workload, engine and seed with which each of them is run."""
+    """Policies to run, and the workload, engine and seed for all of their runs."""
 
     policies: tuple[Any, ...]
     workload: Workload
@@ -51,15 +51,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class NoFigures:
-    """Stands for the figures of a policy that has none: a run failed, or defaults replaced some of
-    its answers."""
+    """Takes the place of a policy's figures if its run failed or if defaults replaced some of its
+    answers."""
 
     why: str
 
 
 def measure(setting: Setting) -> list[Figures | NoFigures]:
-    """The figures of each policy, or the reason why it has none. If all policies serve the same
-    requests, their figures also count the same ones: those after the longest warm-up, or all."""
+    """Run each policy. Returns its figures, or the reason why it has none. If all policies serve
+    the same requests, the figures count the requests after the longest warm-up of any policy, or
+    all."""
     requests = (setting.workload, setting.engine)
     runs = [
         own_run(policy, *requests, setting.seed_of(place), setting.rate)
@@ -73,7 +74,7 @@ def measure(setting: Setting) -> list[Figures | NoFigures]:
 def own_run(
     policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
 ) -> Run | NoFigures:
-    """Run the policy; returns ``NoFigures`` if the run fails or if defaults replaced some of the
+    """Run a policy. Returns ``NoFigures`` if the run fails or if defaults replaced some of the
     policy's answers."""
     try:
         found = run(policy, workload, engine, seed=seed, rate=rate)
@@ -125,7 +126,7 @@ def in_processes(
 
 
 def seeds_from(first: int, count: int) -> range:
-    """The ``count`` seeds of an experiment, starting with ``first``. Raises ``ConfigError``."""
+    """Returns the ``count`` seeds from ``first`` on. Raises ``ConfigError``."""
     if not 1 <= count <= MAX_SEEDS:
         raise ConfigError(f"--seeds is {count}, must be in 1..{MAX_SEEDS}")
     if not 0 <= first < 2**31:
@@ -136,10 +137,10 @@ def seeds_from(first: int, count: int) -> range:
 def with_option(
     name: str, value: Any, workload: Workload, engine: Engine
 ) -> tuple[Workload, Engine]:
-    """Set the option ``name`` to this value where it belongs: in the workload, in the engine or in
-    the engine's scheduler options. Returns workload and engine.
+    """Returns the workload and the engine with the option ``name`` set to ``value``. It may be an
+    option of the workload, the engine or the engine's scheduler.
 
-    Raises ``ConfigError`` for an unknown option, and for a value that it cannot have.
+    Raises ``ConfigError`` for an unknown option or a value that it cannot have.
     """
     try:
         return _with_option(name, value, workload, engine)
@@ -180,8 +181,7 @@ def check_rate(rate: float | None) -> None:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """The names as distinct column heads: a name that occurs again gets a number, as in ``fcfs
-    #2``."""
+    """Returns the names, with a number added to each one that occurs again, as in ``fcfs #2``."""
     found: list[str] = []
     for name in names:
         again = sum(other == name or other.startswith(f"{name} #") for other in found)

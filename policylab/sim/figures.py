@@ -1,17 +1,18 @@
 """The figures of a run. Times are seconds on the run's clock.
 
-Latencies count the requests that arrived in the period of `steady.window` and finished normally:
+Latencies are those of the requests that arrived in the counted period (`steady.window`) and
+finished normally:
 
-``ttft``  from arrival to first token, the queue included
+``ttft``  from arrival to first token, including the time in the queue
 ``tpot``  (last token - first token) / (output tokens - 1); 0 for one token
 ``itl``  every gap between two tokens, of all requests together
 ``e2e``  from arrival to last token
-``normalised``  ``e2e`` for each output token
+``normalised``  ``e2e`` / output tokens
 ``delay``  from arrival to the first step that computed a token of the request
-``slowdown``  ``e2e`` over the ``e2e`` of the request alone on an idle engine with an empty cache
+``slowdown``  ``e2e`` / ``e2e`` of the request alone on an idle engine with an empty cache
 
-Each has a mean, p50, p90 and p99, with an interval. An overloaded run has none of them: its mean
-would depend on how long the run was.
+Each has a mean, p50, p90 and p99, with confidence intervals. An overloaded run has no latencies,
+since a mean would depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ MIN_THROUGHPUT = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """The slowdown of the requests in one size class, which is a range of prompt and of output
-    lengths."""
+    """The slowdown of the requests whose prompt and output lengths are in these ranges."""
 
     prompt: tuple[int, int | None]
     """Prompt tokens: the first value and the end (exclusive); ``None``: no end."""
@@ -110,18 +110,18 @@ class Figures:
 
     @property
     def num_refused(self) -> int:
-        """Requests that were refused, or ended with an error or at a deadline."""
+        """The number of requests that were refused, or ended with an error or at a deadline."""
         return self.num_requests - self.outcomes.get(DONE, 0)
 
     def value(self, name: str) -> float:
-        """The figure of this name from ``values``; NaN if the run does not have it. Raises
-        ``ConfigError`` for an unknown name."""
+        """Returns the figure of this name, one of ``NAMES``; NaN if the run does not have it.
+        Raises ``ConfigError`` for an unknown name."""
         if name not in NAMES:
             raise ConfigError(f"figure {name!r} is not known; figures are: {', '.join(NAMES)}")
         return self.values()[name]
 
     def values(self) -> dict[str, float]:
-        """All figures that are one number, by name, except hook time."""
+        """Returns all figures that are one number, by name, except the real time in hooks."""
         found = {name: self.latency.get(name, NOTHING).value for name in LATENCIES}
         return found | {
             "requests_per_second": self.requests_per_second,
@@ -158,11 +158,11 @@ def is_better_small(name: str) -> bool:
 
 
 def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None) -> Figures:
-    """The figures of a run.
+    """Compute the figures of a run.
 
-    ``slo``: promises to every request, in place of the requests' own. ``period``: the period that
-    counts, in place of ``period_of``; for several runs it makes the same requests count. Raises
-    ``PolicyError`` for a run in which some of the policy's answers were replaced by defaults.
+    ``slo``: limits for every request, in place of the requests' own promises. ``period``: the
+    period whose requests count; default: ``period_of(run)``. Raises ``PolicyError`` if defaults
+    replaced some of the policy's answers.
     """
     if why := run.not_own:
         raise PolicyError(f"policy {run.policy} has no figures: {why}")
@@ -202,13 +202,13 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
 
 
 def period_of(run: Run) -> Window:
-    """The part of a run whose requests its figures count."""
+    """Returns the period of a run whose requests its figures count."""
     return window(run.requests, is_backlog=_is_backlog(run))
 
 
 def _is_backlog(run: Run) -> bool:
     """True if requests arrived much faster than any scheduler could serve them. If the step cost is
-    unknown, this is judged by whether most requests were unfinished when the last one arrived."""
+    unknown: True if most requests were unfinished when the last one arrived."""
     requests = run.requests
     arrival, last = requests.times("arrival"), requests.times("last")
     if not len(arrival):
@@ -228,9 +228,8 @@ def recomputed(run: Run) -> float:
 
 
 def collapse(name: str, share: float, throughput: float, of_fcfs: float) -> str | None:
-    """A warning line about policy ``name`` if it recomputes a large share of its tokens
-    (``share``), or if its ``throughput`` is far below that of fcfs, both in tokens per second; else
-    ``None``."""
+    """Returns a warning if policy ``name`` recomputes a large share of its tokens (``share``), or
+    if its ``throughput`` is far below that of fcfs (both in tokens per second); else ``None``."""
     faults = []
     if share > MAX_RECOMPUTED:
         faults.append(f"recomputes {100.0 * share:.0f} % of its tokens")
@@ -261,8 +260,8 @@ def _latency(
 
 
 def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
-    """Statistics of the gaps between tokens in the period. All gaps that end with the same step are
-    one observation."""
+    """Returns statistics of the gaps between tokens in the period. Gaps that end with the same step
+    count as one observation."""
     inside = gaps[(gaps[:, 0] >= period.start) & (gaps[:, 0] <= period.end)]
     seconds, counts = inside[:, 1], inside[:, 2]
     found = {
@@ -277,7 +276,7 @@ def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
 
 
 def _slower(requests: Requests, work: WorkBound) -> Floats:
-    """The slowdown of each request; NaN for failed ones [requests]."""
+    """Returns the slowdown of each request; NaN for requests that did not finish normally."""
     idle = WorkBound(**{**vars(work), "cached": np.zeros_like(work.cached)})
     slower = np.full(len(requests), np.nan)
     slower[requests.done] = OF_REQUEST["e2e"](requests)[requests.done] / idle.alone()
@@ -312,8 +311,7 @@ def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> 
 
 
 def _tokens_per_second(run: Run, period: Window) -> float:
-    """Output tokens per second in the period. They are counted as first tokens, plus one token for
-    each gap between tokens."""
+    """Returns the output tokens per second in the period, counted as first tokens plus gaps."""
     firsts = run.requests.times("first")
     others = _per_second(run.gaps[:, 0], period, run.gaps[:, 2])
     return _per_second(firsts[~np.isnan(firsts)], period) + others

@@ -1,8 +1,8 @@
-"""The events, stays in the queue and steps of each request, kept if the steps of a run are kept.
+"""The events, stays in the queue and steps of each request of a run.
 
-With a request's first output after each start, and at its end, the core reports its events and its
-total waits by cause. What was added to the waits since the last report is distributed over the
-stays that ended in between, so each stay has its own causes.
+The core reports a request's events and total waits by cause with the first output after each start,
+and at its end. What was added to the waits since the last report is divided among the stays in the
+queue that ended in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREEMPTED = "preempted"
 
 
 class Stay(NamedTuple):
-    """One stay of a request in the queue, from entering to leaving it."""
+    """One stay of a request in the queue. Times are seconds since the start of the run."""
 
     start: float
     end: float
@@ -33,16 +33,16 @@ class Stay(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The cause with the longest wait."""
+        """The cause of the longest wait; empty if there is none."""
         return next(iter(self.causes), "")
 
 
 class History:
-    """Events, stays in the queue and steps of each request, in order of arrival.
+    """Events, stays in the queue and computed steps of each request, in order of arrival.
 
-    ``work`` [n, 4] has a row for each span of consecutive steps in which a request computed the
-    same number of tokens: the index of the request, the first and the last step, and the tokens per
-    step. A request computed nothing in steps without a span.
+    ``work`` [n, 4]: spans of consecutive steps in which a request computed the same number of
+    tokens: index of the request, first step, last step, tokens per step. Without a span, a request
+    computed nothing.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class History:
         return len(self.events)
 
     def came(self) -> None:
-        """Add the next request, which was accepted or refused."""
+        """Add the next request in order of arrival, accepted or refused."""
         self.events.append([])
         self.stays.append([])
 
@@ -66,8 +66,7 @@ class History:
         self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
     ) -> None:
         """Record what the core reports about the request at index ``place``: all its events so far,
-        and its total waits (seconds) by cause. ``start``: start of the run on the clock of the
-        events, in seconds."""
+        and its total waits (seconds) by cause. ``start``: start of the run on the events' clock."""
         num_known, before = self._known.get(place, (0, {}))
         own = self.events[place]
         own += [(name, time - start) for name, time in events[num_known:]]
@@ -78,7 +77,7 @@ class History:
         self._known[place] = (len(events), dict(waits))
 
     def ended(self, place: int, time: float) -> None:
-        """Record that the request at index ``place`` ended, which also ends a stay in the queue."""
+        """Record the end of the request at index ``place``, and of its stay if it was queued."""
         own, stays = self.events[place], self.stays[place]
         if own and own[-1][0] != "scheduled":
             _, waits = self._known.get(place, (0, {}))
@@ -92,13 +91,13 @@ class History:
         self._known.pop(place, None)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The history of each request as plain data."""
+        """Yields each request's events and stays as plain data, for ``read``."""
         for place, (events, stays) in enumerate(zip(self.events, self.stays, strict=True)):
             yield {"place": place, "events": events, "stays": [list(stay) for stay in stays]}
 
     @classmethod
     def read(cls, rows: Iterable[dict[str, Any]], work: Sequence[Sequence[int]]) -> History:
-        """The history from rows made by ``rows``, and from the spans of ``work``."""
+        """Returns the history with the events and stays in ``rows`` and the spans in ``work``."""
         found = cls()
         for row in rows:
             found.events.append([(name, time) for name, time in row["events"]])
@@ -108,7 +107,7 @@ class History:
 
 
 def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
-    """The completed stays in the queue that these events show; their causes are left empty."""
+    """Yields the stays in the queue that begin and end in these events, without causes."""
     since: Event | None = None
     for event in events:
         if event[0] == "scheduled" and since is not None:
@@ -119,9 +118,9 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Distribute the waits in ``added`` (seconds by cause) over the stays that ended since the last
-    report. A stay after a preemption gets the preemption wait closest to its length or, as the last
-    stay, all that remain. Other stays get the waits with other causes."""
+    """Divide the waits ``added`` since the last report (seconds by cause) among the stays that
+    ended since. A stay after a preemption gets the preemption wait closest to its length; the last
+    such stay gets all that remain. Other stays get the waits with other causes."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
@@ -143,9 +142,9 @@ def _sorted(causes: dict[str, float]) -> dict[str, float]:
 
 
 class ProcessedWork:
-    """Records steps as spans in which a request got the same number of tokens.
+    """Records, for each request, the spans of steps in which it computed the same number of tokens.
 
-    To record a step takes only a few operations on arrays that have an entry per seat.
+    Recording a step takes only a few operations on arrays with an entry per seat.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -156,7 +155,7 @@ class ProcessedWork:
         self._spans: list[tuple[str, int, int, int]] = []
 
     def computed(self, plan: StepPlan) -> None:
-        """Record what each request computes in the next step."""
+        """Record how many tokens each request computes in the step of this plan."""
         for new in plan.new:
             self._close([new.slot])
             self._ids[new.slot] = new.request_id
@@ -178,8 +177,8 @@ class ProcessedWork:
                 self._counts[slot] = 0
 
     def spans(self, places: Mapping[str, int]) -> Cells:
-        """All spans [n, 4], as in ``History.work``, ordered by their first step. ``places``: the
-        index of each request, by its id."""
+        """Returns all spans [n, 4], as in ``History.work``, in order of their first step.
+        ``places``: index of each request, by request id."""
         self._close(range(len(self._ids)))
         found = [(places[name], *span) for name, *span in self._spans]
         found.sort(key=lambda span: (span[1], span[0]))

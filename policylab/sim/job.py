@@ -30,7 +30,7 @@ NUM_WORDS = VOCABULARY - FIRST_TOKEN
 
 
 class Span(NamedTuple):
-    """A piece of a text: ``length`` tokens from position ``start``. Texts of the same name are
+    """A span of a text: ``length`` tokens from position ``start`` on. Texts of the same name are
     equal."""
 
     text: str
@@ -72,8 +72,8 @@ class Job:
         return sum(span.length for span in self.prompt)
 
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
-        """The request for a simulated engine. ``max_tokens``: the workload's maximum of output
-        tokens, used if the job has none."""
+        """Returns the job as a request for a simulated engine. ``max_tokens``: maximum of output
+        tokens if the job has none of its own."""
         max_tokens = self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,
@@ -91,12 +91,12 @@ class Job:
         )
 
     def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
-        """The token ids of the prompt. ``answers``: generated tokens by request id, if they were
-        not simulated."""
+        """Returns the prompt's token ids. ``answers``: generated tokens by request id, which the
+        prompt may repeat; ``None``: they are filler tokens, as in a simulation."""
         return tokens_of(self.prompt, answers, self.texts)
 
     def hints_for(self, tell_length: bool = False) -> dict[str, Any]:
-        """The hints of the request for policies, with its promises, program and tier added; with
+        """Returns the request's hints for policies, including its promises, program and tier; with
         ``tell_length`` also its output length."""
         hints: dict[str, Any] = {}
         if self.ttft is not None:
@@ -115,8 +115,8 @@ class Job:
 
 @lru_cache
 def _params(max_tokens: int) -> SamplingParams:
-    """Sampling parameters with this maximum of output tokens. All requests with the same maximum
-    share one object, since validating a new one takes as long as a step."""
+    """Returns sampling parameters with this maximum of output tokens. All requests with the same
+    maximum share one object, since its validation takes as long as a step."""
     return SamplingParams(max_tokens=max_tokens)
 
 
@@ -125,9 +125,8 @@ def tokens_of(
     answers: Mapping[str, Sequence[int]] | None = None,
     texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
-    """The token ids of these spans, one after the other. ``answers``: generated tokens by request
-    id; filler tokens stand in for missing ones (after a refused request, for example). ``texts``:
-    token ids of real texts, by name."""
+    """Returns the token ids of these spans, one after the other. ``answers``: generated tokens by
+    request id; filler tokens replace missing ones. ``texts``: token ids of real texts, by name."""
     tokens: list[int] = []
     for text, length, start in prompt:
         if text in texts:
@@ -143,8 +142,9 @@ def tokens_of(
 
 
 def _read(text: str, start: int, length: int) -> list[int]:
-    """Tokens of a made-up text, from position ``start``. All such texts are read from one table,
-    each from another place; their first tokens are replaced so that no two texts begin alike."""
+    """Returns ``length`` tokens of a made-up text, from position ``start`` on."""
+    # All texts are read from one table, each from another place; their first tokens are replaced so
+    # that no two texts begin alike.
     key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     table = _table()
     first = (key + start) % TABLE_LENGTH
@@ -158,8 +158,8 @@ def _read(text: str, start: int, length: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _table() -> list[int]:
-    """The table of token ids from which made-up texts are read. Equal ids share one int object, and
-    slices are quick copies."""
+    """Returns the table of random token ids from which made-up texts are read."""
+    # Equal ids share one int object, and slices are quick copies.
     rng = np.random.Generator(np.random.PCG64(20261125))
     numbers = list(range(VOCABULARY))
     drawn: list[int] = rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH).tolist()

@@ -83,8 +83,7 @@ def panels_an_item(panels: int, items: int, threads: int) -> int:
 
 @njit(**INLINE)
 def _begin(c, ldc, num, width, bias):
-    """Initialise `num` rows of sums at address c with the bias, or with zeros if its address is
-    0."""
+    """Initialise `num` rows of sums at address c with the bias at address `bias`; 0: with zeros."""
     for row in range(num):
         sums = f32(c + row * ldc, (width,))
         if bias:

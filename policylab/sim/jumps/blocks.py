@@ -1,4 +1,4 @@
-"""RepeatingKV: a KVManager that takes and publishes blocks for many steps at once."""
+"""RepeatingKV: a KVManager that reserves and publishes blocks for many steps at once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from policylab.sim.jumps.stretch import Growth
 
 
 class RepeatingKV(KVManager):
-    """A KV manager that takes and publishes the blocks of many steps in one call, with the same
+    """A KV manager that reserves and publishes the blocks of many steps in one call, with the same
     result as step by step."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """The number of steps, up to ``most``, for which enough blocks are free if each of the
-        requests in ``rows`` computes one token per step.
+        """Returns the number of steps, up to ``most``, for which enough blocks are free if each
+        request in ``rows`` computes one token per step.
 
-        ``starts``: position of each request's first token. Returns 0 if there are windows, several
-        groups of layers, KV transfers or listeners for cache events.
+        ``starts``: position of each request's first token. Returns 0 with windows, several groups
+        of layers, KV transfers or listeners for cache events.
         """
         if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
             return 0
@@ -40,8 +40,8 @@ class RepeatingKV(KVManager):
         return num_enough
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
-        """True if the prefix hit of a waiting request ``req`` could become longer through the
-        blocks that the running requests in ``rows`` publish next."""
+        """True if the prefix hit of a waiting request could become longer by the next blocks that
+        the running requests in ``rows`` publish."""
         if not self.caching:
             return False
         hashes = self._hashes(req)
@@ -61,12 +61,12 @@ class RepeatingKV(KVManager):
         num_steps: int,
         num_commits: int,
     ) -> Growth:
-        """Reserve blocks for this many steps with one token per request and step, and publish full
-        blocks after the first ``num_commits`` steps; like ``reserve_next`` and ``commit_next``.
+        """Reserve blocks for this many steps of one token per request, and publish full blocks of
+        the first ``num_commits`` steps.
 
-        ``starts``: position of each request's first token. ``known``: number of its tokens written
-        before the first step; ``tokens`` of the request already holds those of all steps.
-        ``order``: its place in the order in which requests take blocks within a step.
+        ``rows``: index of each request in this manager. ``starts``: position of its first token.
+        ``known``: number of its tokens in the cache so far. ``order``: its place in the order in
+        which requests take blocks. ``tokens`` of a request has the tokens of all steps.
         """
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -106,9 +106,9 @@ class RepeatingKV(KVManager):
         nth: list[int],
         places: Sequence[int],
     ) -> None:
-        """For each entry of ``places``, in order, publish the next full block of the request with
-        that index. ``nth``: for each request, the index in its block table of the first block to
-        publish. All tokens of these blocks are known."""
+        """Publish full blocks one by one: for each entry of ``places``, the next full block of the
+        request with this index. ``nth``: index of each request's first block to publish in its
+        block table."""
         counts = [0] * len(nth)
         for place in places:
             counts[place] += 1
