@@ -73,9 +73,8 @@ class Adapter:
         self._rewrites = chosen
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
-        """The first rewrite of the trait with which the template accepts all probes. If none works,
-        the first rewrite, since the template fails for another reason. ``before``: rewrites to
-        apply earlier."""
+        """The first rewrite of the trait with which the template accepts all probes, or the very
+        first if none helps. ``before``: rewrites that are applied earlier."""
         for rewrite in trait.rewrites:
             if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):
                 return rewrite

@@ -327,8 +327,8 @@ def _resembling(name: str, known: list[str]) -> list[str]:
 
 
 def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
-    """True if ``name`` can only be a misspelling of the hook or flag ``meant``: it has the same
-    arguments or type, the class never uses it, and does not define ``meant``."""
+    """True if ``name`` can only be a misspelling of ``meant``: both are flags, or methods with the
+    same arguments, and the class neither uses ``name`` nor defines ``meant``."""
     classes = [each for each in cls.__mro__ if each not in base.__mro__]
     owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
     value, original = owner.get(name), getattr(base, meant)

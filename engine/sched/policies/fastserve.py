@@ -13,9 +13,8 @@ class FastServe(Policy):
     """Requests that have used little time preempt those that have used much (multi-level queue).
 
     Lower levels run first; level n allows ``quantum * 2**n`` seconds. A request starts at the first
-    level that allows its prompt's time, and moves up when it has used the level's time. The time
-    used is what the cost model predicts for its tokens, each step computed alone. A running request
-    is preempted only after it got a token.
+    level that allows the time of its prompt, and moves up when it has used the level's time. Times
+    are predictions of the cost model. A running request is preempted only after it got a token.
 
     ``quantum``: seconds of level 0. ``max_wait``: seconds without a token after which a waiting
     request returns to level 0.

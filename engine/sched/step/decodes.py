@@ -61,10 +61,9 @@ class DecodeFastPath:
     def grant_plain(self, step: Step) -> bool:
         """Grant a token to all plain rows at once and return True, if their order does not matter.
 
-        The order does not matter if no policy hook is called for single rows, and the budget and
-        the free blocks suffice for all decodes. (If only plain decodes lack blocks, requests are
-        preempted.) Otherwise return False and mark the plain rows, unless they are few, in
-        ``table.plain``: they must be granted through ``granter``.
+        Their order may matter if a policy hook is called for single rows, or if tokens or blocks
+        are scarce. If it does, return False and mark the plain rows in ``table.plain``: they must
+        be granted through ``granter``. Few rows are not marked.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)

@@ -253,11 +253,11 @@ class Appender:
         return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Publish the blocks that have become complete: both ``num_tokens`` and ``num_computed``
-        have reached the block's end.
+        """Publish each block that has just become complete: all its tokens are known and their KV
+        is computed.
 
-        One of these two columns has just grown by one, to ``counts``, in ``rows``; ``other``: the
-        other column.
+        ``counts``: the new values, in ``rows``, of ``num_tokens`` or ``num_computed``, which has
+        grown by one; ``other``: the second of these two columns.
         """
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
