@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import address_of
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import GroupUse, SchedulerStats
 from engine.rpc.zmq_client import EngineCoreClient
 
 HANG_SECONDS = 60.0  # in one step or without an answer, after which the core counts as dead
@@ -170,6 +170,10 @@ class Page:
         """Sum a metric over all labels; 0 if it does not exist."""
         return sum(value.number for value in self._by_name.get(name, ()))
 
+    def values(self, name: str) -> list[Value]:
+        """All values of a metric, in the order of the page."""
+        return self._by_name.get(name, [])
+
     def by(self, name: str, label: str) -> dict[str, float]:
         """Sum a metric separately for each value of ``label``; the result is keyed by that
         value."""
@@ -224,4 +228,16 @@ def stats_of(page: Page) -> SchedulerStats:
         counters={name: int(num) for name, num in page.by("feature_events_total", "event").items()},
         step_seconds=page.sum("step_seconds_total"),
         floor_seconds=page.sum("step_floor_seconds_total"),
+        prefix_missed={
+            reason: int(num)
+            for reason, num in page.by("prefix_cache_missed_tokens_total", "reason").items()
+        },
+        kv_groups=[
+            GroupUse(_window(value.labels.get("sliding_window", "")), int(value.number))
+            for value in page.values("kv_blocks_in_use")
+        ],
     )
+
+
+def _window(label: str) -> int:
+    return int(label) if label.isdecimal() else 0

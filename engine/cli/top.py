@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -252,12 +253,14 @@ class LiveFigures(NamedTuple):
             "waiting": stats.num_waiting,
             "parked": stats.num_parked,
             "kv_usage": stats.kv_usage,
+            "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
             "blocked": stats.blocked,
             "steps_per_second": self.rate(self.growth("num_steps")),
             "computed_tokens_per_second": self.rate(self.growth("num_scheduled_tokens")),
             "generated_tokens_per_second": self.rate(self.generated),
             "prompt_tokens_per_second": self.rate(self.prompts),
             "prefix_hit_ratio": self.hits,
+            "prefix_missed": self.growth_by_key("prefix_missed"),
             "preemptions": int(self.growth("num_preemptions")),
             "wait_seconds": self.growth_by_key("wait_seconds"),
             "hook_seconds": self.growth_by_key("hook_seconds"),
@@ -268,6 +271,7 @@ class LiveFigures(NamedTuple):
                 "generated_tokens": self.last.generated,
                 "prompt_tokens": self.last.prompts,
                 "prefix_hit_ratio": self.hits_in_all,
+                "prefix_missed": dict(stats.prefix_missed),
                 "preemptions": stats.num_preemptions,
                 "wait_seconds": dict(stats.wait_seconds),
                 "hook_seconds": dict(stats.hook_seconds),
@@ -295,7 +299,9 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     yield "requests waiting", str(stats.num_waiting), ""
     yield "requests parked", str(stats.num_parked), ""
     yield "KV in use", f"{100 * stats.kv_usage:.1f} %", ""
+    yield from _groups(stats)
     yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
+    yield from _missed(figures)
     yield "steps/s", _number(figures.rate(figures.growth("num_steps"))), f"{stats.num_steps:,}"
     computed = figures.rate(figures.growth("num_scheduled_tokens"))
     yield "tokens computed/s", _number(computed), f"{stats.num_scheduled_tokens:,}"
@@ -315,6 +321,26 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
         yield "steps, of the roofline", f"{100 * share:.0f} %", ""
     yield from _waits(figures)
     yield from _hooks(figures)
+
+
+def _groups(stats: SchedulerStats) -> Iterator[Row]:
+    """Yield a row for each window of a model with sliding windows: the KV blocks in use in all
+    groups of layers with this window. The row of full attention comes first."""
+    if [group.window for group in stats.kv_groups] in ([], [0]):
+        return
+    for window in sorted({group.window for group in stats.kv_groups}):
+        same = [group.num_blocks for group in stats.kv_groups if group.window == window]
+        layers = f"window of {window:,} tokens" if window else "full attention"
+        groups = f", {len(same)} groups" if len(same) > 1 else ""
+        yield f"KV blocks, {layers}{groups}", f"{sum(same):,}", ""
+
+
+def _missed(figures: LiveFigures) -> Iterator[Row]:
+    """Yield a row for each reason why prompt tokens were not found in the prefix cache: the number
+    of tokens over the window and in total. The largest total comes first."""
+    growth, total = figures.growth_by_key("prefix_missed"), figures.stats.prefix_missed
+    for reason in _largest(total):
+        yield f"prompt tokens not cached: {reason}", f"{growth[reason]:,.0f}", f"{total[reason]:,}"
 
 
 def _counted(figures: LiveFigures, name: str, word: str) -> Row:

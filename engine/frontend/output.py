@@ -220,6 +220,8 @@ class OutputProcessor:
         if request.metrics.scheduled_time is None:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
+            request.metrics.prefix_end = started.prefix_end
+            request.metrics.prefix_evicted = started.prefix_evicted
             return len(request.prompt_token_ids)
         return 0
 

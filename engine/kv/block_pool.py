@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config.kv_groups import NULL_BLOCK
+from engine.kv.evictions import Evictions
 from engine.kv.prefix_watch import PrefixWatch
 
 
@@ -22,6 +23,7 @@ class PrefixCache:
         self.num_losses = 0  # incremented whenever a block is no longer cached
         self.on_loss: Callable[[bytes], None] | None = None
         self.watch: PrefixWatch | None = None  # called for every hash that appears or disappears
+        self.evictions = Evictions(num_blocks)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # younger blocks than that in _block, oldest first
@@ -79,6 +81,7 @@ class PrefixCache:
         twins = self._twins.get(block_hash)
         if twins is None:
             del self._block[block_hash]
+            self.evictions.add(block_hash)
             if self.on_loss is not None:
                 self.on_loss(block_hash)
             if self.watch is not None:
@@ -97,16 +100,19 @@ class PrefixCache:
             for block in blocks:
                 self.unpublish(block)
             return
-        hashes, by_hash = self.hashes, self._block
+        hashes, by_hash, lost = self.hashes, self._block, []
         for block in blocks:
             if (block_hash := hashes[block]) is not None:
                 hashes[block] = None
                 del by_hash[block_hash]
+                lost.append(block_hash)
+        self.evictions.add_each(lost)
         self.version += 1
         self.num_losses += 1
 
     def clear(self) -> None:
         """Remove all blocks from the cache without calling ``on_loss``."""
+        self.evictions.add_each(self._block)
         self.hashes[:] = [None] * len(self.hashes)
         self._block.clear()
         self._twins.clear()
@@ -126,6 +132,7 @@ class CacheCounts:
     preempted_queries: int = 0  # tokens looked up for requests that had been preempted
     preempted_hits: int = 0
     num_resets: int = 0  # times the cache was emptied on request
+    missed: dict[str, int] = field(default_factory=dict)  # tokens by reason (``PrefixEnd``)
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
         """Count the lookup of one admitted request: ``num_hit`` of its ``num_tokens`` tokens were

@@ -3,6 +3,7 @@
 block_pool     the content of each block, the free list, reference counts
 tables         block tables of requests: grow, trim, report changes to the worker
 prefix_index   hashes sequences; finds, publishes and withdraws cached blocks
+prefix_ends    explains why prefix hits end where they do
 transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
@@ -19,13 +20,16 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
-from engine.kv.prefix_index import BlockHasher, PrefixIndex, Sha256Hasher
+from engine.kv.prefix_ends import CACHING_OFF, NOT_READ, PrefixEnds
+from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher
 from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.tables import (
+    WHOLE,
     Allocation,
     BlockTables,
     Deltas,
     KVRequest,
+    PrefixEnd,
     PrefixHit,
     peak_blocks,
 )
@@ -67,9 +71,9 @@ class KVManager:
         self.transfers = None if source is None else Transfers(self.pool, source)
         self.num_held: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self.num_published: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
-        self._prefix_index = PrefixIndex(
-            self.cache, groups, hasher or Sha256Hasher(), block_size, events
-        )
+        chains = Chains(hasher or Sha256Hasher(), block_size)
+        self._prefix_index = PrefixIndex(self.cache, groups, chains, events)
+        self._prefix_ends = PrefixEnds(self.cache, groups, chains)
         self._allocations: dict[int, Allocation] = {}
 
     # -- queries
@@ -101,6 +105,12 @@ class KVManager:
         return {} if self.transfers is None else self.transfers.lent
 
     @property
+    def num_used(self) -> list[int]:
+        """Blocks in use in each group of layers. A block that several requests share counts
+        once."""
+        return self.tables.num_used
+
+    @property
     def usage(self) -> float:
         """Fraction (0 to 1) of the pool's blocks that requests and transfers hold."""
         return 1.0 - self.pool.num_free / self.num_usable
@@ -116,6 +126,10 @@ class KVManager:
     def num_adopted(self, req: KVRequest) -> int:
         """How many leading table entries of the request came from the prefix cache."""
         return allocation.num_adopted if (allocation := self._found(req)) else 0
+
+    def prefix_end(self, req: KVRequest) -> PrefixEnd:
+        """Why no more leading table entries of the request came from the prefix cache."""
+        return allocation.prefix_end if (allocation := self._found(req)) else WHOLE
 
     def is_loading(self, req: KVRequest) -> bool:
         """True while a transfer writes into the request's blocks, so that they must not be
@@ -213,6 +227,10 @@ class KVManager:
         )
 
     # -- changes
+
+    def set_time(self, now: float) -> None:
+        """Set the present time in seconds. Blocks evicted from now on are dated with it."""
+        self.cache.evictions.now = now
 
     def reserve(self, req: KVRequest, upto: int) -> bool:
         """Allocate blocks for positions [0, upto) of a request that is in the batch or enters it. A
@@ -342,7 +360,7 @@ class KVManager:
         if allocation is None:
             return
         assert not allocation.loading, f"{req}: a transfer writes into its blocks"
-        self._give_back(live_blocks(allocation.tables))
+        self._give_back(allocation)
         allocation.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
@@ -354,14 +372,19 @@ class KVManager:
         self.num_held[req.row] = self.num_published[req.row] = 0
         if self.transfers is not None:
             return self.transfers.end(req, allocation)
-        self._give_back(live_blocks(allocation.tables))
+        self._give_back(allocation)
         return None
 
-    def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the lookup of one admitted request: ``num_hit`` of its ``num_tokens`` tokens were
-        cached. ``preempted``: the request is readmitted after a preemption."""
-        if self.caching:
-            self.counts.add(num_tokens, num_hit, preempted=preempted)
+    def count_lookup(self, req: KVRequest, *, preempted: bool) -> None:
+        """Count the prefix lookup of one admitted request. ``preempted``: the request is readmitted
+        after a preemption."""
+        if not self.caching:
+            return
+        num_known, num_hit = len(req.tokens), self.ready(req)
+        self.counts.add(num_known, num_hit, preempted=preempted)
+        if not preempted and (reason := self.prefix_end(req).reason):
+            missed = (num_known - 1) // self.block_size * self.block_size - num_hit
+            self.counts.missed[reason] = self.counts.missed.get(reason, 0) + missed
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, and does nothing, while requests or transfers hold
@@ -398,11 +421,11 @@ class KVManager:
         """Number of table entries for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def _give_back(self, blocks: Sequence[int]) -> None:
+    def _give_back(self, allocation: Allocation) -> None:
         if self.transfers is None:
-            self.pool.release(blocks)
+            self.tables.release(allocation)
         else:
-            self.transfers.give_back(blocks)
+            self.transfers.give_back(live_blocks(allocation.tables))
 
     def _empty(self, req: KVRequest) -> Allocation:
         return Allocation([[] for _ in self.groups], req.arrival)
@@ -476,8 +499,21 @@ class KVManager:
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
         allocation.num_ready = hit.num_tokens
         allocation.num_remote = min(hit.num_remote, upto - hit.num_tokens)
+        allocation.prefix_end = self._end_of(req, allocation, hit)
         allocation.hit = None
         return allocation.num_remote > 0 and not hit.asynchronous
+
+    def _end_of(self, req: KVRequest, allocation: Allocation, hit: PrefixHit) -> PrefixEnd:
+        """Why the hit of a request, with the tokens that are loaded after it, is not longer."""
+        num_blocks = (len(req.tokens) - 1) // self.block_size
+        num_found = (hit.num_tokens + hit.num_remote) // self.block_size
+        if not num_blocks:
+            return WHOLE
+        if not self.caching:
+            return PrefixEnd(CACHING_OFF) if num_found < num_blocks else WHOLE
+        if not req.reads_cache:
+            return PrefixEnd(NOT_READ)
+        return self._prefix_ends.explain(req, allocation.chain[:num_blocks], num_found)
 
     def _blocks_to_load(self, req: KVRequest, allocation: Allocation) -> list[int]:
         """The blocks after the prefix hit, into which a transfer loads KV."""

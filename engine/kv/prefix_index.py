@@ -174,15 +174,14 @@ class PrefixIndex:
         self,
         cache: PrefixCache,
         groups: Sequence[Group],
-        hasher: BlockHasher,
-        block_size: int,
+        chains: Chains,
         events: EventLog | None,
     ) -> None:
         self.events = events
         self._cache = cache
         self._groups = tuple(groups)
-        self._chains = Chains(hasher, block_size)
-        self._block_size = block_size
+        self._chains = chains
+        self._block_size = chains.block_size
         if events is not None:
             cache.on_loss = events.removed
 

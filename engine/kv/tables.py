@@ -42,6 +42,17 @@ class KVRequest(Protocol):
     def num_computed(self) -> int: ...
 
 
+class PrefixEnd(NamedTuple):
+    """Why a prefix hit is not longer. ``reason`` is empty if every full block was found; ``age``:
+    seconds since the next block was evicted, None if it was not evicted."""
+
+    reason: str = ""
+    age: float | None = None
+
+
+WHOLE = PrefixEnd()
+
+
 @dataclass(slots=True)
 class PrefixHit:
     """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
@@ -76,6 +87,7 @@ class Allocation:
     num_sent: int = 0  # leading entries that have been sent to the worker
     loading: bool = False  # a transfer writes into the blocks, or waits to start
     load_error: str = ""  # why the source could not start the load; never cleared
+    prefix_end: PrefixEnd = WHOLE  # why no more blocks were adopted from the cache
     hit: PrefixHit | None = None  # result of the last lookup
     hit_known: int = -1  # number of tokens of the request at that lookup
     hit_version: int = -1  # ``PrefixCache.version`` at that lookup
@@ -114,15 +126,24 @@ class BlockTables:
     def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
         self.num_groups = len(groups)
         self.windows = [(g, group) for g, group in enumerate(groups) if group.window]
+        self._num_used = [0] * len(groups)  # not counted for a single group
         self._pool = pool
         self._block_size = block_size
         self._deltas = no_deltas()
         self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
+    @property
+    def num_used(self) -> list[int]:
+        """Blocks in use in each group. A block that several requests share counts once."""
+        pool = self._pool
+        return [*self._num_used] if self.num_groups > 1 else [pool.num_blocks - 1 - pool.num_free]
+
     def adopt(self, allocation: Allocation, tables: Sequence[Sequence[int]]) -> None:
         """Start a request's block tables with cached blocks. ``tables``: block ids per group."""
-        for table in tables:
+        for g, table in enumerate(tables):
+            num_free = self._pool.num_free
             self._pool.adopt([block for block in table if block != NULL_BLOCK])
+            self._num_used[g] += num_free - self._pool.num_free
         allocation.tables = [list(table) for table in tables]
 
     def extend(self, allocation: Allocation, num_entries: int) -> None:
@@ -130,6 +151,15 @@ class BlockTables:
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(allocation.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
+            self._num_used[g] += num_entries
+
+    def release(self, allocation: Allocation) -> None:
+        """Give back all blocks in the request's tables."""
+        if self.num_groups > 1:
+            refs = self._pool.num_refs
+            for g, table in enumerate(allocation.tables):
+                self._num_used[g] -= [refs[block] for block in table].count(1)
+        self._pool.release(live_blocks(allocation.tables))
 
     def extend_each(self, rows: Sequence[int], allocations: Sequence[Allocation]) -> None:
         """Append a new block to each request's tables, and record these changes for the worker."""
@@ -147,6 +177,7 @@ class BlockTables:
             for table in allocation.tables:
                 table.append(next(taken))
             self.queue_new(row, allocation)
+        self._num_used = [num + len(rows) for num in self._num_used]
 
     def queue_new(self, row: int, allocation: Allocation) -> None:
         """Record for the worker a request's table entries that the worker has not received."""
@@ -184,7 +215,9 @@ class BlockTables:
         for g, group in self.windows:
             table = allocation.tables[g]
             outside = group.outside(table, position, self._block_size)
+            num_free = self._pool.num_free
             self._pool.release([table[index] for index in outside])
+            self._num_used[g] -= self._pool.num_free - num_free
             for index in outside:
                 table[index] = NULL_BLOCK
                 if index < allocation.num_sent:

@@ -115,6 +115,8 @@ class Started(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     waits: dict[str, float] = {}  # seconds in the queue by cause
     events: list[tuple[str, float]] = []  # what happened to it, and when
+    prefix_end: str = ""  # why no more tokens were cached; empty: all full blocks were
+    prefix_evicted: float | None = None  # seconds since the next block was evicted
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):
@@ -173,6 +175,13 @@ class RequestMetrics(msgspec.Struct, gc=False):
     num_preemptions: int = 0
     waits: dict[str, float] = {}
     events: list[tuple[str, float]] = []  # queued, scheduled, preempted
+    prefix_end: str = ""
+    """Why no more of the prompt was found in the prefix cache when the request first started:
+    ``never seen`` (or forgotten long ago), ``evicted``, ``another cache salt``, ``another
+    adapter``, ``other media``, ``window gone``, ``prefix caching off`` or ``prompt_logprobs``.
+    Empty if all full blocks were found, and until it starts."""
+    prefix_evicted: float | None = None
+    """Seconds before that start at which the missing blocks were evicted, if they were."""
     counters: dict[str, int] = {}
     """Counters of features, e.g. ``drafts.num_draft_tokens``, summed over the sequences that have
     ended. Sequences that ended at a stop string are not counted."""

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 
+class GroupUse(msgspec.Struct, array_like=True, frozen=True):
+    """The KV blocks in use in one group of layers. ``window``: the group's sliding window in
+    tokens, 0 for full attention."""
+
+    window: int
+    num_blocks: int
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Current gauges, and counters since the start."""
 
@@ -32,3 +40,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     step_seconds: float = 0.0  # duration of the steps that floor_seconds covers
     floor_seconds: float = 0.0  # least time these steps need, by the roofline model
     by_default: str = ""  # first case in which a default replaced a plug-in's result, and why
+    prefix_missed: dict[str, int] = {}  # prompt tokens by reason why they were not in the cache
+    kv_groups: list[GroupUse] = []  # of each group of layers; their blocks come from one pool

@@ -46,6 +46,7 @@ class Snapshot:
     generation_tokens: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     wait_seconds: dict[str, float] = field(default_factory=dict)
+    prefix_missed: dict[str, int] = field(default_factory=dict)
     hook_seconds: float = 0.0
     step_seconds: float = 0.0
     floor_seconds: float = 0.0
@@ -113,6 +114,7 @@ class StatsLog:
             self._counts.generation_tokens,
             {name: getattr(stats, name) for name in SHOWN_COUNTERS} | stats.counters,
             dict(stats.wait_seconds),
+            dict(stats.prefix_missed),
             sum(stats.hook_seconds.values()),
             stats.step_seconds,
             stats.floor_seconds,
@@ -131,6 +133,7 @@ def _particulars(
     for name in stats.counters:
         if news := now.counters[name] - before.counters.get(name, 0):
             yield f"{name} {news}"
+    yield from _of_cache(stats, before, now)
     if waits := _shares(before.wait_seconds, now.wait_seconds):
         yield f"waited for {waits}"
     share = (now.hook_seconds - before.hook_seconds) / seconds
@@ -145,6 +148,20 @@ def _particulars(
         yield f"blocked: {stats.blocked}"
 
 
+def _of_cache(stats: SchedulerStats, before: Snapshot, now: Snapshot) -> Iterator[str]:
+    """KV blocks in use by window, if the model has windows, and the causes of missed prefixes, if
+    there are several."""
+    if len(stats.kv_groups) > 1:
+        used: Counter[int] = Counter()
+        for group in stats.kv_groups:
+            used[group.window] += group.num_blocks
+        each = ", ".join(f"{window or 'none'}: {num}" for window, num in sorted(used.items()))
+        yield f"KV blocks by window {each}"
+    missed = _shares(before.prefix_missed, now.prefix_missed)
+    if missed and len(now.prefix_missed) > 1:
+        yield f"prompt tokens not cached: {missed}"
+
+
 def roofline_share(floor_seconds: float, seconds: float) -> float | None:
     """Minimum time divided by measured time of steps. ``None`` if nothing was measured, or if the
     result exceeds 1: the minimum is too high if the weights fit into the processor's caches."""
@@ -154,8 +171,8 @@ def roofline_share(floor_seconds: float, seconds: float) -> float | None:
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """The three largest causes of waiting since the last line, with their shares in percent, as
-    text. ``before``, ``now``: total seconds by cause, at the last line and now."""
+    """The three largest causes since the last line, with their shares in percent, as text.
+    ``before``, ``now``: values by cause, such as seconds waited, at the last line and now."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import GroupUse, SchedulerStats
 
 GAUGES: dict[str, Any] = {
     "num_running": 0,
@@ -16,6 +16,7 @@ GAUGES: dict[str, Any] = {
     "num_parked": 0,
     "kv_usage": 0.0,
     "blocked": "",
+    "kv_groups": [],
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 
@@ -45,6 +46,8 @@ def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
 def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], str):
         return "; ".join(filter(None, values))
+    if isinstance(values[0], list):
+        return _sum_of_groups(values)
     if not isinstance(values[0], dict):
         return sum(values)
     total: defaultdict[str, float] = defaultdict(float)
@@ -52,6 +55,16 @@ def _sum(values: list[Any]) -> Any:
         for key, value in each.items():
             total[key] += value
     return dict(total)
+
+
+def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:
+    """The blocks of all cores by group. Cores of one model have the same groups; an empty list is
+    that of a dead core."""
+    known = filter(None, several)
+    return [
+        GroupUse(same[0].window, sum(each.num_blocks for each in same))
+        for same in zip(*known, strict=True)
+    ]
 
 
 class DeadCounters:

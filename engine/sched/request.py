@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from engine.kv.tables import WHOLE, PrefixEnd
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
     AddRequest,
@@ -47,6 +48,7 @@ class RequestHistory:
 
     num_preempted: int = 0
     num_cached: int = 0  # tokens found in the cache when first admitted
+    prefix_end: PrefixEnd = WHOLE  # why no more were found
     scheduled_time: float | None = None
     events: list[tuple[str, float]] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)  # seconds by cause
@@ -275,6 +277,7 @@ def start_of(req: Request, index: int, now: float) -> Started:
         history.num_preempted,
         dict(history.waits),
         list(history.events),
+        *history.prefix_end,
     )
 
 

@@ -179,6 +179,7 @@ class Scheduler(SchedulerInterface):
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
+        self.kv.set_time(view.now)
         self._run_timers()
         for req in self.settler.take_orphans():
             self.wake(req.request_id)
@@ -425,6 +426,7 @@ class Scheduler(SchedulerInterface):
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self.view.now = self._clock()
+            self.kv.set_time(self.view.now)
             for req in [*self.roster.running, *self.roster.block_holders.values()]:
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
@@ -509,10 +511,11 @@ class Scheduler(SchedulerInterface):
     def _admit(self, req: Request) -> None:
         """Start a waiting request: give it a seat, and skip the tokens whose KV is cached."""
         hit, history, now = self.kv.ready(req), req.history, self.view.now
-        self.kv.count_lookup(req.num_tokens, hit, preempted=history.num_preempted > 0)
+        self.kv.count_lookup(req, preempted=history.num_preempted > 0)
         if history.scheduled_time is None:
             history.scheduled_time = now
             history.num_cached = hit
+            history.prefix_end = self.kv.prefix_end(req)
             self.intake.on_started(now)
         history.events.append(("scheduled", now))
         self.roster.table.start_from(req.row, hit)

@@ -42,6 +42,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAFTS = "drafts."  # prefix of the counters of speculative decoding in the statistics
 PER_PLACE = "num_accepted_tokens_per_pos."
+NO_WINDOW = "none"  # label of full attention
 
 
 class SchedulerMetric(NamedTuple):
@@ -397,6 +398,22 @@ class Metrics(Collector):
         for name in ("metronome_requests_refused", "vllm:admission_rejections"):
             doc = "Requests that were refused: the queue was full, or the policy refused them."
             yield self._labelled(COUNTER, name, doc, "reason", refused)
+        in_use = GaugeMetricFamily(
+            "metronome_kv_blocks_in_use",
+            "KV blocks in use by group of layers. All groups take their blocks from one pool.",
+            labels=["model_name", "group", "sliding_window"],
+        )
+        for index, group in enumerate(stats.kv_groups):
+            window = str(group.window or NO_WINDOW)
+            in_use.add_metric([self._model, str(index), window], group.num_blocks)
+        yield in_use
+        yield self._labelled(
+            COUNTER,
+            "metronome_prefix_cache_missed_tokens",
+            "Prompt tokens in full blocks that were not found in the prefix cache, by the reason.",
+            "reason",
+            stats.prefix_missed,
+        )
         yield self._labelled(
             COUNTER,
             "metronome_wait_seconds",

@@ -39,6 +39,10 @@ class RequestRecord:
     num_preemptions: int = 0
     waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     finish_reasons: list[str] = field(default_factory=list)
+    prefix_ends: list[str] = field(default_factory=list)
+    """Why no more of the prompts was found in the prefix cache, each reason once."""
+    prefix_evicted: float | None = None
+    """Seconds between the eviction of missing blocks and the start, the shortest of all prompts."""
 
     def add(self, finished: FinishedRequest) -> None:
         """Add the counts and times of a finished engine request; called in the engine's thread."""
@@ -50,6 +54,11 @@ class RequestRecord:
         self.num_preemptions += metrics.num_preemptions
         for cause, seconds in metrics.waits.items():
             self.waits[cause] += seconds
+        if metrics.prefix_end and metrics.prefix_end not in self.prefix_ends:
+            self.prefix_ends.append(metrics.prefix_end)
+        if metrics.prefix_evicted is not None:
+            evicted, known = metrics.prefix_evicted, self.prefix_evicted
+            self.prefix_evicted = evicted if known is None else min(evicted, known)
         if finished.finish_reason not in self.finish_reasons:
             self.finish_reasons.append(finished.finish_reason)
         if metrics.first_token_time is not None:
@@ -71,6 +80,7 @@ class RequestRecord:
                 "cached_tokens": self.num_cached_tokens,
                 "output_tokens": self.num_output_tokens,
             }
+        known |= self._prefix_fields()
         if self.first_token_seconds is not None:
             known["first_token_seconds"] = round(self.first_token_seconds, 4)
         known["total_seconds"] = round(self.seconds, 4)
@@ -88,6 +98,15 @@ class RequestRecord:
             known["param"] = self.param
         if self.has_left:
             known["client_left"] = True
+        return known
+
+    def _prefix_fields(self) -> dict[str, Any]:
+        """Why no more of the prompts was found in the prefix cache."""
+        known: dict[str, Any] = {}
+        if self.prefix_ends:
+            known["prefix_end"] = "+".join(self.prefix_ends)
+        if self.prefix_evicted is not None:
+            known["prefix_evicted_seconds"] = round(self.prefix_evicted, 4)
         return known
 
 

@@ -33,6 +33,7 @@ NAMES = {
     "prompt_tokens": "prompt",
     "cached_tokens": "cached",
     "output_tokens": "output",
+    "prefix_evicted_seconds": "evicted",
     "first_token_seconds": "first_token",
     "total_seconds": "total",
     "waits": "waited",
@@ -163,6 +164,8 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
             value = f"{value:.3f}"
         elif value is True:
             value = "yes"
+        elif name == "prefix_end":
+            value = value.replace(" ", "_")
         yield f"{NAMES.get(name, name)}={value}"
 
 

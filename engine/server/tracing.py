@@ -165,6 +165,10 @@ def _attributes(
     for name, num in finished.metrics.counters.items():
         yield f"metronome.{name}", num
     yield "metronome.num_preemptions", finished.metrics.num_preemptions
+    if finished.metrics.prefix_end:
+        yield "metronome.prefix_end", finished.metrics.prefix_end
+    if finished.metrics.prefix_evicted is not None:
+        yield "metronome.prefix_evicted", finished.metrics.prefix_evicted
 
 
 def _times(finished: FinishedRequest) -> Iterator[tuple[str, float]]:

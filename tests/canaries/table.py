@@ -31,9 +31,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self._give_back(live_blocks(allocation.tables))\n        allocation.clear()\n",
-        "        self._give_back(live_blocks(allocation.tables))\n"
-        "        self._give_back(live_blocks(allocation.tables))\n        allocation.clear()\n",
+        "        self._give_back(allocation)\n        allocation.clear()\n",
+        "        self._give_back(allocation)\n"
+        "        self._give_back(allocation)\n        allocation.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",

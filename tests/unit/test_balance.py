@@ -8,9 +8,9 @@ import pytest
 from support.simulate import make_request
 
 from engine.config.args import EngineArgs
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import GroupUse, SchedulerStats
 from engine.rpc.balance import MIN_LEAD_TOKENS, Balancer
-from engine.rpc.joined import sum_of
+from engine.rpc.joined import DeadCounters, sum_of
 from engine.rpc.launch import share_of
 
 SYSTEM = list(range(64))  # what several prompts begin with: 4 blocks
@@ -82,13 +82,28 @@ def test_statistics_of_several_schedulers_are_those_of_one() -> None:
     one.counters = {"drafts.num_drafts": 2}
     two = SchedulerStats(3, 0, 1, 0.0, 10, 1, 0, 0, 7, 30, wait_seconds={"seats": 0.5}, blocked="x")
     two.counters = {"drafts.num_drafts": 3}
+    one.prefix_missed, two.prefix_missed = {"evicted": 4}, {"evicted": 1, "never seen": 2}
+    one.kv_groups = [GroupUse(0, 5), GroupUse(64, 2)]
+    two.kv_groups = [GroupUse(0, 1), GroupUse(64, 1)]
     both = sum_of([one, two])
     assert both is not None
     assert (both.num_running, both.num_waiting, both.num_parked, both.kv_usage) == (4, 2, 1, 0.25)
     assert (both.num_scheduled_tokens, both.prefix_hits) == (100, 6)
     assert both.wait_seconds == {"seats": 1.5} and both.blocked == "x"
     assert both.counters == {"drafts.num_drafts": 5}
+    assert both.prefix_missed == {"evicted": 5, "never seen": 2}
+    assert both.kv_groups == [GroupUse(0, 6), GroupUse(64, 3)]
     assert sum_of([one, None]) is None
+
+
+def test_the_blocks_of_a_core_that_died_are_not_in_use() -> None:
+    dead, living = DeadCounters(), SchedulerStats(1, 2, 0, 0.5, 10, 5, 0, 0, 7, 70)
+    living.kv_groups, living.prefix_missed = [GroupUse(0, 5), GroupUse(64, 2)], {"evicted": 4}
+    dead.update(1, living)
+    dead.add_dead(1)
+    total = dead.add_to(living)
+    assert total is not None and total.kv_groups == living.kv_groups
+    assert total.prefix_missed == {"evicted": 8}
 
 
 def test_each_core_has_its_share_of_the_machine() -> None:

@@ -22,9 +22,9 @@ class Parks(Resource):
 
 
 def told(run) -> dict[str, object]:
-    """What the statistics say, without what is zero or empty, and how long hooks took."""
+    """What the statistics say, without what is zero or empty, how long hooks took, and groups."""
     stats = msgspec.structs.asdict(run.scheduler.make_stats())
-    del stats["hook_seconds"]
+    del stats["hook_seconds"], stats["kv_groups"]
     return {name: value for name, value in stats.items() if value}
 
 
@@ -69,6 +69,7 @@ def test_statistics_of_a_run_step_by_step():
         "num_parked": 1,
         "kv_usage": pytest.approx(0.4),
         "prefix_queries": 16,
+        "prefix_missed": {"never seen": 8},
         "num_steps": 1,
         "num_scheduled_tokens": 16,
         **waiting,
@@ -81,6 +82,7 @@ def test_statistics_of_a_run_step_by_step():
         "num_parked": 1,
         "kv_usage": pytest.approx(0.3),
         "prefix_queries": 16,
+        "prefix_missed": {"never seen": 8},
         "num_failed": 1,
         "num_steps": 2,
         "num_scheduled_tokens": 18,
@@ -93,6 +95,7 @@ def test_statistics_of_a_run_step_by_step():
         "num_parked": 1,
         "kv_usage": pytest.approx(0.3),
         "prefix_queries": 16,
+        "prefix_missed": {"never seen": 8},
         "num_failed": 1,
         "num_expired": 1,
         "num_steps": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -84,12 +85,7 @@ def test_an_output_that_is_kept_says_what_was_true_of_its_moment() -> None:
         clock.now += 1.0
         for output in session.step():
             metrics = metrics_of(output)
-            copied = RequestMetrics(
-                *(getattr(metrics, name) for name in RequestMetrics.__struct_fields__[:6]),
-                dict(metrics.waits),
-                list(metrics.events),
-            )
-            kept.append((output, copied))
+            kept.append((output, deepcopy(metrics)))
     assert all(output.metrics == copied for output, copied in kept)
     by_name = [[m for o, m in kept if o.request_id == name] for name in "ab"]
     for every in by_name:

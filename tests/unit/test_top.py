@@ -10,7 +10,7 @@ from rich.console import Console
 from engine.cli.main import main
 from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import GroupUse, SchedulerStats
 
 PAGE = r"""# HELP metronome_engine_up 1 if the core answers in time.
 # TYPE metronome_engine_up gauge
@@ -21,6 +21,9 @@ metronome_requests_waiting{model_name="box"} 3.0
 metronome_requests_waiting_by_reason{model_name="box",reason="capacity"} 2.0
 metronome_requests_waiting_by_reason{model_name="box",reason="deferred"} 1.0
 metronome_kv_usage_ratio{model_name="box"} 0.25
+metronome_kv_blocks_in_use{group="0",model_name="box",sliding_window="none"} 30.0
+metronome_kv_blocks_in_use{group="1",model_name="box",sliding_window="512"} 7.0
+metronome_prefix_cache_missed_tokens_total{model_name="box",reason="never seen"} 64.0
 metronome_steps_total{model_name="box"} 1.5e+03
 metronome_scheduled_tokens_total{model_name="box"} 9000.0 1764057600000
 metronome_generation_tokens_total{model_name="box"} 700.0
@@ -52,6 +55,8 @@ def test_a_page_becomes_statistics() -> None:
         wait_seconds={"seats": 1.5, 'preempted by "x", {y}': 2.0},
         hook_seconds={"EDF.rank": 0.125},
         counters={"drafts.num_drafts": 7},
+        prefix_missed={"never seen": 64},
+        kv_groups=[GroupUse(0, 30), GroupUse(512, 7)],
     )
     assert page.sum("generation_tokens_total") == 700 and page.sum("no_such") == 0
     assert "broken" not in page and page.by("no_such", "cause") == {}
@@ -83,6 +88,8 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
                 num_scheduled_tokens=100 * second,
                 prefix_queries=100 * second,
                 prefix_hits=25 * second,
+                prefix_missed={"evicted": 20 * second, "never seen": 1000},
+                kv_groups=[GroupUse(0, 1200), GroupUse(512, 3), GroupUse(512, second)],
                 num_preemptions=second,
                 num_refused=3,
                 wait_seconds={"seats": 1.0 * second, "[x]": 30.0} if second > 4 else {},
@@ -96,6 +103,9 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
     assert told["seconds"] == 10.0 and told["steps_per_second"] == (640 - 90) / 10
     assert told["computed_tokens_per_second"] == 50 and told["generated_tokens_per_second"] == 20
     assert told["prefix_hit_ratio"] == 0.25 and told["preemptions"] == 5
+    assert told["prefix_missed"] == {"evicted": 100, "never seen": 0}
+    assert told["total"]["prefix_missed"] == {"evicted": 160, "never seen": 1000}
+    assert told["kv_groups"][1:] == [{"window": 512, "num_blocks": n} for n in (3, 8)]
     assert told["wait_seconds"] == {"seats": 8.0, "[x]": 30.0}
     assert told["counters"] == {"drafts.num_drafts": 500.0, "grammars.none": 0.0}
     assert told["total"]["refused"] == 3 and told["total"]["wait_seconds"]["seats"] == 8.0
@@ -104,7 +114,11 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
     for line in (
         "requests running 2",
         "KV in use 50.0 %",
+        "KV blocks, full attention 1,200",
+        "KV blocks, window of 512 tokens, 2 groups 11",
         "prefix hits 25.0 % 25.0 %",
+        "prompt tokens not cached: evicted 100 160",
+        "prompt tokens not cached: never seen 0 1,000",
         "steps/s 55.0 640",
         "tokens generated/s 20.0 320",
         "preemptions 5 8",

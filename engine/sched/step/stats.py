@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import GroupUse, SchedulerStats
 from engine.sched.plugins.hooks import FaultLog
 from engine.sched.plugins.resources import Resources
 from engine.sched.predict.lengths import GuardedPredictor
@@ -46,4 +46,8 @@ def make_stats(
         step_seconds=counters.step_seconds,
         floor_seconds=counters.floor_seconds,
         by_default=next(filter(None, first), ""),
+        prefix_missed=dict(kv.counts.missed),
+        kv_groups=[
+            GroupUse(group.window, num) for group, num in zip(kv.groups, kv.num_used, strict=True)
+        ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,17 +59,18 @@ class RepeatingKV(KVManager):
         starts: NDArray[np.int32],
         known: NDArray[np.int32],
         order: Sequence[int],
-        num_steps: int,
+        times: Sequence[float],
         num_commits: int,
     ) -> Growth:
-        """Reserve blocks for this many steps of one token per request, and publish full blocks of
-        the first ``num_commits`` steps.
+        """Reserve blocks for steps of one token per request, and publish full blocks of the first
+        ``num_commits`` steps. ``times``: when each step is planned, in seconds.
 
         ``rows``: index of each request in this manager. ``starts``: position of its first token.
         ``known``: number of its tokens in the cache so far. ``order``: its place in the order in
         which requests take blocks. ``tokens`` of a request has the tokens of all steps.
         """
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
+        num_steps = len(times)
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
         takes = [
             (step, order[place], place)
@@ -78,7 +80,10 @@ class RepeatingKV(KVManager):
         ]
         takes.sort()
         growth = Growth([take[0] for take in takes], [take[2] for take in takes])
-        growth.blocks = self.pool.take(len(takes)) if takes else []
+        growth.blocks = []
+        for step, several in groupby(growth.steps):
+            self.set_time(times[step])  # the date of what is evicted
+            growth.blocks += self.pool.take(len(list(several)))
         for place, block in zip(growth.places, growth.blocks, strict=True):
             allocation = allocations[place]
             table = allocation.tables[0]

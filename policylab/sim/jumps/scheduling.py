@@ -129,7 +129,7 @@ class Stretches:
             stretch.starts,
             np.minimum(stretch.starts, known),
             self._order(),
-            num_planned,
+            stretch.begins.tolist(),
             num_steps if num_before else num_planned,  # steps after which full blocks are published
         )
         stretch.kv_usage = self._kv.usage
@@ -139,6 +139,7 @@ class Stretches:
         table.facts.last_token.all[rows] = stretch.ends[-1]
         if settler.ledger is not None:
             settler.ledger.on_tokens((req.user, num_steps) for req in members.reqs)
+        self._kv.set_time(float(stretch.begins[-1]))
         self._waits.close_each(stretch.begins.tolist(), step.closing_cause())
         roster.freed_slots = []
         self._count(stretch)
