@@ -99,7 +99,7 @@ class Allocation:
         return self.tables[0]
 
     def clear(self) -> None:
-        """Empty the block tables and their counters, after the blocks were returned to the pool."""
+        """Empty the request's block tables, after their blocks were returned to the pool."""
         self.tables = [[] for _ in self.tables]
         self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
         self.loading = False
@@ -107,8 +107,8 @@ class Allocation:
 
 
 class Deltas(NamedTuple):
-    """Changes of block tables as columns: entry ``indices[i]`` of the table of request ``rows[i]``,
-    group ``groups[i]``, becomes ``blocks[i]``. ``groups`` is empty if there is only one."""
+    """Changed entries of block tables, as columns: entry ``indices[i]`` of the table of request
+    ``rows[i]`` and group ``groups[i]`` (empty: a single group) is now block ``blocks[i]``."""
 
     rows: array[int]
     indices: array[int]

@@ -104,8 +104,8 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """True if a KV source can load the KV of a request without blocks asynchronously, and no
-        load has failed."""
+        """True if the request has no blocks yet, its KV can be loaded asynchronously, and no such
+        load has failed before."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

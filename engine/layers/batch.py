@@ -43,8 +43,8 @@ class ForwardBatch:
     recorder: Recorder | None = None  # records or replays this step on a CPU
 
     def move(self, positions: torch.Tensor) -> None:
-        """Replace the tokens' positions in rotary embeddings by [N], or by [K, N] for K axes. The
-        causal mask still uses the tokens' indices in their sequences."""
+        """Set rotary positions [N], or [K, N] for K axes, that differ from the tokens' indices in
+        their sequences. The causal mask still uses the indices."""
         self.positions = positions
         if positions.dim() == 1:
             moved = {id(meta): replace(meta, positions=positions) for meta in self.attn}

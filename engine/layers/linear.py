@@ -108,7 +108,7 @@ class PlainLinear:
 
 
 class InvariantLinear(PlainLinear):
-    """A linear layer whose result for a row is the same, bit for bit, in every batch."""
+    """A linear layer in which the other rows of x do not affect a row's result, bit for bit."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.invariant_linear(x, self.weight, self.bias)

@@ -80,7 +80,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
-    """Change a linear layer's class to ``PackedLinear``. Returns the kernel layer that it calls."""
+    """Make ``layer`` a ``PackedLinear``. Returns its ``product``, which has the packed weight."""
     weight, bias = layer.weight.detach(), layer.bias
     if type(layer) is not nn.Linear:
         weight = weight.T.contiguous()
@@ -128,8 +128,8 @@ def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-    """Copy a module's tensors out of the checkpoint file; float16 tensors are converted to `dtype`.
-    An embedding's table is not converted if its rows can be converted when they are looked up."""
+    """Copy a module's tensors out of the checkpoint file, float16 tensors as `dtype`. An
+    embedding's rows are only converted when they are looked up, if ``can_read_rows``."""
     if isinstance(module, RowsEmbedding):
         return
     weight = module.weight.detach() if isinstance(module, nn.Embedding) else None

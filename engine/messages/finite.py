@@ -66,14 +66,14 @@ class Way(NamedTuple):
 
 @dataclass
 class SchemaReading:
-    """An unfinished collection of all the schemas that one value must satisfy."""
+    """The schemas that one value must satisfy, while they are being collected."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
     schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[SchemaReading]:
-        """One copy of this collection for each option, in which that option must hold, too."""
+        """A copy of this collection for each option, with the option added."""
         return [
             SchemaReading([*self.waiting, each], set(self.seen), [*self.schemas])
             for each in options
@@ -197,7 +197,7 @@ def _replaced(schema: Any, paths: set[Path]) -> Any:
 
 def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
     """The places (sets of schemas for one value) that have a finite value. ``ways``: for each
-    place, the ways to build a value of it from values of other places."""
+    place, the ways to build a value."""
     users: dict[Place, list[Place]] = defaultdict(list)
     for place, found in ways.items():
         for each in {each for way in found for each in (*way.needed, *way.others)}:
@@ -261,7 +261,8 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """The ways to build a value for each place that ``starts`` need, directly or indirectly."""
+        """For ``starts`` and all places that they need, even indirectly, the ways to build a
+        value."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:
@@ -285,8 +286,8 @@ class Places:
             raise TooLargeError
 
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
-        """Yield the lists of schemas that a value at this place can satisfy together: one list for
-        each choice among the alternatives of ``anyOf`` and ``oneOf``.
+        """Yield lists of schemas that suffice for a value at this place: one list for each choice
+        among the alternatives of ``anyOf`` and ``oneOf``.
 
         References and ``allOf`` are followed. Choices in which a schema refers to itself for the
         same value cannot be satisfied and are left out.

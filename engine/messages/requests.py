@@ -265,7 +265,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """A copy of the batch with a row without tokens for each request id and end in ``ends``."""
+    """A copy of the batch with a row, without tokens, for each request id and end in ``ends``."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(
@@ -349,7 +349,8 @@ def as_request_ids(request_id: object) -> list[str]:
 
 
 def check_times(add: AddRequest) -> None:
-    """Raise ``RequestError`` for times (deadlines, ``tbt``) that are not finite numbers."""
+    """Raise ``RequestError`` for a time that is not finite, or a ``tbt`` (seconds between tokens)
+    that is not above 0."""
     for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
         time = getattr(add, name)
         if time is not None and not is_finite(time):
@@ -376,8 +377,8 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_plain(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ``RequestTypeError`` unless the value can be sent as an argument of the utility
-    ``name``: numbers, strings, bytes, lists, dicts and the like."""
+    """Raise ``RequestTypeError`` unless the value, an argument of the utility ``name``, is plain
+    data: numbers, strings, bytes, lists, dicts and the like."""
     if isinstance(value, dict | list | tuple):
         if depth == MAX_PLAIN_DEPTH:
             raise RequestTypeError(

@@ -188,7 +188,8 @@ class StepResult(msgspec.Struct, array_like=True):
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
-        """Let the request of this row fail with an error, which replaces an earlier one."""
+        """Record an error for row ``index``, so that its request fails, replacing an earlier
+        one."""
         self.errors[index], self.codes[index] = message, code
 
 

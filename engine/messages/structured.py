@@ -86,7 +86,7 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> Kind:
-        """The name of the field, among the six constraints, that was given."""
+        """The name of the constraint that was given, one of the first six fields."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
@@ -117,8 +117,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """A copy with ``rules`` in place of settings that are ``None``, also in the grammar's
-        parts."""
+        """A copy of grammar and parts in which ``rules`` fill settings that are ``None``."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -163,14 +162,14 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
-    """Encode a constraint as JSON text, for ``AddRequest.grammar``. ``rules`` replace settings that
+    """Encode a constraint as JSON text, for ``AddRequest.grammar``. ``rules`` fill settings that
     are ``None``. Raises ``RequestError`` if the constraint is too long or invalid."""
     return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
 
 
 def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
-    """A copy of the constraint in which ``rules`` replace settings that are ``None``; the
-    constraint itself if it has no JSON schemas."""
+    """A copy of the constraint in which ``rules`` fill settings that are ``None``; the constraint
+    itself if it has no JSON schemas."""
     if isinstance(params, ComposedForm):
         parts = tuple(part.with_rules(rules) for part in params.parts)
         return msgspec.structs.replace(params, parts=parts)

@@ -62,7 +62,7 @@ class EncoderCache:
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Start to use the item's entry. If it is missing, create it; evict idle ones if needed."""
+        """Start to use the item's entry, which is created if missing; idle ones may be evicted."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)
@@ -155,7 +155,7 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        """True until all media tokens of the request are computed, since its chunks need checks."""
+        """True while the request has media tokens to compute, so that its chunks are checked."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:

@@ -150,7 +150,7 @@ class NativeDecoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states [N, H] of all tokens, as replays of a recorded step may want any rows."""
+        """Hidden states [N, H] of all tokens, as replays of a recorded step may need any rows."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:

@@ -204,8 +204,8 @@ def attend(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Paged attention. query [1, Hq, N, D]; key [1, Hkv, N, D]; value [1, Hkv, N, Dv]. Returns ([1,
-    N, Hq, Dv], None)."""
+    """Paged attention: query [1, Hq, N, D], key [1, Hkv, N, D], value [1, Hkv, N, Dv] -> [1, N, Hq,
+    Dv] and ``None``."""
     state: PagedState = getattr(module, STATE)
     assert state.step is not None, "the module was called outside a step"
     layer = state.layers[state.step.num_calls]

@@ -148,7 +148,7 @@ def _stated(hf: HF) -> dict[str, Any]:
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
-    """Each layer's type: "full_attention" or "sliding_attention"; without any, ``default``."""
+    """The layers' types: "full_attention" or "sliding_attention". default: if there are none."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count(hf, "num_hidden_layers"):

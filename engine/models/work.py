@@ -1,9 +1,9 @@
 """Estimates the minimum bytes and operations of a step, for its roofline.
 
-Counted are: each weight once per step in its compute dtype; keys and values, read by each sequence
-and written once; logits. A multiply-add counts as two operations. The embedding table is not
-counted, since a step reads few of its rows. The engine may do less than this: the last layer
-computes only the wanted rows, and logits of greedy tokens are not stored.
+Each weight counts once per step in its compute dtype; keys and values are read by each sequence and
+written once; logits are written. A multiply-add is two operations. The embedding table does not
+count, since a step reads few of its rows. The engine may do less than this: the last layer computes
+only the wanted rows, and logits of greedy tokens are not stored.
 
 Rooflines: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for
 Multicore Architectures", CACM 52 (2009).

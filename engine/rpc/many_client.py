@@ -257,7 +257,7 @@ class ManyCoresClient(CoreClient):
                 self._fail_restart(outcome.core, error)
 
     def _fail_restart(self, index: int, error: EngineError) -> None:
-        """Handle a failed restart of a core. Raises ``EngineDeadError`` if none is left."""
+        """Handle a failed restart of a core. Raises ``EngineDeadError`` if no core is left."""
         which = f"core {index} of {len(self._cores)}"
         if self._restarts is not None and self._restarts.is_stopped:
             logger.warning("%s is not started again: the engine is ending", which)
@@ -317,7 +317,8 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """The outputs received from all cores. The last core's death is stored and not raised."""
+        """The outputs received from all cores. The last core's death is stored to be raised
+        later."""
         batches, self._lost = self._lost, []
         for index in list(self._alive):
             try:
@@ -337,7 +338,7 @@ def shut_down(cores: Sequence[EngineCoreClient]) -> None:
 
 
 def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
-    """The prefix of this client's request ids: "" if no core assigned one, else a new one."""
+    """The prefix of request ids: "" if no core has assigned a prefix, else a random prefix."""
     if not any(core.id_prefix for core in cores):
         return ""
     return f"clients-{secrets.token_hex(8)}/"

@@ -103,8 +103,8 @@ class Restarts:
         return None
 
     def begin(self, core: int, dead: EngineCoreClient | None = None) -> int:
-        """Restart a core after shutting down its old client ``dead`` (``None``: the last start
-        failed). Returns its number of recent starts. ``why_not`` must have returned ``None``."""
+        """Restart a core after shutting down its client ``dead`` (``None``: the last start failed).
+        Returns the number of this attempt. ``why_not`` must have returned ``None``."""
         now = self._clock()
         self._starts[core].append(now)
         self._began[core] = now

@@ -133,8 +133,7 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop disconnected clients and send waiting messages, unless it is before
-        ``next_look``."""
+        """Drop disconnected clients and send waiting messages; nothing before ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -222,7 +221,7 @@ class ClientSessions:
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
-        """Abort the requests of a client that does not read; of its outputs, only ends are kept."""
+        """Abort the requests of a client that does not read; keep only their ends to be sent."""
         ids = list(session.live)
         reason = (
             f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "

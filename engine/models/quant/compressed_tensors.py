@@ -1,7 +1,7 @@
 """compressed-tensors checkpoints as llm-compressor writes them: 8-bit floats and integers.
 
-Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds 2 **
-(bits - 1) to q and z and packs several in each int32, the lowest bits first: q along the inputs, z
+Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds
+2**(bits-1) to q and z and packs several in each int32, the lowest bits first: q along the inputs, z
 along the outputs (https://github.com/vllm-project/compressed-tensors).
 """
 
@@ -158,7 +158,7 @@ class CompressedTensors:
         return self._scheme(module).weight(module, shape, tensors, dtype)
 
     def _scheme(self, module: str) -> Scheme:
-        """The scheme whose targets include the module, otherwise the one for class "Linear"."""
+        """The scheme with the module among its targets, else the scheme for the class "Linear"."""
         for scheme in self.schemes:
             if any(names(target, module) for target in scheme.targets):
                 return scheme
