@@ -157,7 +157,7 @@ def is_recorded() -> bool:
 
 
 class Kernel:
-    """A body that is compiled at its first run and stored in Numba's disk cache.
+    """A function (its body) that is compiled at its first run and stored in Numba's disk cache.
 
     heavy: release the GIL during a run, which pays off above some tens of microseconds.
     """

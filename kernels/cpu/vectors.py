@@ -108,7 +108,7 @@ def fma(builder, a, b, c):
 
 
 def _fence(builder, value):
-    """Returns this value in a form whose sums the compiler does not reassociate."""
+    """Emit a copy of this value, across which the compiler does not reassociate sums."""
     suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
     name = f"llvm.arithmetic.fence.{suffix}"
     function = builder.module.globals.get(name)

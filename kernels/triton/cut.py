@@ -127,7 +127,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """Returns the cut that leaves k candidates: (value, number of ties that remain)."""
+    """Returns the cut that leaves k candidates: (value, number equal to it that remain)."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -201,7 +201,7 @@ def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
     """Returns the cut of a row: (value, highest id of the tokens of this value that remain).
 
     known: (number of tokens above the candidates, sum of their weights, sum of the weights of all
-    tokens that pass min-p); limits: (top_k, top_p, whether top_k is on, whether it excludes
+    tokens that pass min-p); limits: (top_k, top_p, whether top_k is on, whether top_k excludes
     candidates).
     """
     num_above, mass_above, total = known

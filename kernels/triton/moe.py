@@ -1,8 +1,8 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
-Experts are plain or packed. Sums are in order and without atomics, so two runs of a batch are
-bit-identical. The total number of pairs decides the number of pairs per program, which may change
-the last bits of a token's result."""
+Experts are plain or packed. A token's expert outputs are added in order and without atomics, so two
+runs of a batch are bit-identical. The total number of pairs decides the number of pairs per
+program, which may change the last bits of a token's result."""
 
 from __future__ import annotations
 

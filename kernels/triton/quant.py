@@ -32,7 +32,7 @@ def packed_product_kernel(  # noqa: PLR0913
 ):  # fmt: skip
     """One program per (tile of rows, tile of outputs, split of the inputs): out[split, row, output]
     = x @ weight.T over the inputs of the split. Programs with the same weights are adjacent, so
-    that these are read from memory once."""
+    that the weights are read from memory once."""
     row = tl.program_id(0) * S.M + tl.arange(0, S.M)
     output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)

@@ -79,7 +79,7 @@ class Repeated:
     def __init__(
         self, launches: Sequence[Launch], compiled: Sequence[Any], tensors: Tensors
     ) -> None:
-        """compiled: the compiled kernel of each launch; ``None`` in Triton's interpreter."""
+        """Prepare launches for repetition. compiled: each one's kernel, ``None`` if interpreted."""
         self._pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._device = next(t.get_device() for t in tensors if t is not None)
         without = [_without(launch, tensors) for launch in launches]

@@ -99,7 +99,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) finds the block's winner; a row's last one chooses the token."""
+    """One program per (row, block) finds its winner; a row's last program chooses the token."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)

@@ -58,8 +58,8 @@ def nibble_as_float(nibble, dtype: tl.constexpr):
 
 @triton.jit
 def byte_as_float(byte, dtype: tl.constexpr):
-    """Returns byte - 128, exactly, as floats of `dtype`; byte: integers below 256. bfloat16's
-    mantissa has only seven bits, so the highest bit changes the value that is subtracted."""
+    """Returns byte - 128, exactly, as floats of `dtype`; byte: integers below 256."""
+    # bfloat16's mantissa has seven bits, so the highest bit changes what is subtracted.
     if dtype == tl.bfloat16:
         low = ((byte & 0x7F).to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return low - ((byte & 0x80).to(tl.int16) ^ 0x4380).to(tl.bfloat16, bitcast=True)

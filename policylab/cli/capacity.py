@@ -77,7 +77,7 @@ def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
 
 def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
     """Returns one table row for each policy and seed. Each row also names the policies without
-    figures; if no policy has figures, a single row does."""
+    figures; if no policy has figures, a single row has only these names."""
     more = {"setting": found.setting, "left_out": lab.left_out_text(found.left_out)}
     rows = []
     for place, (name, column) in enumerate(zip(found.names, found.found, strict=True)):

@@ -150,8 +150,8 @@ def log_of(workload: Workload) -> Log | None:
 
 
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
-    """Returns the simulated engine of the command line. With a step log, its engine's sizes and the
-    step times fitted to it replace the defaults of options that are not given."""
+    """Returns the simulated engine of the command line. With a step log, options that are not given
+    default to the log's engine and to step times fitted to the log."""
     given = {
         "max_num_seqs": parsed.max_num_seqs,
         "max_num_batched_tokens": parsed.max_num_batched_tokens,

@@ -208,7 +208,7 @@ def _rate(text: str | None) -> float | None:
 
 
 def as_data(run: Run, found: Figures) -> dict[str, Any]:
-    """Returns all figures as plain data for JSON; an interval is [low, high] of a latency."""
+    """Returns all figures as plain data for JSON, with [low, high] intervals of latencies."""
     return {
         "run": run.head,
         "period": found.window._asdict(),

@@ -6,8 +6,8 @@ scheduler only decides how many steps there are. A request with ``o`` output tok
 decodes.
 
 *Steps*: the largest of four numbers: all new tokens divided by the token budget ("tokens"); all
-rows divided by ``max_num_seqs`` ("seats"); the steps of the longest request ("chain"); the KV that
-requests hold at their decodes, summed over steps and divided by the KV pool ("KV area").
+rows (one per sequence and step) divided by ``max_num_seqs`` ("seats"); the steps of the longest
+request ("chain"); the KV held at all decodes, summed and divided by the KV pool ("KV area").
 
 *Makespan*: the largest of: for each arrival, its time plus the cost of this request and all later
 ones in that number of steps; for each request, its arrival plus its time alone.

@@ -127,7 +127,7 @@ def share_found(work: WorkBound, own: DemandSample) -> float:
 
 def mean_demand(sample: DemandSample, work: WorkBound, found: float) -> float:
     """Returns the mean demand (seconds) of the requests in ``sample`` on the engine of ``work``.
-    ``found``: share of the tokens that could be cached that is found in the cache."""
+    ``found``: the share of cacheable tokens that is found in the cache."""
     shortened = replace(
         work,
         arrival=np.zeros(len(sample.prompt)),

@@ -58,8 +58,8 @@ class NoFigures:
 
 
 def measure(setting: Setting) -> list[Figures | NoFigures]:
-    """Run each policy. Returns its figures, or the reason why it has none. If all policies serve
-    the same requests, the figures count the requests after the longest warm-up of any policy, or
+    """Run each policy. Returns its figures, or the reason why it has none. Figures of policies with
+    the same requests count the same ones: those after the longest warm-up, or, in a backlog,
     all."""
     requests = (setting.workload, setting.engine)
     runs = [
