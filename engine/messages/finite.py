@@ -219,8 +219,8 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """Follow needed places without a finite value from ``start``. Returns the first place that
-    repeats, i.e. an endless recursion, or the last place if no other follows."""
+    """Find the place that an error message names: from ``start``, follow needed places without a
+    finite value until a place repeats or none follows."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)

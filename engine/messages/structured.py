@@ -137,7 +137,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ObjectRules(NamedTuple):
-    """Rules for objects of JSON schemas; ``None``: the default applies."""
+    """Rules for objects in JSON schemas. A rule that is ``None`` has its default."""
 
     additional_properties: AdditionalProperties | None = None
     property_order: PropertyOrder | None = None

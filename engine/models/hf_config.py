@@ -148,7 +148,8 @@ def _stated(hf: HF) -> dict[str, Any]:
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
-    """The layers' types: "full_attention" or "sliding_attention". default: if there are none."""
+    """The type of each layer, "full_attention" or "sliding_attention". default: used if config.json
+    has no layer_types."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count(hf, "num_hidden_layers"):

@@ -74,7 +74,7 @@ class StatsLog:
         self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
-        """Log a line if ``seconds`` have passed since the last line or idle period."""
+        """Log a line if ``seconds`` have passed since the last line or the last idle period."""
         now = self._clock()
         if self._since is None:
             self._since = now

@@ -27,7 +27,7 @@ def first_of(answers: list[Any]) -> Any:
 
 
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """The trace paths of all cores; ``None`` if there are none, i.e. a profile was started."""
+    """The trace paths of all cores; ``None`` if the call started a profile, so there are none."""
     return [path for answer in answers for path in answer or ()] or None
 
 
@@ -58,8 +58,7 @@ def _sum(values: list[Any]) -> Any:
 
 
 def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:
-    """The blocks of all cores by group. Cores of one model have the same groups; an empty list is
-    that of a dead core."""
+    """The block use of all cores, summed by KV group. An empty list is that of a dead core."""
     known = filter(None, several)
     return [
         GroupUse(same[0].window, sum(each.num_blocks for each in same))

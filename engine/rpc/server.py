@@ -127,7 +127,7 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait for a message, at most ``longest_ms``, and without work at most until a deadline."""
+        """Wait for a message, at most ``longest_ms``. Without work, stop waiting at a deadline."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()

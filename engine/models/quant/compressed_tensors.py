@@ -128,7 +128,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The format of a checkpoint: its schemes, each with its modules."""
+    """The compressed-tensors format of a checkpoint, with a scheme for each group of modules."""
 
     schemes: tuple[Scheme, ...]
     name: str = "compressed-tensors"
