@@ -15,13 +15,20 @@ class Group:
     """A group of layers that have the same attention window and share a block table."""
 
     window: int = 0
-    """Tokens that a query sees, itself included; 0: all tokens."""
+    """Tokens that a query sees at most, itself included; 0: all tokens."""
+    is_chunked: bool = False
+    """True if a query sees only tokens of its own chunk: positions are divided into chunks of
+    ``window`` tokens. False: it sees the last ``window`` tokens."""
     max_blocks: int = 0
     """Most table entries of a request that are not null at the same time; 0: no bound."""
 
     def first_needed(self, position: int, block_size: int) -> int:
         """Index of the first block table entry that a query at ``position`` or later reads."""
-        return max(0, position - self.window + 1) // block_size if self.window else 0
+        if not self.window:
+            return 0
+        if self.is_chunked:
+            return position // self.window * self.window // block_size
+        return max(0, position - self.window + 1) // block_size
 
     def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
         """Indexes of table entries that are not null and that no query at ``position`` or later
@@ -39,9 +46,8 @@ class Group:
         """How many leading table entries a request can take from the prefix cache, at most
         ``limit``: its next query must find all keys there. ``cached``: the block of each entry, or
         None."""
-        reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
-            needed = range(max(0, limit - reach), limit)
+            needed = range(self.first_needed(limit * block_size, block_size), limit)
             lost = next((index for index in reversed(needed) if cached[index] is None), None)
             if lost is None:
                 break

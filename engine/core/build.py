@@ -115,8 +115,9 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
     for group, count in Counter(decided.kv_groups).items():
         if group.window:
             logger.info(
-                "layers with a window of %d tokens: %d KV groups, in each of which a request holds "
-                "at most %d blocks, and %d while it decodes",
+                "layers with %s of %d tokens: %d KV groups, in each of which a request holds at "
+                "most %d blocks, and %d while it decodes",
+                "chunks" if group.is_chunked else "a window",
                 *(group.window, count, group.max_blocks),
                 window_blocks(group.window, 1, block_size),
             )

@@ -78,7 +78,7 @@ def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: i
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
         seed=seed,
-        kv_groups=[(group.window, group.max_blocks) for group in kv.groups],
+        kv_groups=[(g.window, g.max_blocks, int(g.is_chunked)) for g in kv.groups],
     )
 
 

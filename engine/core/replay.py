@@ -89,6 +89,11 @@ def replay(
     return Replay(recorded.header, changes).run(recorded)
 
 
+def _group(window: int, max_blocks: int, is_chunked: int = 0) -> Group:
+    """The KV group of an entry of ``Header.kv_groups``; former logs have no third number."""
+    return Group(window=window, max_blocks=max_blocks, is_chunked=bool(is_chunked))
+
+
 def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
     options = {**header.scheduler, **changes}
     _check_names(SchedulerConfig, options, "a scheduler")
@@ -131,7 +136,7 @@ class Replay:
             header.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             hasher=make_hasher(cache, header.seed),
-            groups=[Group(window=w, max_blocks=most) for w, most in header.kv_groups] or [FULL],
+            groups=[_group(*values) for values in header.kv_groups] or [FULL],
         )
         self._outputs = outputs
         self._clock = ReplayClock()

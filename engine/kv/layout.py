@@ -22,6 +22,8 @@ class PagedKV:
     """Elements of a value; 0: as many as a key has."""
     window: int = 0
     """Sliding window in tokens, 0 for full attention."""
+    is_chunked: bool = False
+    """True if ``window`` is the size of chunks, see ``Group.is_chunked``."""
     dtype_bytes: int = 4
 
     @property
@@ -68,6 +70,8 @@ class PagedLatent:
     latent_dim: int
 
 
+Kind = tuple[int, int, bool]
+"""A kind of layers: window in tokens (0: none), bytes per token, True if the window is chunked."""
 LayerCache = PagedKV | SharedKV | NoCache | SlotState | PagedLatent
 """What one layer of a model keeps between steps."""
 UNSUPPORTED: Mapping[type, str] = {
@@ -137,26 +141,26 @@ def make_layout(
 
     Raises ``ConfigError`` if a layer keeps something that is not supported."""
     owners = _owners(layers)
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: dict[Kind, list[int]] = {}
     for index, layer in owners.items():
-        kinds.setdefault((layer.window, layer.token_bytes), []).append(index)
+        kinds.setdefault((layer.window, layer.token_bytes, layer.is_chunked), []).append(index)
 
-    def group_with(window: int) -> Group:
+    def group_with(window: int, is_chunked: bool) -> Group:
         most = window_blocks(window, max_num_batched_tokens, block_size) if window else 0
-        return Group(window=window, max_blocks=most)
+        return Group(window=window, max_blocks=most, is_chunked=is_chunked)
 
-    windows = {window for window, _ in kinds}
-    if len(windows) == 1:
-        return _one_group(owners, layers, group_with(windows.pop()), block_size)
+    seen = {(window, is_chunked) for window, _, is_chunked in kinds}
+    if len(seen) == 1:
+        return _one_group(owners, layers, group_with(*seen.pop()), block_size)
     token_bytes = _choose_bytes({kind: len(found) for kind, found in kinds.items()}, max_model_len)
     groups: list[Group] = []
     parts_of: list[int] = []
     places: dict[int, tuple[int, int]] = {}
-    for (window, layer_bytes), indices in sorted(kinds.items()):
+    for (window, layer_bytes, is_chunked), indices in sorted(kinds.items()):
         num_parts = token_bytes // layer_bytes
         for nth, index in enumerate(indices):
             if nth % num_parts == 0:
-                groups.append(group_with(window))
+                groups.append(group_with(window, is_chunked))
                 parts_of.append(num_parts)
             places[index] = (len(groups) - 1, nth % num_parts)
     group_of, parts = zip(*_of_all(places, layers), strict=True)
@@ -209,13 +213,13 @@ def _of_all(
     return [places.get(source, (0, 0)) for source in sources]
 
 
-def _choose_bytes(counts: Mapping[tuple[int, int], int], max_model_len: int) -> int:
+def _choose_bytes(counts: Mapping[Kind, int], max_model_len: int) -> int:
     """Choose the size of a block in bytes per token (see ``make_layout``). counts: the number of
-    layers with each pair of sliding window (0: none) and bytes of a layer per token."""
-    unit = math.lcm(*(layer_bytes for _, layer_bytes in counts))
+    layers of each kind."""
+    unit = math.lcm(*(layer_bytes for _, layer_bytes, _ in counts))
 
     def num_groups(block: int) -> int:
-        return sum(-(-count * layer_bytes // block) for (_, layer_bytes), count in counts.items())
+        return sum(-(-count * kind[1] // block) for kind, count in counts.items())
 
     def held(block: int) -> int:
         """Bytes of a request of ``max_model_len`` tokens, with ``block`` bytes per token."""
@@ -227,9 +231,9 @@ def _choose_bytes(counts: Mapping[tuple[int, int], int], max_model_len: int) -> 
 
     stored = sum(
         count * layer_bytes * min(window or max_model_len, max_model_len)
-        for (window, layer_bytes), count in counts.items()
+        for (window, layer_bytes, _), count in counts.items()
     )
-    largest = max(count * layer_bytes for (_, layer_bytes), count in counts.items())
+    largest = max(count * layer_bytes for (_, layer_bytes, _), count in counts.items())
     blocks = range(unit, max(unit, largest) + unit, unit)
     fits = [block for block in blocks if held(block) <= MOST_PADDED * stored]
     if not fits:

@@ -195,14 +195,19 @@ class PrefixIndex:
         return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
 
     def publish(self, req: KVRequest, allocation: Allocation, first: int, before: int) -> None:
-        """Put the request's blocks [first, before), which are full and written, into the cache."""
-        chain, publish = allocation.chain, self._cache.publish_each
+        """Put the request's blocks [first, before), which are full and written, into the cache. A
+        block that a group has freed already, because a step in flight has left its window, is
+        skipped."""
+        chain = allocation.chain
         self._chains.extend(chain, req, before * self._block_size)
-        publish(allocation.tables[0][first:before], chain[first:before])
-        for g in range(1, len(self._groups)):
-            publish(allocation.tables[g][first:before], group_keys(chain[first:before], g))
-        if self.events is not None:
-            self._report(self.events, req, chain, first, before)
+        for g, table in enumerate(allocation.tables):
+            begin = first
+            while begin < before and table[begin] == NULL_BLOCK:
+                begin += 1
+            if begin < before:
+                self._cache.publish_each(table[begin:before], group_keys(chain[begin:before], g))
+                if self.events is not None:
+                    self._report(self.events, req, chain, range(begin, before), g)
 
     def publish_next(
         self, reqs: Sequence[KVRequest], allocations: Sequence[Allocation], nth: list[int]
@@ -241,10 +246,9 @@ class PrefixIndex:
             self.events.cleared()
 
     def _report(
-        self, events: EventLog, req: KVRequest, chain: Sequence[bytes], first: int, before: int
+        self, events: EventLog, req: KVRequest, chain: Sequence[bytes], nth: range, group: int
     ) -> None:
         size = self._block_size
-        tokens: array[int] = req.tokens[first * size : before * size]
-        parent = chain[first - 1] if first else None
-        for g in range(len(self._groups)):
-            events.stored(chain[first:before], parent, tokens, req.adapter, g)
+        tokens: array[int] = req.tokens[nth.start * size : nth.stop * size]
+        parent = chain[nth.start - 1] if nth.start else None
+        events.stored(chain[nth.start : nth.stop], parent, tokens, req.adapter, group)

@@ -31,7 +31,7 @@ from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
-from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
+from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, TokenPositions
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
     Misfit,
@@ -72,6 +72,8 @@ class GeneralModel:
         self._embed: Any = causal.get_input_embeddings()
         self._output_type = findings.output_type
         self._state = PagedState(findings.layers)
+        text = causal.config.get_text_config(decoder=True)
+        self._counts_cached = bool(getattr(text, "attn_temperature_tuning", False))
         causal.set_attn_implementation(PAGED)
         for layer in findings.layers:
             setattr(layer.module, STATE, self._state)
@@ -79,12 +81,14 @@ class GeneralModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
         """Compute hidden states [R, H] of the wanted rows with the module's backbone."""
-        tokens = {"input_ids": batch.input_ids[None]}
+        tokens: dict[str, Any] = {"input_ids": batch.input_ids[None]}
         if batch.embeds is not None:
             vectors = self._embed(batch.input_ids)
             vectors[batch.embeds.rows] = batch.embeds.values.to(vectors.dtype)
             tokens = {"inputs_embeds": vectors[None]}
         positions = batch.positions
+        if self._counts_cached:
+            tokens["past_key_values"] = TokenPositions(positions)
         with self._state.during(batch.attn, kv):
             output = self._backbone(
                 **tokens,

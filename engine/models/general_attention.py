@@ -21,8 +21,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from engine.kv.layout import PagedKV
+from engine.models.chunked_attention import attend_in_chunks, chunked_meta
 from engine.models.general_support import Misfit
 from kernels import AttentionMeta, paged_attention
+from kernels.reference.attention import AttentionOptions
 from kernels.reference.quant import FP8
 from kernels.reference.rope import FP8_MAX
 
@@ -146,6 +148,34 @@ class AttentionStep:
         self._kv = kv
         self._rows = (attn[0].slots >= 0).nonzero().squeeze(1)  # without padding
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._chunked: dict[int, AttentionMeta] = {}
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        kv_layer: torch.Tensor,
+        meta: AttentionMeta,
+        cache: PagedKV,
+        options: Options,
+    ) -> torch.Tensor:
+        """Attention of queries [N, Hq, D] over a layer's cache. Returns [N, Hq * D]."""
+        window = cache.window
+        if cache.is_chunked and window % meta.block_size:
+            given = AttentionOptions(options.scale, 0, options.softcap, options.sinks)
+            return attend_in_chunks(queries, kv_layer, meta, window, given)
+        if cache.is_chunked:
+            if meta.group not in self._chunked:
+                self._chunked[meta.group] = chunked_meta(meta, window)
+            meta, window = self._chunked[meta.group], 0
+        return paged_attention(
+            queries,
+            kv_layer,
+            meta,
+            scale=options.scale,
+            window=window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
 
     def _places_of(self, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache block and offset of each token, without padding, in the layers of this KV group."""
@@ -174,6 +204,24 @@ class AttentionStep:
             if kv_layer.dtype is FP8:  # the cast would turn larger values into NaN
                 rows = rows.clamp(-FP8_MAX, FP8_MAX)
             kv_layer[blocks, half, :, offsets] = rows.to(kv_layer.dtype)
+
+
+class TokenPositions:
+    """Takes the place of transformers' cache for modules that add the number of cached tokens to
+    the index of a token to get its position (Llama 4). Stores nothing."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        """positions: of the step's tokens [N]."""
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """The difference between position and index of each token [N]."""
+        return self._offsets
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
 
 
 @dataclass(slots=True)
@@ -215,16 +263,8 @@ def attend(
     head_dim = layer.cache.stored_dim
     if layer.source is None:
         state.step.write(kv_layer, meta, _rows(key, head_dim), _rows(value, head_dim))
-    queries = _rows(query, head_dim).to(value.dtype)
-    out = paged_attention(
-        queries.contiguous(),
-        kv_layer,
-        meta,
-        scale=options.scale,
-        window=layer.cache.window,
-        softcap=options.softcap,
-        sinks=options.sinks,
-    )
+    queries = _rows(query, head_dim).to(value.dtype).contiguous()
+    out = state.step.attend(queries, kv_layer, meta, layer.cache, options)
     out = out.view(queries.shape)[None, ..., : value.shape[-1]]
     return out.to(value.dtype).contiguous(), None
 

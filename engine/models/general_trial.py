@@ -125,7 +125,7 @@ def _run(
 
 def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[AttentionLayer, ...]:
     layers: list[AttentionLayer] = []
-    windows: dict[MaskRule, int] = {}
+    windows: dict[MaskRule, tuple[int, bool]] = {}
     for index, call in enumerate(calls):
         shape = (1, call.query.shape[1], NUM_TOKENS)
         if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
@@ -136,11 +136,13 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
             raise Misfit("it builds its own attention masks")
         if rule not in windows:
             windows[rule] = window_of(rule, max_model_len, call.mask.device)
+        window, is_chunked = windows[rule]
         cache = PagedKV(
             num_kv_heads=call.key.shape[1],
             head_dim=call.key.shape[-1],
             value_dim=call.value.shape[-1],
-            window=windows[rule],
+            window=window,
+            is_chunked=is_chunked,
         )
         source = _source(call, calls[:index])
         if source is not None and layers[source].cache != cache:
@@ -149,15 +151,31 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
     return tuple(layers)
 
 
-def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
-    """The sliding window of a mask rule, 0 for a causal mask. Raises ``Misfit`` for other masks."""
+def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> tuple[int, bool]:
+    """The number of keys that a mask rule shows to a query, 0 for all earlier keys, and whether
+    they are the query's chunk instead of a sliding window. Raises ``Misfit`` for other rules."""
     keys = torch.arange(max_model_len, device=device)
     last = max_model_len - 1
-    width = int(_seen(rule, last, keys).sum())
-    for query in (0, last // 2, last):
-        if not torch.equal(_seen(rule, query, keys), (keys <= query) & (keys > query - width)):
-            raise Misfit("its attention mask is neither causal nor a sliding window")
-    return width if width < max_model_len else 0
+
+    def first_seen(query: int) -> int:
+        seen = _seen(rule, query, keys).nonzero()
+        return int(seen[0]) if len(seen) else query
+
+    def is_kept(width: int, is_chunked: bool) -> bool:
+        queries = {0, width - 1, width, last // 3, last // 2, last - 1, last}
+        for query in (query for query in queries if 0 <= query <= last):
+            first = query // width * width if is_chunked else query - width + 1
+            if not torch.equal(_seen(rule, query, keys), (keys <= query) & (keys >= first)):
+                return False
+        return True
+
+    first = first_seen(last)
+    if is_kept(last + 1 - first, False):
+        return (last + 1 - first if first else 0), False
+    size = first - first_seen(first - 1) if first else 0
+    if size and is_kept(size, True):
+        return size, True
+    raise Misfit("its attention mask is not causal, a sliding window or chunks of equal size")
 
 
 def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,9 @@ class Header(msgspec.Struct, array_like=True):
     num_blocks: int
     block_size: int
     seed: int
-    kv_groups: list[tuple[int, int]] = []
-    """Sliding window and maximum number of blocks of each KV group; []: a single group without a
-    window."""
+    kv_groups: list[tuple[int, ...]] = []
+    """Window, maximum number of blocks, and 1 if the window is chunked, of each KV group; []: a
+    single group without a window."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):

@@ -19,7 +19,8 @@ VOCAB_SIZE = 61
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The simulated engine of a case.
 
-    ``windows``: sliding window of each group of layers; 0: full attention. ``needs``: sizes of
+    ``windows``: sliding window of each group of layers; 0: full attention; negative: attention
+    within chunks of that many tokens. ``needs``: sizes of
     simulated resources by name. ``seed``: seed of the scheduler, of the worker and of the order of
     calls; with an odd seed the worker computes a step only when its result is collected.
     ``is_steady``: steps are launched and settled as by the engine core, otherwise in random order.

@@ -119,7 +119,7 @@ class DigestWorker(FakeExecutor):
     """An executor that generates a wrong token if the wrong KV was read.
 
     The KV of each position holds a digest of the prefix, from which the next token follows.
-    ``windows``: sliding window of each group of layers; 0: full attention. ``content(new)`` returns
+    ``windows``: of each group of layers, see ``Setup.windows``. ``content(new)`` returns
     what the model sees at each position of a new sequence: the token, with salt, adapter and media.
     ``fail(new, upto)`` returns an error message if computing the positions before ``upto`` should
     fail. With a token mask, the next allowed token is taken.
@@ -330,7 +330,9 @@ class DigestWorker(FakeExecutor):
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
             any_one = mix(last, len(seq.tokens)) % (last + 1)
-            for position in {max(0, last - window + 2), last} if window else {any_one}:
+            first = first_seen(last + 1, window)  # above ``last`` if the next token begins a chunk
+            read = {first, last} if first <= last else set()
+            for position in read if window else {any_one}:
                 digest ^= self._read(seq, group, position) ^ seq.digest_at(position)
         return digest
 
@@ -342,6 +344,14 @@ class DigestWorker(FakeExecutor):
     def _read(self, seq: FakeSeq, group: int, position: int) -> int:
         index, offset = divmod(position, self.block_size)
         return self.kv[seq.tables[group][index]][offset]
+
+
+def first_seen(position: int, window: int) -> int:
+    """The first position whose key a query at ``position`` reads; for ``window`` see
+    ``Setup.windows``."""
+    if window < 0:
+        return position // -window * -window
+    return max(0, position - window + 1) if window else 0
 
 
 def allowed(token: int, mask: NDArray[np.int32]) -> int:

@@ -364,8 +364,9 @@ class Simulation:
 
 
 def make_group(window: int, setup: Setup) -> Group:
-    """The KV manager's group of layers with this sliding window; 0: full attention."""
+    """The KV manager's group of layers with this window, see ``Setup.windows``."""
     if not window:
         return FULL
-    budget = setup.config.max_num_batched_tokens
-    return Group(window=window, max_blocks=window_blocks(window, budget, setup.block_size))
+    size, budget = abs(window), setup.config.max_num_batched_tokens
+    most = window_blocks(size, budget, setup.block_size)
+    return Group(window=size, max_blocks=most, is_chunked=window < 0)

@@ -66,6 +66,12 @@ CANARIES = (
         "position - self.window + 2",
     ),
     Canary(
+        "free the blocks of a chunk that queries are still in",
+        "config/kv_groups.py",
+        "position // self.window * self.window // block_size",
+        "position // block_size",
+    ),
+    Canary(
         "free a window's block one step early",
         KV,
         "            self.tables.trim(req.row, allocation, _first_query(req))\n",
@@ -80,8 +86,8 @@ CANARIES = (
     Canary(
         "find a prefix whose window is gone",
         "config/kv_groups.py",
-        "needed = range(max(0, limit - reach), limit)",
-        "needed = range(max(0, limit - reach + 1), limit)",
+        "needed = range(self.first_needed(limit * block_size, block_size), limit)",
+        "needed = range(self.first_needed(limit * block_size, block_size) + 1, limit)",
     ),
     Canary(
         "share the blocks of the first group alone",

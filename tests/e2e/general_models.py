@@ -173,6 +173,21 @@ GENERAL_CASES: dict[str, GeneralCase] = {
             "moe_intermediate_size": 48,
         },
     ),
+    # Chunks, and layers without rotary embedding whose queries are scaled by position.
+    "llama4-chunks": GeneralCase(
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", FULL, "chunked_attention"],
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     # Two calls of attention in a layer.
     "diffllama": GeneralCase("DiffLlamaConfig", {}),
 }

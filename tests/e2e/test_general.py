@@ -102,6 +102,12 @@ def test_cache_is_shaped_by_what_the_layers_keep(tmp_path: Path) -> None:
     assert [layer.head_dim for layer in sizes] == [16, 16, 32]
     heads = load(make_general_model("mimo-v2-flash", tmp_path)).cache_spec
     assert [(layer.num_kv_heads, layer.window) for layer in heads] == [(1, 0), (2, 6), (2, 6)]
+    chunked = load(make_general_model("llama4-chunks", tmp_path)).cache_spec
+    assert [(layer.window, layer.is_chunked) for layer in chunked] == [
+        (8, True),
+        (0, False),
+        (8, True),
+    ]
     shared = load(make_general_model("gemma3n-shared-kv", tmp_path)).cache_spec
     assert shared[2:] == (SharedKV(source=0), SharedKV(source=1))
 

@@ -26,6 +26,7 @@ WINDOWS = {
     "gemma3n-shared-kv": 8,
     "gemma4-two-head-sizes": 8,
     "mimo-v2-flash": 6,
+    "llama4-chunks": 8,
 }
 NUM_NEW = 40
 BUDGET = 16
