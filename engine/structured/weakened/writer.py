@@ -379,7 +379,9 @@ class _SchemaWriter:
             self._is_loose = True
             return
         if key in _LOOKING:
-            raise SchemaError(f"pattern is {value!r:.80}, {_LOOKING[key]}: write it without")
+            raise SchemaError(
+                f"pattern is {value!r:.80}, {_LOOKING[key]}; rewrite the pattern without it"
+            )
         raise SchemaError(f"{key} is {value!r:.80}, which cannot be enforced: leave it out")
 
     # -- definitions that allow nothing

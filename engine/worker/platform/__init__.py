@@ -77,7 +77,7 @@ class Platform(Protocol):
         ...
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Copy values to the device. The array may be changed when this returns."""
+        """Copy values to the device. The caller may overwrite the array afterwards."""
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
