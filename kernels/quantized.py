@@ -34,9 +34,8 @@ class Quantized(NamedTuple):
 class Packed(NamedTuple):
     """A quantised matrix in the layout of our kernels: each row's groups are contiguous bytes.
 
-    With 4 bits, inputs form pieces of `piece` inputs. Each byte has an input of one piece in its
-    low half, and the input at the same index of the next piece in its high half.
-    """
+    With 4 bits, the inputs of a row are divided into pieces of `piece` inputs. A byte stores input
+    i of one piece in its low half and input i of the next piece in its high half."""
 
     values: torch.Tensor  # [N, K] uint8 or float8_e4m3fn; 4 bits: [N, pieces / 2 * piece] uint8
     scales: torch.Tensor  # [G, N]
@@ -73,7 +72,7 @@ class Packed(NamedTuple):
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """Returns the same matrix with ``order`` as a tensor, even for inputs in usual order."""
+        """Return the same matrix with the order of its inputs as an explicit tensor."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)

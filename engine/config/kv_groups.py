@@ -39,13 +39,13 @@ class Group:
         return range(first, before)
 
     def bound(self, num_blocks: int) -> int:
-        """The most blocks, except null blocks, in a table of ``num_blocks`` entries."""
+        """The most blocks in a block table of ``num_blocks`` entries, not counting null blocks."""
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """How many leading table entries a request can take from the prefix cache, at most
-        ``limit``: its next query must find all keys there. ``cached``: the block of each entry, or
-        None."""
+        """The largest usable length of a prefix cache hit, in block table entries and at most
+        ``limit``: all keys that the next token attends to must be cached. ``cached``: the cached
+        block of each table entry, or ``None``."""
         while limit:
             needed = range(self.first_needed(limit * block_size, block_size), limit)
             lost = next((index for index in reversed(needed) if cached[index] is None), None)

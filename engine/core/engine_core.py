@@ -26,8 +26,8 @@ class Executor(Protocol[Ticket]):
         ...
 
     def preview(self, ticket: Ticket) -> Column | None:
-        """Tokens that a launched step sampled before its masks were ready; ``None`` if the step
-        still runs. They are stored in ``MaskPart.drawn``."""
+        """Return the tokens that a launched step sampled before its masks were ready, for
+        ``MaskPart.drawn``; ``None`` if there are none yet."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
@@ -55,13 +55,12 @@ class Executor(Protocol[Ticket]):
 
 
 class EngineCore:
-    """The step loop, with up to ``depth`` steps in flight: with 2, a step is planned while another
-    runs.
+    """The engine's step loop. With ``depth`` 2, a step is planned while the previous one runs.
 
         launch N+1 (forward) ─> collect N, settle N ─> [masks, sample N+1] ─> launch N+2 ...
 
-    To settle a step is to apply its results to the scheduler. A step whose plan has a ``MaskPart``
-    is sampled once all earlier steps are settled; the next launch waits for this."""
+    To settle a step is to apply its results to the scheduler. A step with grammar masks is sampled
+    after all earlier steps are settled, and before the next step is launched."""
 
     def __init__(
         self, scheduler: SchedulerInterface, executor: Executor[Any], depth: int = 1

@@ -108,10 +108,10 @@ class OutputProcessor:
         return outputs_of(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
-        """Process each sequence's part of the core's outputs.
+        """Process a step's outputs of all sequences, and add the changed requests to ``moved``.
 
-        Most sequences only get tokens. They are handled inline, because calling ``_take``, ``read``
-        and ``_moved`` for each would double the time."""
+        Sequences that only got tokens are processed in this loop, since calls would double the
+        time."""
         rows, time, counts = self._rows, batch.time, self.counts
         ends = {end.index: end for end in batch.finished}
         has_more = {*ends, *batch.logprobs}  # rows with more than tokens
@@ -151,12 +151,12 @@ class OutputProcessor:
         self._moved(core_id, row, end, time, moved)
 
     def take_texts(self) -> list[RequestOutput]:
-        """Outputs for users whose texts other processes have finished meanwhile."""
+        """Return the outputs whose text other processes have detokenised since the last call."""
         return []
 
     def wait_for_texts(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for texts of other processes, or until ``wake``. Returns True if
-        there are texts."""
+        """Wait until other processes have detokenised text, ``wake`` is called, or ``seconds`` have
+        passed. Returns True if there is text."""
         return False
 
     def wake(self) -> None:
@@ -417,8 +417,8 @@ class RequestState:
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
-        """The output for the user after the sequences in ``moved`` have changed; ``None`` if a
-        "final" output is not due yet."""
+        """Make the request's output for the user, after the sequences in ``moved`` have changed.
+        ``None`` for a "final" request that has not finished."""
         finished = self._num_running == 0
         if self.kind == "delta":
             completions = (

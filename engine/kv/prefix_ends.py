@@ -28,7 +28,7 @@ NEVER = PrefixEnd(NEVER_SEEN)
 
 
 class Variant(NamedTuple):
-    """The hash of a block that has a salt, an adapter or media, and which."""
+    """A cached block's hash, with the salt and the adapter of its request."""
 
     block_hash: bytes
     cache_salt: str | None
@@ -45,11 +45,10 @@ class TokensOnly(NamedTuple):
 
 
 class PrefixEnds:
-    """Finds the reason why a prefix hit ends.
+    """Explains why a request's prefix cache hit ends where it does.
 
-    Blocks of equal tokens with another salt, adapter or media are found by a hash of the tokens
-    alone. For requests without salt, adapter and media it is the usual hash.
-    """
+    To find blocks with the same tokens but another salt, adapter or media, each block is also
+    recorded by a hash of its tokens alone."""
 
     def __init__(self, cache: PrefixCache, groups: Sequence[Group], chains: Chains) -> None:
         self._cache = cache
@@ -81,7 +80,7 @@ class PrefixEnds:
         return bare
 
     def _lost(self, chain: Sequence[bytes], num_found: int) -> PrefixEnd | None:
-        """The reason if the next block is not cached any more in some or all groups, else None."""
+        """Return the reason if the block after the hit was evicted, ``None`` if it was not."""
         cache, next_block = self._cache, chain[num_found : num_found + 1]
         if len(self._groups) == 1:
             age = cache.evictions.age(next_block[0])
@@ -95,8 +94,8 @@ class PrefixEnds:
         return PrefixEnd(WINDOW_GONE, self._age_of_windows(chain, num_found))
 
     def _age_of_windows(self, chain: Sequence[bytes], num_found: int) -> float | None:
-        """Seconds since the first block was evicted of those that a query after the next block
-        reads in layers with windows."""
+        """Seconds since the eviction of the oldest evicted block that layers with sliding windows
+        would need for a hit of ``num_found + 1`` blocks; ``None`` if unknown."""
         ages, size = [], self._chains.block_size
         for g, group in enumerate(self._groups):
             if group.window:
@@ -107,8 +106,8 @@ class PrefixEnds:
         return max((age for age in ages if age is not None), default=None)
 
     def _elsewhere(self, content: Content, block_hash: bytes, bare_hash: bytes) -> PrefixEnd:
-        """The reason for a block that was never cached, unless long ago: whether its tokens are
-        cached with another salt, adapter or media. If with several, the one most like its own."""
+        """Explain why a block that was not evicted is not cached: its tokens were never seen, or
+        are cached with another salt, adapter or media."""
         known = [*self._variants.get(bare_hash, ())]
         if bare_hash != block_hash:
             known.append(Variant(bare_hash, None, None))
@@ -120,7 +119,7 @@ class PrefixEnds:
         return PrefixEnd(REASONS[min(places)]) if places else NEVER
 
     def _remember(self, content: Content, chain: Sequence[bytes], bare: Sequence[bytes]) -> None:
-        """Remember the hashes of a request that has a salt, an adapter or media."""
+        """Record the hashes of a request's blocks with and without salt, adapter and media."""
         for block_hash, bare_hash in zip(chain, bare, strict=True):
             if block_hash != bare_hash:
                 known = self._variants.get(bare_hash, ())

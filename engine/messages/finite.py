@@ -2,14 +2,12 @@
 
     {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
 
-requires an object within an object without end. A model would generate until its token limit, so
-such a schema is refused. A place is a set of schemas that must hold for one value. First the places
-with a value that has no nested values are found, then the places with a value whose nested values
-are at places already found, and so on (a least fixed point).
+requires an object in an object without end. A model would generate until its token limit, so such a
+schema is refused. The search starts with schemas whose values need no nested values, and adds
+schemas whose nested values satisfy schemas found before (a least fixed point).
 
 Keywords that are not analysed (patterns, most ranges, ``if``, most of ``not``) count as satisfied,
-so a schema that has a finite value is never refused.
-"""
+so a schema with a finite value is never refused."""
 
 from __future__ import annotations
 
@@ -49,15 +47,15 @@ SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
 
 
 class Link(NamedTuple):
-    """A schema's number, and the link of the schema that refers to it or contains it, if any."""
+    """A schema's number, linked to the schema that contains or references it."""
 
     number: int
     led: Link | None = None
 
 
 class Way(NamedTuple):
-    """One way to build a JSON value: from values for all places in ``needed``, and for at least
-    ``num_others`` of the places in ``others``. A place is a set of schemas for one value."""
+    """One way to build a JSON object or array: it needs values for all places in ``needed``, and
+    for ``num_others`` of the places in ``others``. A place is a set of schemas for one value."""
 
     needed: tuple[Place, ...]
     others: tuple[Place, ...] = ()
@@ -73,7 +71,7 @@ class SchemaReading:
     schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[SchemaReading]:
-        """A copy of this collection for each option, with the option added."""
+        """Return one copy of this reading for each option, with that schema added to the copy."""
         return [
             SchemaReading([*self.waiting, each], set(self.seen), [*self.schemas])
             for each in options
@@ -175,7 +173,7 @@ def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
-    """The paths of all schemas in which a target of a reference is nested, at any depth."""
+    """Return the paths of all schemas that contain, at any depth, the target of a reference."""
     targets = {id(each) for part in references.schemas for each in references.targets(part)}
     found: set[Path] = set()
     for path, part in parts.items():
@@ -196,8 +194,8 @@ def _replaced(schema: Any, paths: set[Path]) -> Any:
 
 
 def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
-    """The places (sets of schemas for one value) that have a finite value. ``ways``: for each
-    place, the ways to build a value."""
+    """Return the places that a finite JSON value can satisfy. A place is a set of schemas for one
+    value; ``ways``: for each place, the ways to build a value."""
     users: dict[Place, list[Place]] = defaultdict(list)
     for place, found in ways.items():
         for each in {each for way in found for each in (*way.needed, *way.others)}:
@@ -219,8 +217,8 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """Find the place that an error message names: from ``start``, follow needed places without a
-    finite value until a place repeats or none follows."""
+    """Find the place to name in an error: follow places without a finite value from ``start``, each
+    one needed by the place before it, until one repeats."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -246,7 +244,7 @@ class Places:
         self._steps = 0
 
     def place(self, schemas: list[Any]) -> Place:
-        """The place for values that must satisfy all of these schemas."""
+        """Return the numbers of these schemas, all of which a value must satisfy."""
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
@@ -261,8 +259,8 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """For ``starts`` and all places that they need, even indirectly, the ways to build a
-        value."""
+        """Return the ways to build a value for each place in ``starts`` and for each place that
+        such a value needs, directly or not."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:
@@ -286,12 +284,11 @@ class Places:
             raise TooLargeError
 
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
-        """Yield lists of schemas that suffice for a value at this place: one list for each choice
-        among the alternatives of ``anyOf`` and ``oneOf``.
+        """Yield the combinations of schemas that a value at this place can satisfy: one list of
+        schemas for each choice among the alternatives of ``anyOf`` and ``oneOf``.
 
-        References and ``allOf`` are followed. Choices in which a schema refers to itself for the
-        same value cannot be satisfied and are left out.
-        """
+        Follows references and ``allOf``. Skips choices in which a schema requires itself for the
+        same value."""
         readings = [SchemaReading([Link(number) for number in place])]
         while readings:
             reading = readings.pop()
@@ -308,8 +305,8 @@ class Places:
             readings += found
 
     def _read(self, reading: SchemaReading) -> list[list[Link]] | None:
-        """Collect schemas until one has ``anyOf`` or ``oneOf``. Returns the lists of alternatives
-        of that schema, [] if all schemas are collected, or ``None`` if no value satisfies them."""
+        """Collect waiting schemas until one has ``anyOf`` or ``oneOf``, and return its
+        alternatives. [] if none has; ``None`` if no value satisfies the schemas."""
         while reading.waiting:
             self._count()
             link = reading.waiting.pop()

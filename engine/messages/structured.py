@@ -91,7 +91,7 @@ class StructuredOutputsParams(
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A text after which a part of a grammar begins, with special tokens written as text."""
+    """A text after which a part of the grammar begins. Special tokens are written as text."""
 
     text: str  # empty: the part begins the whole text
     part: int
@@ -117,7 +117,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """A copy of grammar and parts in which ``rules`` fill settings that are ``None``."""
+        """Return a copy in which settings that are ``None`` are taken from ``rules``."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -318,7 +318,7 @@ def _read_json(name: str, value: Any) -> tuple[Any, str]:
 
 
 def _read_quickly(value: Any) -> tuple[Any, str] | None:
-    """A faster ``_read_json`` for large schemas; ``None`` if the value needs the slower checks."""
+    """Return the parsed JSON value and its text, or ``None`` if ``_read_json`` must check it."""
     try:
         if isinstance(value, str):
             return msgspec.json.decode(value), value

@@ -45,9 +45,9 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KnownText(msgspec.Struct, array_like=True, frozen=True):
-    """What a text process must know of a sequence whose earlier tokens it has not detokenised.
-    ``read``: those tokens, in the groups in which they were detokenised, which matter if a group
-    ended within a character."""
+    """The state of a sequence whose detokenisation another text process continues. ``read``: the
+    token ids so far, in the groups in which they were detokenised (a group may end within a
+    character)."""
 
     wish: TextWish
     prompt: bytes  # token ids

@@ -39,9 +39,9 @@ class OwnNumbers:
 class Columns:
     """Properties of some requests as arrays: entry i of each array belongs to request i.
 
-    Properties are named as in ``Request``. Counts are int64; times are float64 seconds on the
-    engine's clock. An array keeps the values of its first use, and must not be written.
-    """
+    Properties have the names of ``Request``'s fields. Counts are int64, times float64 seconds on
+    the engine's clock. Arrays are made at their first use, do not change later, and are
+    read-only."""
 
     def __init__(
         self,

@@ -116,8 +116,8 @@ class SchedView(Protocol):
         ...
 
     def default_order(self) -> list[Request]:
-        """Running requests, decodes first. While prompts run and free blocks may not suffice for
-        all running requests, all are in rank order instead."""
+        """Running requests in the default order: decodes first or, if free blocks may not suffice
+        while prompts run, by rank."""
         ...
 
     @property
@@ -181,7 +181,7 @@ class SchedView(Protocol):
     def prefill_seconds(
         self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """``cost.prefill_seconds`` of many prompts, each computed in a separate step."""
+        """Predicted seconds to prefill each prompt in a step, after ``context`` cached tokens."""
         ...
 
     def start_of(self, req: Request) -> int:
@@ -299,7 +299,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        """Choose the candidate that is preempted for ``req``; all candidates are allowed."""
+        """Choose which of the candidates is preempted so that ``req`` gets its blocks."""
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:

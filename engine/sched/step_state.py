@@ -38,7 +38,7 @@ class Step:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Number of tokens reserved for those of ``decodes`` that were not offered tokens yet."""
+        """Number of tokens reserved for decodes that were not offered tokens yet."""
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
@@ -84,8 +84,8 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark a request as offered tokens. Returns False if it cannot be: it was offered tokens or
-        preempted in this step, is parked, or waits while admission is closed."""
+        """Mark a request as offered tokens. Returns False if it was offered tokens or preempted in
+        this step, is parked, or is waiting while admission is closed."""
         considered = req.table.considered.at
         if considered[req.row] == self.index:
             return False
@@ -95,7 +95,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Restart the step under a new number: all requests can be offered tokens again."""
+        """Start over with step number ``index`` and a budget of ``max_tokens`` tokens."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -121,7 +121,7 @@ class Step:
             self.admission_open, self.closed_by = False, cause
 
     def skip(self, req: Request, cause: str) -> None:
-        """Refuse this waiting request for this cause, but not those after it."""
+        """Do not start this waiting request in this step, for the given cause."""
         self.refused.append((req, cause))
 
     def record(
@@ -142,5 +142,5 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Number of granted positions for drafts: those after the last known or pending token."""
+    """Number of positions of the request that are scheduled for draft tokens."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

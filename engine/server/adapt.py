@@ -43,7 +43,7 @@ TOOL = {
 
 
 class Trait(NamedTuple):
-    """One way in which templates differ: probe conversations, and rewrites, mildest first."""
+    """A difference between templates: conversations to detect it, and rewrites to try."""
 
     probes: tuple[Messages, ...]
     rewrites: tuple[Rewrite, ...]
@@ -73,16 +73,16 @@ class Adapter:
         self._rewrites = chosen
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
-        """The first rewrite of the trait with which the template accepts all probes, or the very
-        first if none helps. ``before``: rewrites that are applied earlier."""
+        """Return the trait's first rewrite with which the template accepts all probe conversations,
+        or its first one. ``before``: rewrites that are applied earlier."""
         for rewrite in trait.rewrites:
             if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):
                 return rewrite
         return trait.rewrites[0]
 
     def _accepts(self, probe: Messages, rewrites: list[Rewrite]) -> bool:
-        """Whether the template raises no error for a rewritten probe, and the prompt contains its
-        words. The words of assistant texts may be missing."""
+        """Whether the template renders the rewritten conversation without an error and with all its
+        words, except those of the assistant."""
         try:
             prompt = self._render(_rewritten(rewrites, probe))
         except RequestError:
@@ -112,7 +112,7 @@ def _rewritten(rewrites: Iterable[Rewrite], messages: Messages) -> Messages:
 
 
 def _leaves(messages: Messages, trait: Trait) -> bool:
-    """Whether no rewrite of a trait changes this conversation."""
+    """True if the rewrites of this trait leave the conversation unchanged."""
     return all(rewrite(messages) == messages for rewrite in trait.rewrites)
 
 
@@ -189,7 +189,7 @@ def _written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_calls_alone(messages: Messages) -> Messages:
-    """Move the text of a message with tool calls into a message of its own before it."""
+    """Split each message with text and tool calls into a text message and a call message."""
     found = []
     for message in messages:
         if message.get("tool_calls"):

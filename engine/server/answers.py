@@ -146,8 +146,8 @@ class OpenAIAnswer(HttpAnswer):
         return msgspec.json.encode({**self._head, "choices": choices, **extra})
 
     def _frame(self, choice: bytes) -> Frame | None:
-        """Split an encoded choice at its placeholder ``TEXT``. ``None`` if chunks differ in more
-        than their text."""
+        """Split the JSON of a streamed choice at its placeholder ``TEXT``, to reuse the bytes for
+        all chunks. ``None`` if chunks differ in more than their text."""
         body, options = self.body, self.body.stream_options
         is_counting = options is not None and options.continuous_usage_stats
         if body.n != 1 or body.return_token_ids or is_counting:

@@ -157,7 +157,7 @@ def is_begun(messages: list[Message]) -> bool:
 
 
 def _of_system(content: Any, param: str) -> list[Message]:
-    """A list with the system message; empty if the system text has nothing for the model."""
+    """Convert Anthropic's system text to a system message; [] if the text is empty."""
     _check_text(content, param)
     text = system_text(content, param, between="\n")
     return [{"role": "system", "content": text}] if text else []

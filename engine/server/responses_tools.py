@@ -29,7 +29,7 @@ class ResponseTools:
     """The tools of one request."""
 
     def __init__(self, given: Iterable[Any]) -> None:
-        """Raises ``ApiError`` for a tool of an unknown type."""
+        """given: the tools of the request. Raises ``ApiError`` for a tool of an unknown type."""
         self.left_out: list[str] = []
         """Types of tools that the server would have to run."""
         self._names: dict[str, ToolName] = {}

@@ -1,20 +1,18 @@
 """A compiled tree that counts which tokens followed each context of a text.
 
-A context is the sequence of tokens before a position, read backwards: the longest context that
-occurred before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984) in a
-path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). The tokens of an
-edge are read from the text, at the newest occurrence of its context, which is removed last.
+A context is the sequence of tokens before a position, read backwards, so one descent finds the
+longest context that occurred before. Sources: the contexts of PPM (Cleary and Witten 1984) in a
+path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). An edge refers to
+its tokens in the text, at the newest occurrence of its context.
 
-A tree is one array of int32: a head, rows, a hash index of the rows, and the text in a ring buffer.
-A row is identified by its index in the array; 0 stands for no row. A row is either a *node*, which
-represents all contexts that occurred at the same positions, or a *follower*: a token that occurred
-after such a context. Texts that must not share contexts have separate roots.
+A tree is one int32 array: a head, rows, a hash index of the rows, and the text in a ring buffer. A
+row is identified by its index in the array; 0 means no row. A row is a *node*, which represents all
+contexts that occurred at the same positions, or a *follower*: a token that occurred after the
+contexts of a node. Texts that must not share contexts have separate roots.
 
-A token adds at most two nodes and, since a suffix automaton has at most three transitions per token
-(Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code needs 3.5 rows per token,
-random numbers 2.7, random bits 4.8. A tree has 4 rows for each token of its ring buffer, which
-takes 164 bytes per token in all. It is full when its rows or its ring buffer are.
-"""
+A token adds at most two nodes and three followers (Blumer et al. 1985): 5 rows of 32 bytes. A tree
+has 4 rows for each token of its ring buffer, as texts need fewer; it takes 164 bytes per token. It
+is full when it has no free row or its ring buffer is full."""
 
 from __future__ import annotations
 
@@ -101,8 +99,8 @@ def _home(tree: Any, owner: Any, token: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _find(tree: Any, owner: Any, token: Any) -> Any:
-    """The index in ``tree`` of the hash entry for the row with this owner and token. The entry has
-    the row, or 0 if there is none."""
+    """Find a row by its owner and token. Returns the index of its hash entry in ``tree``; the entry
+    is 0 if there is no such row."""
     index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
     at = _home(tree, owner, token)
     while True:
@@ -187,7 +185,8 @@ def _drop_follower(tree: Any, node: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add(tree: Any, node: Any, token: Any, place: Any) -> None:
-    """Count an occurrence of ``token`` after the context of a node. place: the context's end."""
+    """Count an occurrence of ``token`` after the context of a node. place: index in the ring buffer
+    of the context's last token."""
     tree[node + COUNT] += 1
     tree[node + PLACE] = place
     row = _get(tree, node, token)
@@ -234,14 +233,13 @@ def _best(tree: Any, node: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
-    """Follow the ``length`` tokens of a text that end at index ``last``, backwards, as far as they
-    occur.
+    """Search the tree for the ``length`` tokens of a text that end at index ``last``, in backward
+    order.
 
-    ``path``: the root, to which the nodes are appended. ``text``: the array with the text, the
-    index at which it begins there, and the mask of its ring buffer. Returns the number of nodes in
-    ``path``, the number of tokens found, and the node in whose edge they end (0 if they end at a
-    node).
-    """
+    ``path``: begins with the root; the nodes found are appended. ``text``: (array, index in it at
+    which the text begins, mask of its ring buffer). Returns the number of nodes in ``path``, the
+    number of tokens found, and the node to which the last edge leads if the search ended within it,
+    else 0."""
     array, base, text_mask = text
     ring, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     count, at = 1, 0
@@ -274,7 +272,8 @@ def _replace(tree: Any, old: Any, new: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _split(tree: Any, below: Any, at: Any) -> Any:
-    """Insert a node above ``below`` for the first ``at`` tokens of its context, and return it."""
+    """Split the edge to node ``below`` after the first ``at`` tokens of its context. Returns the
+    new node."""
     place = np.int64(tree[below + PLACE])
     node = _take(tree, NO_ROW, NO_ROW)
     _replace(tree, below, node)
@@ -314,8 +313,8 @@ def _join(tree: Any, node: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
-    """Add the token at ``position`` with the ``length`` tokens before it as context. Returns False
-    if the tree is full. path: an array to work in, whose first entry is the root."""
+    """Add the token at ``position``, with the ``length`` tokens before it as context, to the tree.
+    Returns False if the tree is full. path: scratch array whose first entry is the root."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])
@@ -365,7 +364,8 @@ def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
 @compiled  # type: ignore[untyped-decorator]
 def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
     """Write drafts from one tree into ``query`` after its first ``known`` tokens. Returns the
-    number of drafts, and how many of them are expected to be right."""
+    number of drafts, and how many of them are expected to be right. path: scratch array that begins
+    with the root."""
     num, chance, expected = 0, 1.0, 0.0
     while num < most:
         end = known + num
@@ -419,8 +419,8 @@ def enter_rows(tree: Any) -> None:
 
 @_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
 def change_roots(tree: Any, root: Any) -> Any:
-    """For ``root`` 0, add a root and return it; 0 if the tree is full. Otherwise free this root,
-    which must have no tokens left, and return 0."""
+    """Add a root if ``root`` is 0: returns the new root, or 0 if the tree is full. Otherwise free
+    ``root``, which must have no tokens left, and return 0."""
     if root:
         _give_back(tree, root)
         return 0
@@ -429,13 +429,12 @@ def change_roots(tree: Any, root: Any) -> Any:
 
 @_called(_ints, types.UniTuple(_long, 4), types.boolean, returns=_long)  # type: ignore[untyped-decorator]
 def enter(tree: Any, span: Any, is_new: Any) -> Any:
-    """Add tokens of a text to the tree until it is full, or remove its oldest tokens if not
-    ``is_new``.
+    """Add tokens of a text to the tree or, if not ``is_new``, remove its oldest tokens.
 
-    ``span``: the root of the text, the index of its first token, and the range [first, end) of
-    tokens to add or remove. They, and the ``DEPTH`` tokens before them, must be in the ring buffer,
-    each at its index modulo the buffer's length. Returns the first index that was not processed.
-    """
+    ``span``: (root of the text, index of its first token, first and end of the tokens to process).
+    The ring buffer must contain them and the ``DEPTH`` tokens before them, each at its index modulo
+    the buffer's length. Returns the index at which it stopped: before ``end`` only if the tree is
+    full."""
     root, begin, first, end = span
     depth = np.int64(tree[DEPTH])
     path = np.empty(depth + 2, dtype=np.int64)
@@ -453,13 +452,12 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
 )
 def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
-    """Write at most ``most`` drafts into ``query`` after its first ``known`` tokens. Returns the
-    number of drafts.
+    """Draft up to ``most`` tokens after the first ``known`` tokens of ``query``, and write them
+    there. Returns the number of drafts.
 
-    The drafts come from the tree in which more of them are expected to be right (from ``one`` if
-    this is equal). ``roots``: the root in each tree; 0: do not use this tree. ``limits``: the most
-    drafts per token of the context found, and the least probability of a draft.
-    """
+    Uses the tree in which more drafts are expected to be right. ``roots``: the text's root in
+    ``one`` and in ``other``, 0 to skip a tree. ``limits``: (most drafts per token of the context
+    that was found, least probability of a draft)."""
     path = np.empty(max(one[DEPTH], other[DEPTH]) + 2, dtype=np.int64)
     kept = np.empty(most, dtype=np.int32)
     num, expected = 0, 0.0

@@ -38,9 +38,9 @@ class KeptDrafts:
         self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all its tokens are computed
 
     def begin(self, plan: StepPlan) -> None:
-        """Register the blocks of a plan: blocks of a prefix hit keep their content, new blocks have
-        none. For each sequence in the plan, forget all computed tokens from its first position on,
-        such as rejected drafts."""
+        """Prepare for a plan. Blocks of prefix hits keep what the draft model computed, new blocks
+        are empty. In each sequence, tokens from its first planned position on (rejected drafts) are
+        forgotten."""
         self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         if plan.new:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -57,13 +57,12 @@ class KeptDrafts:
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
     def work(self, rows: DraftWork, limit: int, budget: int) -> DraftWork:
-        """Choose the tokens that the draft model computes after a step. rows: the step's tokens;
-        limit: the first position that the draft model cannot compute; budget: the most tokens in
-        all. Call ``computed`` once they are computed.
+        """Choose the tokens that the draft model computes after a step, within a ``budget`` of
+        tokens. rows: the tokens of the step; limit: first position that the draft model cannot
+        compute.
 
-        A sequence that needs more tokens than the budget has left gets no drafts: it computes what
-        is left.
-        """
+        If the rest of the budget is too small for a sequence, it gets no drafts and computes what
+        fits. Call ``computed`` afterwards."""
         ends = rows.starts + rows.counts
         # All rows that want drafts get as many as the row that wants most.
         reaches = ends + rows.wanted.max(initial=0) <= limit
@@ -89,8 +88,8 @@ class KeptDrafts:
         self._noted[work.slots] = certain
 
     def _record(self, slots: Column, first: Column, end: Column) -> None:
-        """Record the KV blocks that are complete because the draft model has computed the final
-        tokens [first, end) of these slots."""
+        """Record which KV blocks the draft model has completed by computing the tokens [first, end)
+        of each slot. The tokens must be final."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):
@@ -110,8 +109,8 @@ def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
 
 
 class SpareBlocks:
-    """KV blocks in addition to the pool, for drafts beyond the blocks of a sequence. Accepted
-    drafts are computed again in blocks of the sequence."""
+    """Spare KV blocks outside the pool, into which draft tokens are computed that do not fit into a
+    sequence's own blocks."""
 
     def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
         self._num_slots = num_slots
@@ -122,9 +121,8 @@ class SpareBlocks:
         return self._num_slots * self._each
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] of spare blocks only, numbered after the pool's
-        ``num_blocks``. Each table repeats the few blocks of its slot in turn, so that adjacent
-        entries differ."""
+        """Block tables [slots, width] that contain only spare blocks, whose numbers begin at
+        ``num_blocks``. A table repeats its slot's few blocks in turn."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

@@ -1,9 +1,9 @@
-"""Translates a parsed grammar to llguidance's input: named grammars, the first one is the root.
+"""Translates a parsed grammar to llguidance's input: named grammars, of which the first is the
+root.
 
-With ``whitespace_pattern`` there are two inputs, both of which must accept the output. llguidance
-may omit whitespace anywhere, so the second input ignores values and only requires that the
-whitespace between two JSON tokens matches the pattern.
-"""
+``whitespace_pattern`` needs a second input, since llguidance may omit whitespace anywhere. It
+checks only that whitespace between JSON tokens matches the pattern. The output must satisfy both
+inputs."""
 
 from __future__ import annotations
 

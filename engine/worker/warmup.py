@@ -64,10 +64,10 @@ def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
 
 def warm_up(driver: Driver, num_blocks: int) -> float:
     """Run a prompt and some decodes, so that kernels are compiled and loaded before the first
-    request.
+    request. Returns the seconds that this took.
 
-    Returns the seconds that it took. Errors of its rows are ignored, since requests will report
-    them. The KV blocks that it wrote are zeroed."""
+    Afterwards the KV blocks that were used are zeroed. Errors are ignored, as requests will report
+    them."""
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)

@@ -217,7 +217,7 @@ class ModelWorker:
             return self.driver.launch(plan)
 
     def preview(self, ticket: Pending) -> Column | None:
-        """Sample before the masks are known; see ``Driver.preview``."""
+        """Sample a step before its grammar masks are ready; ``None`` if impossible."""
         return self.driver.preview(ticket)
 
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
@@ -380,7 +380,7 @@ def make_machine(
     layout: KVLayout,
     features: Sequence[Feature] = (),
 ) -> Machine:
-    """Create the objects that compute a step. The KV cache is an empty list until allocated."""
+    """Create the objects that compute steps. The list of KV tensors is empty until ``allocate``."""
     sched, block_size = config.scheduler, config.block_size
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)

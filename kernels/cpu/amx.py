@@ -32,10 +32,9 @@ _TILE = ROWS * ROW_BYTES
 
 
 def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
-    """Return the signature and the code generator of a tile operation. given: argument types, the
-    last one that of `soft`; literals: the arguments that must be literals; soft_body: the
-    emulation, compiled if `soft` is true; emit(builder, args): emits the AMX instruction
-    otherwise."""
+    """Return the signature and the code generator of a tile operation. given: all argument types,
+    those in `literals` must be literals, and the last one is the literal `soft`. If it is true,
+    calls of `soft_body` are generated, otherwise AMX instructions by emit(builder, args)."""
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     is_soft = literals[-1].literal_value
@@ -124,7 +123,7 @@ def load_once(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def store(typing_context, state, tile, address, stride, soft):
-    """The 64 bytes at address + row * stride = tile[row]."""
+    """Store a tile: each row is written as 64 bytes to address + row * stride."""
 
     def emit(builder, args):
         name = "llvm.x86.tilestored64"
@@ -135,7 +134,8 @@ def store(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def dot(typing_context, state, total, left, right, soft):
-    """total [16, 16] float32 += left [16, 32] @ right [16 pairs, 16, 2], both bfloat16."""
+    """Multiply tiles: total [16, 16] float32 += left [16, 32] @ right [16 pairs, 16, 2], both
+    bfloat16."""
     numbers = (total, left, right)
 
     def emit(builder, args):

@@ -142,9 +142,8 @@ def has(feature: str) -> bool:
 
 
 def has_wide_pairs() -> bool:
-    """True if bfloat16 dot products without tiles are twice as fast as float32 products, as on
-    processors with AVX-512 BF16 and AVX-VNNI (Zen 5). Earlier ones (Cooper Lake, Zen 4) have half
-    that rate."""
+    """True if bfloat16 dot products without tiles are twice as fast as float32 products, as on Zen
+    5 (AVX-512 BF16 and AVX-VNNI), but not on Zen 4 or Cooper Lake."""
     return LEVEL == "avx512_bf16" and has("avxvnni")
 
 

@@ -105,8 +105,8 @@ def penalise_rows(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.reference.logits.token_logprobs`. Computed in float32, and only for the tokens
-    whose log-probabilities are returned."""
+    """Return the log-probabilities [R, M] of token_ids [R, M], and the rank [R] of each row's first
+    token (1: the most likely). Processes rows in chunks of at most ``max_chunk`` logits."""
     num_rows, vocab_size = logits.shape
     step = max(1, max_chunk // max(1, vocab_size))
     parts = [
@@ -136,8 +136,8 @@ def _edits(x, starts, ids, values, until, slots, positions):
 
 @kept
 def _words(x, words, slot, output):
-    """Forbid in one row of logits x [V] each token that would complete a forbidden word of the
-    request in `slot`. output: the request's output tokens so far."""
+    """Forbid in a row of logits x [V] each token that would complete a bad word of the request in
+    `slot`. output: the request's output tokens so far; words: arrays of all bad words."""
     starts, token_starts, token_ids = words
     for word in range(starts[slot], starts[slot + 1]):
         first, last = token_starts[word], token_starts[word + 1] - 1
@@ -190,8 +190,8 @@ def _lowered(logit, count, factors):
 
 @kept
 def _penalise(x, prompt_bits, seen, factors):
-    """Apply penalties to one row of logits x [V]. seen [V]: how often each token occurred in the
-    output."""
+    """Apply repetition, presence and frequency penalties to a row of logits x [V]. prompt_bits: bit
+    mask of the prompt's tokens; seen [V]: how often each token occurred in the output."""
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
         bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]

@@ -93,12 +93,11 @@ class Recorder:
         self._unfit: set[_Kind] = set()
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute ``work`` on an input [N, ...], directly or by a replay. The input may be
-        overwritten, and the next step overwrites the result. Result rows of padding tokens are
-        undefined.
+        """Compute ``work`` on an input [N, ...], directly or by replaying a recording. ``work``
+        must be the same in all calls; only N and the data that attention reads may change.
 
-        Every call must give the same work; only N and what attention reads may change.
-        """
+        The input may be overwritten. The next step overwrites the result, in which rows of padding
+        tokens are undefined."""
         kind = _kind_of(len(given), meta)
         recording = self._kept.get(kind)
         if recording is not None:
@@ -116,8 +115,8 @@ class Recorder:
         return result
 
     def _room_for(self, recording: Recording | None) -> int:
-        """Returns the most tokens of a step for which the arena has memory, estimated from a
-        recorded step; 0 if the step could not be recorded."""
+        """Estimate from a recorded step how many tokens a step may have to fit the arena; 0 for
+        ``None``."""
         return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
 
 
@@ -139,8 +138,8 @@ def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
 def record(
     work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
-    """Compute the work and record its kernel launches. memory: the arena, uint8. Returns the result
-    and the recording, or ``None`` if torch computed anything or the arena is too small."""
+    """Compute ``work`` and record its kernel launches. memory: the arena, uint8. Returns the result
+    and the recording, which is ``None`` if torch computed anything or the arena is too small."""
     watch = _Watch(memory)
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:
@@ -185,8 +184,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def placed(self, made: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor in the arena to use in place of the new tensor ``made``; if that is
-        impossible, returns ``made`` and sets ``is_fit`` to False."""
+        """Return a tensor like ``made`` in the arena. If that is impossible, return ``made`` and
+        set ``is_fit`` to False, so that the step is not recorded."""
         if not self.is_fit or not made.is_contiguous():
             self.is_fit = False
             return made
@@ -207,7 +206,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Arena:
-    """Allocates parts of a memory of ``size`` bytes, first fit, and counts their holders."""
+    """Allocates memory from ``size`` bytes, and counts the holders of each part."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -216,8 +215,8 @@ class Arena:
         self._holders: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocate a part without holders and return its offset in bytes; ``None`` if there is no
-        room."""
+        """Allocate memory and return its offset in bytes; ``None`` if there is no room. It has no
+        holder yet."""
         before = 0
         for start, end in [*self._used, (self.size, 0)]:
             if start - before >= num_bytes:
@@ -229,13 +228,13 @@ class Arena:
         return None
 
     def hold(self, offset: int) -> int:
-        """Add a holder to the part that contains byte ``offset``. Returns where the part starts."""
+        """Add a holder to the memory that contains byte ``offset``. Returns the memory's start."""
         start = self._used[bisect_right(self._used, (offset, self.size)) - 1][0]
         self._holders[start] += 1
         return start
 
     def drop(self, start: int) -> None:
-        """Remove a holder from the part that starts at ``start``; without holders it is freed."""
+        """Remove a holder of the memory at ``start``; the last one frees the memory."""
         self._holders[start] -= 1
         if not self._holders[start]:
             del self._holders[start]

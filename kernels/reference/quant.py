@@ -28,8 +28,8 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-    """Returns a view of the weight [N, K] and a function that broadcasts a tensor [N, G] to that
-    view."""
+    """Return the weight [N, K] in a shape to which groups can be applied, and a function that
+    broadcasts a tensor [N, G] to that shape."""
     num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
     groups = matrix.groups
     if groups is None and num_inputs == num_groups * matrix.group_size:
@@ -57,7 +57,7 @@ def weight_only_product(
 def quantize_rows(
     x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the rows of x [M, K] to float8_e4m3fn; see kernels.quant.quantize_rows."""
+    """Quantise the rows of x [M, K] to float8_e4m3fn. Returns values and scales."""
     if scale is None:
         scales = (wide(x).abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=LEAST_SCALE)
     else:

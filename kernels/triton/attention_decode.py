@@ -114,7 +114,7 @@ def decode_launches(
 def tile_of(
     q: torch.Tensor, kv_layer: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[tuning.Tile, int]:
-    """Returns the tile of the decode kernel and the number of query heads per program. sizes:
+    """Return the tile sizes of the decode kernel and the number of query heads per program. sizes:
     (number of sequences, maximum query tokens of a sequence)."""
     num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
@@ -132,12 +132,11 @@ def launches_of(
     *,
     fills: bool,
 ) -> list[Launch]:
-    """Returns the launches of decode attention: plan (at its first use in a step), attention, and
-    the merge if sequences may be split.
+    """Return the kernel launches of decode attention: planning (once per step), attention, and
+    merging if keys of a sequence may be split among programs.
 
     step: (queries, cache, meta, options); sizes: (number of sequences, maximum query tokens of a
-    sequence). fills: see ``Launch.fills_registers``.
-    """
+    sequence); fills: let the attention kernel use all registers."""
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes
     arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, sizes)

@@ -1,9 +1,8 @@
-"""Bins of logits. The number of tokens in each bin shows which bins may contain the smallest logit
-that top-k or top-p keeps (the cut).
+"""Sorts logits into bins. The number of tokens in each bin shows which bins may contain the
+smallest logit that top-k or top-p keeps (the cut).
 
-A window is (largest logit, bins per unit); the last bin contains all lower logits. Bins are
-computed by operations that are monotonic even with rounding, so bins are ordered like logits.
-"""
+Bin 0 begins at the largest logit; the last bin contains all lower logits. window: (largest logit,
+bins per unit). Rounding never changes the order of two bins."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def bin_of(x, window, BINS: tl.constexpr):
 
 @triton.jit
 def mass_bounds(counts, window, scale, BINS: tl.constexpr):
-    """Returns a lower and an upper bound of each bin's sum of token weights. counts: tokens in each
-    bin; scale: weights are proportional to 2 ** (scale * logit)."""
+    """Return a lower and an upper bound of the sum of token weights in each bin. counts: tokens per
+    bin; scale: a token's weight is proportional to 2 ** (scale * logit)."""
     bin = tl.arange(0, BINS)
     depth = bin.to(tl.float32) / window[1]
     heaviest = tl.exp2(-depth * scale).to(tl.float64) * (UNIT * (1 + SLACK))
@@ -40,8 +39,8 @@ def mass_bounds(counts, window, scale, BINS: tl.constexpr):
 
 @triton.jit
 def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
-    """Returns the first and the last bin that may contain the cut. total: sum of the weights of all
-    tokens that pass min-p; limits: (top_k, top_p, whether top_k is on)."""
+    """Return the first and the last bin that may contain the smallest logit kept by top-k or top-p.
+    total: sum of the weights of all tokens that pass min-p; limits: (top_k, top_p, has top_k)."""
     top_k, top_p, has_top_k = limits
     bin = tl.arange(0, BINS)
     first = tl.zeros([], tl.int32)

@@ -62,7 +62,7 @@ def gather_kernel(  # noqa: PLR0913
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities and ranks; see kernels.reference.logits.token_logprobs."""
+    """Returns the log-probabilities [R, M], and the rank [R] of each row's first token id."""
     logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     if len(logits):

@@ -127,7 +127,7 @@ def _written(
 
 
 def _shown(cells: Sequence[Cell]) -> Cell:
-    """Returns the cell to show: of those with the first setting, the one with the highest load at
+    """Choose the cell to show: among those with the first setting, the one with the highest load at
     which the first policy is not overloaded."""
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)

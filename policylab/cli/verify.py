@@ -57,14 +57,14 @@ STANDARD_PREDICTOR = "history"
 
 @cache
 def halves() -> SimulatedHalves:
-    """Returns the maker of grammars and other scheduler features for simulated engines. All engines
-    of this process share it, and so its compiled grammars."""
+    """The grammars and other scheduler features of simulated engines, shared by all engines of this
+    process so that grammars are compiled once."""
     return SimulatedHalves()
 
 
 class VerifyHunt(NamedTuple):
-    """A policy to verify (``None``: each seed draws one), its options, and how often the whole
-    state is checked: after every ``every``-th step."""
+    """What to verify: a policy (``None``: a random one for each seed) and its options. The whole
+    state is checked after every ``every``-th step."""
 
     policy: str | None
     options: dict[str, Any] | None

@@ -137,8 +137,8 @@ def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def calibrate(
     logs: Iterable[Sequence[Sample]], name: str, source: dict[str, Any] | None = None
 ) -> Profile:
-    """Fit a profile to all steps of these logs. Its report has the errors, on half of the steps, of
-    a profile fitted to the other half. Raises ``ConfigError`` for too few steps."""
+    """Fit a profile to all steps of these logs. Its report has prediction errors, from a fit to one
+    half of the steps and a test on the other. Raises ``ConfigError`` for too few steps."""
     logs = [list(log) for log in logs]
     everything = [sample for log in logs for sample in log]
     if len(everything) < MIN_STEPS:
@@ -172,7 +172,7 @@ def fit(
     source: dict[str, Any] | None = None,
     report: dict[str, Any] | None = None,
 ) -> Profile:
-    """Fit a profile to these steps, without bias in total."""
+    """Fit a profile to steps, such that predicted and measured times have equal sums."""
     shapes = [sample.shape for sample in samples]
     knots = knots_for(np.array([shape.num_tokens for shape in shapes]))
     sizes = np.array([features(shape, knots) for shape in shapes])
@@ -203,8 +203,8 @@ def fit(
 
 
 def knots_for(tokens: NDArray[np.int64]) -> list[int]:
-    """Returns the numbers of tokens per step at which the cost per token may change. On both sides
-    of each there are enough steps."""
+    """Choose the numbers of tokens per step at which the cost per token may change, so that each
+    range between them has enough steps."""
     knots: list[int] = []
     for knot in KNOTS:
         below = (tokens <= knot) & (tokens > (knots[-1] if knots else 0))
@@ -214,9 +214,9 @@ def knots_for(tokens: NDArray[np.int64]) -> list[int]:
 
 
 def relative_fit(sizes: Floats, measured: Floats) -> Floats:
-    """Non-negative least squares for errors relative to the expected time. (Errors relative to the
-    measured time would favour short steps.) Outliers count as three times the expectation. Returns
-    a cost for each column of ``sizes``."""
+    """Fit a non-negative cost to each column of ``sizes`` [steps, columns] by least squares. Errors
+    are relative to the predicted time (relative to the measured time they would favour short
+    steps), and outliers count as ``OUTLIER`` times the prediction."""
     expected = np.maximum(measured, 1e-9)
     for _ in range(PASSES):
         usual = np.minimum(measured, OUTLIER * expected)
@@ -244,8 +244,8 @@ def _non_negative(sizes: Floats, values: Floats) -> Floats:
 
 
 def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
-    """Fit the time between two steps on the host, without bias in total. Returns its cost and the
-    ratios of measured to fitted times."""
+    """Fit the host's time between two steps so that the total is the measured one. Returns the cost
+    and the ratios of measured to fitted times."""
     busy = [sample for sample in samples if sample.host > 0.0]
     if len(busy) < MIN_STEPS // 2:
         return HostCost(), []
@@ -262,9 +262,9 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
 def _ratios(
     measured: Floats, predicted: Floats, kinds: NDArray[Any]
 ) -> tuple[NDArray[np.intp], list[float]]:
-    """Returns the indices of steps to keep as noise, and their ratios of measured to predicted
-    time. If there are too many steps, whole windows of consecutive steps are kept. The ratios of
-    each kind of step are scaled to a mean of 1, weighted by predicted time."""
+    """Return the indices of the steps to keep as noise, and their ratios of measured to predicted
+    time. Keeps at most ``MAX_NOISE`` steps, in windows of consecutive ones. The mean ratio of each
+    kind of step, weighted by predicted time, is scaled to 1."""
     kept = np.arange(len(measured))
     if len(kept) > MAX_NOISE:
         windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)

@@ -40,10 +40,8 @@ class LaunchedStep(NamedTuple):
 
 
 class ForcedLengths:
-    """An executor that ends each request after a given number of output tokens, whatever the model
-    samples.
-
-    The last token is replaced by a stop token; scheduler and policy do not know it in advance."""
+    """An executor that ends each request after a given number of output tokens, by replacing its
+    last token by a stop token. Scheduler and policy do not know the number."""
 
     def __init__(
         self,

@@ -1,17 +1,15 @@
 """The part of a run from which its figures are computed.
 
 *Steady*: requests after the warm-up count, up to the last arrival. The warm-up is found by MSER-5:
-requests form groups of five in order of arrival, and leading groups (at most half of all) are left
-out so that the standard error of the mean of the rest is smallest. This is done for the time to
-first token and for the number of requests in the engine at each arrival; the longer warm-up is
-used.
+requests form groups of five in order of arrival, and the first groups (at most half) are left out
+such that the rest has the smallest standard error of its mean. This is done for the time to first
+token and for the number of requests in the engine at each arrival; the longer warm-up is used.
 
 *Overloaded*: the queue grows without end, so means would depend on the length of the run. The
-arrivals after the first fifth are divided into eight parts, each with its mean number of requests
-in the engine. The run is overloaded if the later mean is larger in at least 24 of the 28 pairs of
-parts, and if the mean rises from the first part to the last by at least 6 % of the arrivals in
-between. (At 1.1 times the capacity it rises by 9 %; runs of 1,000 requests at 0.9 and 1.2 times the
-capacity are hardly ever misjudged.) The same test, with thresholds of 15 %, or 50 % for 20 to 79
+arrivals after the first fifth are divided into eight parts. The run is overloaded if the mean
+number of requests in the engine is larger in the later part in at least 24 of the 28 pairs of
+parts, and grows from the first part to the last by at least 6 % of the arrivals in between. (At 1.1
+times the capacity it grows by 9 %.) The same test, with thresholds of 15 %, or 50 % for 20 to 79
 requests, is made for each tier, user and priority, and for the quarters of requests with the
 longest prompts and outputs: a scheduler may starve a class while the whole queue hardly grows.
 
@@ -75,13 +73,14 @@ class Window(NamedTuple):
         return self.state in (AT_ONCE, BACKLOG, WHOLE)
 
     def whole(self, state: str = WHOLE) -> Window:
-        """A window in which all requests of the run count, with this ``state``."""
+        """A window with all requests of the run. ``state``: why all of them count."""
         if self.is_whole:
             return self
         return Window(0.0, self.until, 0, state, until=self.until)
 
     def joined(self, other: Window) -> Window:
-        """This window; if the warm-up of ``other`` is longer, with the start of ``other``."""
+        """Return this window, or a copy that begins when ``other`` begins if that has the longer
+        warm-up."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
 
     def _begin(self, other: Window) -> Window:
@@ -114,8 +113,8 @@ def window(requests: Requests, *, is_backlog: bool = False) -> Window:
 
 
 def growing(requests: Requests) -> str:
-    """A text on what grows without end: "its queue", or such as "the number of its requests of tier
-    'batch'"; empty if nothing does."""
+    """Describe what grows without end in a run, such as "its queue" or "the number of its requests
+    of tier 'batch'"; "" if nothing does."""
     if is_growing(in_engine(requests)):
         return "its queue"
     for name, which in _classes(requests):
@@ -173,9 +172,9 @@ def is_growing(
     rising: int = MIN_RISING,
     least: int = MIN_ARRIVALS,
 ) -> bool:
-    """True if ``inside``, the number of requests in the engine [arrivals], keeps growing: of 28
-    pairs of its eight parts, at least ``rising`` have the larger mean in the later part, and the
-    mean rises by ``slope`` per arrival or more. False for fewer than ``least`` arrivals."""
+    """True if ``inside``, the number of requests in the engine [arrivals], keeps growing. It is
+    divided into eight parts: at least ``rising`` of 28 pairs have the larger mean in the later
+    part, and the mean grows by ``slope`` per arrival. False for fewer than ``least`` arrivals."""
     if len(inside) < least:
         return False
     parts = _parts(inside)

@@ -253,7 +253,7 @@ class RequestMaker:
         )
 
     def hints(self, max_tokens: int) -> dict[str, Any]:
-        """Random hints for policies, always with the output length for the oracle predictor."""
+        """Random hints for a policy, always with ``output_tokens`` for the oracle predictor."""
         rng = self.rng
         hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
         if "hints" in self.features:

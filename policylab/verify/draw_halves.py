@@ -40,7 +40,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def with_halves(case: Case, seed: int) -> Case:
-    """The case with a real drafter, real grammars or both."""
+    """Return the case with a real drafter, real grammars, or both, chosen by ``seed``."""
     rng = Random(f"halves of {seed}")
     has_drafts = rng.random() < 0.8
     has_grammars = not has_drafts or rng.random() < 0.6

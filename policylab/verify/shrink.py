@@ -32,11 +32,10 @@ def to_its_end(num_tries: int, best: Case) -> bool:
 
 
 class Clocked:
-    """A time limit for shrinking: ``limit`` seconds from its creation, after which the current run
-    may still end.
+    """Limits shrinking to ``limit`` seconds from its creation. A run that has begun is finished.
 
-    ``tell(num_tries, best, seconds)`` is called now and then with the number of runs, the smallest
-    case so far and the elapsed seconds."""
+    From time to time ``tell(num_tries, best, seconds)`` gets the number of runs, the smallest case
+    so far and the elapsed seconds."""
 
     def __init__(
         self,

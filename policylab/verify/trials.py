@@ -1,8 +1,8 @@
 """Trials of a policy, for failures that show only over many steps.
 
-The trials are: an overload, and crowds of requests (starvation, low throughput); many small
-requests (growing data); two engines in one process; other interpreters. None depends on the speed
-of the machine. A policy may declare results of the first two as intended (``Policy.by_design``)."""
+The trials are: an overload, crowds of requests, many small requests (to find data that grows), two
+engines in one process, and other interpreters. None depends on the speed of the machine. A policy
+may declare failures of the first two as intended (``Policy.by_design``)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _with_way_out(failure: TrialFailure) -> str:
 
 
 def statements(policy: Policy) -> dict[str, str]:
-    """The policy's ``by_design``: reasons by key. Raises ``ConfigError`` if it is invalid."""
+    """The policy's ``by_design``: reasons by failure. Raises ``ConfigError`` if it is invalid."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
         raise ConfigError(
@@ -212,7 +212,7 @@ def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[Trial
 
 
 def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
-    """A failure if one user's requests take far longer than equal requests of other users."""
+    """Yield a failure if a user's requests take far longer than those of other users."""
     if len(seen.steps_by_user) < len(USERS):
         return
     usual = median(seen.steps_by_user.values())
@@ -263,7 +263,7 @@ def _words(code: CodeType) -> Iterator[str]:
 
 
 def check_predictor(simulation: Simulation) -> None:
-    """Check that the length predictor gave only valid answers."""
+    """Raise ``AssertionError`` if the length predictor failed or predicted a negative length."""
     predictor = simulation.scheduler.view.predictor
     if isinstance(predictor, GuardedPredictor):
         assert not predictor.num_failures, predictor.first_failure
@@ -321,8 +321,8 @@ def _questions() -> list[Question]:
 def _begin_elsewhere(
     stack: ExitStack, policy: Any, options: dict[str, Any] | None, trials: Trials
 ) -> Others | None:
-    """Start two other interpreters and send all questions to both; ``None`` if that is
-    impossible."""
+    """Start two other interpreters and send them all questions. Returns ``None`` if they cannot be
+    started."""
     try:
         first, second = _pair(stack, policy, options)
     except ConfigError as error:
@@ -363,8 +363,8 @@ def _elsewhere(
 def _differs(
     policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
 ) -> TrialFailure:
-    """The failure for a question to which two interpreters gave different answers, with the
-    smallest case found."""
+    """Return the failure for a question that two interpreters planned differently, with the
+    smallest such case as a program."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
         case = _case(question, policy, options)
@@ -397,7 +397,7 @@ def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> s
 
 
 def _case(question: Question, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case of a question; a crowd becomes a case with all its requests as events."""
+    """Return the case to plan for a question: drawn from its seed, or the crowd's requests."""
     if question.seed is not None:
         return draw_case(question.seed, policy, options)
     [kind] = [kind for kind in KINDS if kind.name == question.crowd]

@@ -92,7 +92,7 @@ class Gptq:
         return QuantizedWeight(matrix=check_groups(module, matrix), dtype=dtype)
 
     def _groups(self, stored: torch.Tensor | None, inputs: int) -> torch.Tensor | None:
-        """The group of each input, [in]; ``None`` if each group is a range of adjacent inputs."""
+        """The group of each input [in], or ``None`` if groups are consecutive inputs."""
         regular = torch.arange(inputs) // self._size(inputs)
         if stored is None or torch.equal(stored.long(), regular):
             return None

@@ -37,14 +37,14 @@ class QuantizedModules:
         self._form = form
 
     def holds(self, part: TargetPart) -> bool:
-        """True if a checkpoint tensor is the weight of a quantised module."""
+        """True if ``part`` is the weight of a module that the checkpoint stores quantised."""
         return part.name.endswith(".weight") and is_quantized(
             module_of(part), self._checkpoint.tensors
         )
 
     def tensors(self, part: TargetPart) -> dict[str, str]:
-        """The names of the tensors that store a weight, by ``suffixes[0]`` of each field. Raises
-        ``ModelError`` if a tensor is missing or has a wrong shape or type."""
+        """Map the suffixes of a quantised weight's tensors, such as ``qweight``, to their names.
+        Raises ``ModelError`` if a tensor is missing or has a wrong shape or type."""
         module, found = module_of(part), {}
         for field in self._form.fields(module, matrix_shape(part)):
             name = self._find(module, field)

@@ -75,8 +75,8 @@ class FaultLog:
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
-        """Called after a step was planned. Logs a hook that took over a second in this step; after
-        that, only a hook that is twice as slow."""
+        """Finish measuring a step. Logs its slowest hook if that took more than a second, and at
+        least twice as long as the last hook that was logged."""
         self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
@@ -413,7 +413,7 @@ class PolicyGuard(Policy):
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """Return ``on_grant`` with ``num_tokens`` and ``view`` bound: a function of the request."""
+        """Return a function that calls ``on_grant`` for a request with these arguments."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["on_grant"]
 
@@ -454,7 +454,7 @@ class PolicyGuard(Policy):
     _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """Call a hook. If the policy lacks it, or it fails, return the default hook's result."""
+        """Call a hook of the policy; if it is missing or fails, the default policy's hook."""
         if hook in self._in_use:
             answer = self._call(hook, wrong, *args)
             if not self._failed:
@@ -503,7 +503,7 @@ class PolicyGuard(Policy):
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Error text if ``answer`` is not one rank per request. Tuples in it are not checked."""
+        """Return an error text if ``answer`` has not one rank per request, else ``None``."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)

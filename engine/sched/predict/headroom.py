@@ -29,9 +29,8 @@ class Judgement(NamedTuple):
 class Headroom:
     """Decides by the cost model whether headroom (free blocks for running requests) is kept.
 
-    It is not kept before ``learning_steps`` measured steps, nor while its gain is uncertain. A
-    decision is valid for ``look_every`` steps.
-    """
+    Headroom is kept only after ``learning_steps`` measured steps, and only if it clearly saves
+    time. A decision is valid for ``look_every`` steps."""
 
     def __init__(
         self, *, learning_steps: int = LEARNING_STEPS, look_every: int = LOOK_EVERY
@@ -48,8 +47,8 @@ class Headroom:
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Set ``is_kept``: whether computing ``num_tokens`` tokens of a preempted request again
-        costs more time than holding back a waiting request."""
+        """Decide whether to keep headroom (``is_kept``): whether computing ``num_tokens`` tokens of
+        a preempted request again is expected to cost more time than delaying a waiting request."""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)

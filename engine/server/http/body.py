@@ -1,4 +1,4 @@
-"""Read request bodies. There is a size limit for each, and one for all that are being read."""
+"""Read request bodies, within a limit for each body and one for their total size."""
 
 from __future__ import annotations
 

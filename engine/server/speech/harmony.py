@@ -84,7 +84,7 @@ class HarmonyParser:
                 is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether the text continues with a header that lacks its first marker."""
+        """Whether the text continues with a header whose first marker is missing."""
         source = self._source
         source.hold()
         yield from source.skip_space()

@@ -229,9 +229,9 @@ def _regex_in(written: str) -> str:
 
 
 def _expand(rules: dict[str, Node], name: str, space: str, inside: dict[str, int]) -> str | None:
-    """The regular expression of a rule; ``None`` if it is nested deeper than ``MAX_NESTING``.
-    space: expression of ignored text before terminals; inside: number of enclosing uses of each
-    rule."""
+    """Expand a grammar rule to a regular expression; ``None`` if it is nested deeper than
+    ``MAX_NESTING``. space: expression for ignored text before each terminal; inside: for each rule,
+    how often it encloses this one."""
     if name not in rules:
         raise LarkError(f"{name!r:.40} is not defined")
     if inside.get(name, 0) > MAX_NESTING:

@@ -110,7 +110,7 @@ class MarkedText:
         return self._without_markers(text)
 
     def flush(self) -> str:
-        """Return the beginning of a marker at the end of the text, which ``read`` has held back."""
+        """Return text that ``read`` held back as a possible beginning of a marker."""
         held, self._held = self._held, ""
         return held
 
@@ -153,7 +153,7 @@ def _is_in(marker: str, text: str) -> bool:
 
 
 def _replaced(value: Any, signs: dict[str, str]) -> Any:
-    """Replace markers in all texts of a template, where patterns may have them escaped."""
+    """Replace markers, also regex-escaped ones, by their signs in all strings of a template."""
     if isinstance(value, str):
         for marker, sign in signs.items():
             value = value.replace(re.escape(marker), sign).replace(marker, sign)

@@ -69,8 +69,8 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """Try to parse a call's arguments. Returns False if they are none. first: tags that may
-        begin them; is_marked: the call had an opening marker, so it may lack arguments."""
+        """Try to parse a call's arguments; returns False if there are none. first: tags with which
+        they may begin; is_marked: the call began with a marker, so they are optional."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):
             yield from self.tagged(name)

@@ -1,9 +1,9 @@
-"""Rewrites a JSON schema for llguidance, which supports no ``anyOf`` or other choice next to
+"""Rewrites a JSON schema for llguidance, which does not support ``anyOf`` and other choices next to
 keywords.
 
-Each value of the document becomes a definition without such choices. The resulting grammar allows
-all that the schema allows, except for unusual spellings, and more where a keyword is left to the
-checker. A place is a set of schemas that apply to the same value; each place is written once."""
+Each value in the document becomes a definition without such choices. The resulting grammar allows
+everything that the schema allows, except unusual spellings. It allows more where a keyword is left
+to the checker. A *place* is a set of schemas for the same value; it is written once."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def written(
     """Rewrite a schema for llguidance. Raises ``SchemaError`` that names a keyword which cannot be
     enforced.
 
-    is_free: properties may come in any order, as they always may in a very large schema;
-    is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
-    ``closed``, so forbid unnamed properties of objects that several schemas describe, too."""
+    is_free: properties may come in any order (always so in a very large schema); is_lenient: ignore
+    keywords that cannot be enforced; is_closed: objects have no properties that the schema does not
+    name."""
     try:
         return _written(schema, is_free, is_lenient, is_closed)
     except _ContradictionError as error:
@@ -96,8 +96,8 @@ def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> W
 
 
 def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
-    """Return the names of top-level keywords, separated by commas: without any one of them, the
-    schema would allow a value. Returns "" for a large schema, which would take long to try."""
+    """Find top-level keywords without which a contradictory schema would allow a value. Returns
+    their names, separated by commas; "" if there are none or the schema is large."""
     is_small = isinstance(schema, dict) and len(schema) <= MOST_TRIED
     if not is_small or len(msgspec.json.encode(schema)) > MOST_TRIED_BYTES:
         return ""
@@ -264,8 +264,8 @@ class _SchemaWriter:
         return one_of([way for each in readings for way in self._ways(each)])
 
     def _ways(self, reading: SchemaReading) -> list[Any]:
-        """Return schemas that together allow the values of one combination of choices: each value
-        satisfies one of the schemas."""
+        """Translate one combination of choices to schemas. A value is allowed if it satisfies one
+        of them."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
         types = self._types(reading)
@@ -292,7 +292,7 @@ class _SchemaWriter:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Return an enum of these values, and a schema for each object if its order is free."""
+        """Return schemas that together allow exactly these values, if free in any order."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]
@@ -359,7 +359,7 @@ class _SchemaWriter:
         return list(found.values())
 
     def _is_right(self, value: Any, reading: SchemaReading, checkers: Sequence[Checker]) -> bool:
-        """Whether a listed value satisfies the other keywords, as far as this is checked."""
+        """Whether an ``enum`` value has a valid type and, if a scalar, obeys the other keywords."""
         if not reading.types & types_of_value(value):
             return False
         if isinstance(value, dict | list):
@@ -437,7 +437,7 @@ def _without(schema: Any, nothing: set[str]) -> Any:
 
 
 def _typed_without(found: Schema) -> Any:
-    """Remove types of which the schema allows no value; ``False`` if no type is left."""
+    """Remove types that have no valid value. Returns ``False`` if no type is left."""
     types = found.get("type", list(EVERY_TYPE))
     types = [types] if isinstance(types, str) else types
     names = [n for n in found.get("required", ()) if found.get("properties", {}).get(n) is False]
@@ -457,8 +457,8 @@ def _typed_without(found: Schema) -> Any:
 
 
 def _typed(types: set[str], found: Schema, at: int) -> Any:
-    """Limit the schema ``found`` to these types. at: its index among the schemas of a reading; all
-    but the first are only for objects."""
+    """Add the allowed types to the schema ``found``. at: index of ``found`` among its alternatives;
+    all but the first are only for objects."""
     kept = {"object"} & types if at else types
     if "number" in kept:
         kept = kept - {"integer"}
@@ -473,7 +473,7 @@ def _speaks(schemas: Sequence[Schema], keys: frozenset[str]) -> bool:
 
 
 def shared(definitions: dict[str, Any]) -> dict[str, Any]:
-    """Write equal schemas of properties only once if there are many, as llguidance counts each."""
+    """Replace equal property schemas by references if there are too many for llguidance."""
     named = [names for each in definitions.values() for names in _named_in(each)]
     if sum(map(len, named)) < MOST_INLINE:
         return definitions
@@ -521,7 +521,7 @@ def _signature_of(reading: SchemaReading) -> Signature:
 
 
 def _is_closing(schema: Schema) -> bool:
-    """Whether a schema only adds ``unevaluatedProperties: false`` to its one ``allOf``."""
+    """Whether a schema has only ``allOf`` and ``unevaluatedProperties: false``."""
     keywords = schema.keys() - ANNOTATIONS
     return (
         keywords == {"allOf", "unevaluatedProperties"} and schema["unevaluatedProperties"] is False

@@ -58,11 +58,11 @@ _SYNTAX = "\\^$.|?*+()[]{}/-\"'#%&,:;<=>@_`~! "
 
 
 def of_whole_text(pattern: str, *, is_proved: bool = False) -> str:
-    """Rewrite a pattern so that xgrammar enforces it. Raises ``SchemaError`` if that is impossible.
+    """Rewrite a regular expression so that xgrammar enforces it. Raises ``SchemaError`` if that is
+    impossible.
 
-    is_proved: tests show that xgrammar enforces this pattern. Any other pattern is refused if two
-    alternatives may start with the same character: xgrammar allows wrong texts for some of
-    these."""
+    is_proved: allow alternatives that may start with the same character, with which xgrammar is
+    wrong for some patterns; tests must show that it is right for this one."""
     return _PatternReader(pattern, is_proved).whole()
 
 

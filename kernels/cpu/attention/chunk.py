@@ -1,9 +1,9 @@
-"""Attention for several query tokens of a sequence, which is bound by arithmetic.
+"""Attention for prompt chunks, where a sequence has several query tokens. Limited by arithmetic.
 
-A work item is up to `tokens` query tokens times the query heads of one KV head: these are the rows
-of two matrix products with 64 keys at a time, which are copied from their blocks and transposed.
-All scores of a stretch of keys (see `softmax`) are stored before its values are read, because
-weights are relative to the stretch's largest score."""
+A work item is up to `tokens` query tokens times the query heads of one KV head: the rows of two
+matrix products. Keys are copied from their blocks and transposed, 64 at a time. Scores of 256 keys
+(a stretch) are stored before their values are read, because softmax weights are relative to the
+largest score."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tokens_an_item(group: int) -> int:
 
 
 def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
-    """Make the body (see `kernels.cpu.native`) for a head size and `group` query heads per KV head.
-    sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
+    """Make the kernel body (see `kernels.cpu.native`) for prompt chunks. group: query heads per KV
+    head; sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
     token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
@@ -99,7 +99,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
-    """scores[:num, :count] = q[:num] @ keys. Also writes the rest of the last tiles of scores."""
+    """scores[:num, :count] = q[:num] @ keys. Later columns, up to a full tile, are undefined."""
     size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -121,16 +121,16 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 @njit(**INLINE)
 def row_address(start, index, head, p, size):
-    """Byte offset, in the queries or in the output, of the first query head of KV head `head`, for
-    token `index` of the sequence that starts at row `start`. size: bytes of the query heads of one
-    KV head."""
+    """Byte offset of a token's query heads of KV head `head` in the queries or the output. The
+    token has this index in the sequence that starts at row `start`. size: bytes of these query
+    heads."""
     return ((np.int64(start) + index) * p[5] + head) * size
 
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Address of a head's key at a position of the sequence with block table `table`. size: bytes
-    of a key. A head's keys are adjacent in a block; a value is half a block after its key."""
+    """Address in the KV cache of a KV head's key at a position of a sequence. table: its block
+    table; size: bytes of a key. The value is half a block after the key."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size
@@ -148,8 +148,8 @@ def _begin(p, item, head, group, scale, q, token):
 
 @njit(inline="always")
 def gather_keys(p, seq, head, span, keys, cell):
-    """Copy the keys of one head and of `span` (first position, number) in a sequence to the columns
-    of `keys` [head_dim, KEYS]. cell: bytes of a cache element."""
+    """Copy keys of a sequence and KV head to the columns of `keys` [head_dim, KEYS]. span:
+    (position of the first key, number of keys); cell: bytes of a cache element."""
     head_dim, block = keys.shape[0], p[7]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -171,8 +171,8 @@ def gather_keys(p, seq, head, span, keys, cell):
 
 @njit(inline="always")
 def _gather_values(p, seq, head, span, values, cell):
-    """Copy the values of one head and of `span` (first position, number) in a sequence to the rows
-    of `values` [KEYS, head_dim]. cell: bytes of a cache element."""
+    """Copy values of a sequence and KV head to the rows of `values` [KEYS, head_dim]. span:
+    (position of the first value, number of values); cell: bytes of a cache element."""
     head_dim, block, kv_heads = values.shape[1], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -187,7 +187,7 @@ def _gather_values(p, seq, head, span, values, cell):
 
 @njit(**INLINE)
 def _turn(source, keys, cell):
-    """Transpose keys: copy [num, head_dim] at address `source` to the columns of `keys`."""
+    """Copy keys [num, head_dim] at address `source` to the columns of `keys`."""
     k = np.empty(keys.shape[0], np.float32)
     for j in range(keys.shape[1]):
         read_cells(source + j * keys.shape[0] * cell, k, cell)
@@ -197,9 +197,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Convert an item's scores for one stretch of keys to softmax weights, and write each row's sum
-    of weights and largest score to `sums`. Keys that a token does not attend to get weight zero.
-    span: (start of the stretch, first key, end of keys), as positions."""
+    """Convert the scores of a work item for 256 keys (a stretch) to softmax weights, zero for
+    masked keys. Writes each row's sum of weights and largest score to `sums`. span: positions of
+    (the stretch, the item's first key in it, the end of its keys)."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -212,9 +212,8 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
-    """Convert row r of scores to softmax weights, and write its sum of weights and its largest
-    score to `sums`. span: first key and end of the keys that the row attends to, and end of all
-    keys."""
+    """Convert row r of scores to softmax weights. Writes their sum and the largest score to `sums`.
+    span: (first and end of the keys that the row attends to, end of all keys)."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:
@@ -225,8 +224,8 @@ def soften(scores, span, softcap, sums, r):
 
 @njit(**INLINE)
 def finish(p, item, head, group, sums, token):
-    """Divide the outputs of an item's rows by their sums of weights, and write them for KV head
-    `head`. sums: (outputs, sums of weights, largest scores); token: bytes of an output element."""
+    """Divide an item's outputs by their sums of softmax weights, and write them for KV head `head`.
+    sums: (outputs, sums of weights, largest scores); token: bytes of an output element."""
     outputs, total, largest = sums
     size = outputs.shape[1] * token
     for i in range(item[2]):

@@ -1,8 +1,8 @@
-"""Attention for single query tokens in bfloat16, on processors with bfloat16 dot products.
+"""Attention for single query tokens in bfloat16, on processors with bfloat16 dot products. Results
+equal those of `kernels.cpu.attention.paired` bit for bit.
 
-An item is one token and a stretch of its sequence's keys, computed head by head. Results equal
-those of `kernels.cpu.attention.paired` bit for bit: products and sums have the same order. There
-are few rows (the query heads of a KV head), so vectors hold several keys, transposed in pairs:
+A work item is one token with up to 256 keys of its sequence (a stretch), computed head by head.
+Vectors hold several keys, transposed in pairs:
 
     scores [query heads, 256 keys] = queries @ keys [head size / 2, 64, 2], 64 at a time"""
 
@@ -39,13 +39,13 @@ _ONE = np.float32(1)
 
 
 def fits_dots(how: str | None) -> bool:
-    """True if ``how`` (a key of ``paired.HOW``) uses dot products, as this body does."""
+    """True if ``how``, a key of ``paired.HOW``, selects bfloat16 dot products."""
     return how in ("dots", "soft dots")
 
 
 def dotted_single_body(head_dim: int, group: int, how: int):
-    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
-    head. how: a value of ``paired.HOW`` that uses dot products."""
+    """Make the kernel body (see `kernels.cpu.native`) for single query tokens. group: query heads
+    per KV head; how: `paired.HOW["dots"]`, or "soft dots" to emulate the instruction."""
     depth = -(-head_dim // 32) * 32  # inputs of the first product, padded with zeros
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
@@ -101,9 +101,9 @@ def _copy(source, q, head_dim):
 
 @njit(inline="always")
 def _turn(place, span, base, arrays, head_dim):
-    """Transpose up to 64 keys of a stretch, from place `base` on, in pairs, and prefetch their
-    values. place: (the body's parameters, item, KV head); span: (start of the stretch, first key,
-    end of keys); arrays: (transposed keys [head size / 2, 64], scratch memory for copies)."""
+    """Transpose up to 64 keys in pairs, from index `base` of a stretch of 256 keys, and prefetch
+    their values. place: (parameters of the kernel body, item, KV head); span: (position of the
+    stretch, first and end of the item's keys in it); arrays: (transposed keys, scratch memory)."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
@@ -118,8 +118,8 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """Compute the scores of up to 64 keys: scores[:group, base : base + 64] = q @ keys. base: place
-    of the first key in the stretch; high: end of the item's keys; group, how: literals."""
+    """Compute the scores of 64 keys: scores[:group, base : base + 64] = q @ keys. base: index of
+    the first key; high: end of the item's keys; group, how: literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:
@@ -130,9 +130,9 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Convert all rows of scores to softmax weights in bfloat16, and write each row's sum of
-    weights and largest score to `sums`. row: address of the body's parameters; span: (start of the
-    stretch, first key, end of keys)."""
+    """Convert all rows of scores to bfloat16 softmax weights. Writes each row's sum of weights and
+    largest score to `sums`. row: address of the kernel body's parameters; span: (position of the
+    stretch, first and end of the item's keys in it)."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)

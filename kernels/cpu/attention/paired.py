@@ -1,22 +1,20 @@
 """Attention in bfloat16 for any number of query tokens, on processors with bfloat16 products.
 
-Items are those of `kernels.cpu.attention.chunk`: up to 48 rows (query tokens times the query heads
-of one KV head) and stretches of keys. For the softmax, rows are stored as columns, so that no sum
-is across the lanes of a vector:
+A work item is up to 48 rows (query tokens times the query heads of one KV head) with the keys of a
+sequence, processed in stretches of 256. Single tokens have an item per stretch. Rows are stored as
+columns for the softmax, so that no sum is across the lanes of a vector:
 
     scores [256 keys, rows]   = keys [256, head size] @ queries [head size / 2, rows, 2]
     weights [rows, 256 keys]  = softmax of scores down the columns, rounded and transposed
     outputs [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
 
-Keys are read directly from their blocks. Weights are rounded to bfloat16; sums and everything
-between the products are float32. For a single token, rows are the query heads of a KV head, padded
-to a full vector, and each stretch of its keys is an item.
+Weights are rounded to bfloat16; everything else between the products is float32. The products use:
 
     tiles   AMX: 16 rows of the left operand per tile
     dots    AVX-512 BF16: several rows at a time
 
-A key's place is its offset in its stretch, so which keys are multiplied together does not depend on
-how a prompt was split into chunks. Places without a key have weight zero and zero values."""
+Stretches begin at multiples of 256 tokens, so which keys are multiplied together does not depend on
+how a prompt was split into chunks. Missing keys have weight zero and zero values."""
 
 from __future__ import annotations
 
@@ -70,13 +68,13 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def chosen() -> str | None:
-    """The key of ``HOW`` to use on this processor; ``None`` if it has no bfloat16 products."""
+    """The key of ``HOW`` for this processor; ``None`` without bfloat16 products."""
     return {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL)
 
 
 def paired_body(head_dim: int, group: int, how: int, single: int = 0):
-    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
-    head. how: a value of HOW; single: 1 for items of single tokens, 0 for chunks."""
+    """Make the kernel body (see `kernels.cpu.native`). group: query heads per KV head; how: a value
+    of HOW; single: 1 for items of single query tokens, 0 for prompt chunks."""
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
@@ -133,16 +131,16 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
 @njit(**INLINE)
 def whole_units(span):
-    """First and end of an item's places in a stretch, rounded outwards to full units of 32
-    places."""
+    """Return the first and the end of an item's keys in a stretch, rounded outwards to multiples of
+    32."""
     return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
 
 
 @njit(**EXACT)
 def is_last(p, place, sums, room, factors, group):
-    """True if ``sums`` has all keys of the item's token and KV head. If the token has several
-    items, each stores its sums, and the last one to finish merges all of them in order. place: the
-    item and its index; room: scratch memory for the sums of a stretch; factors: as for `fold`."""
+    """Whether this item completes its token: True for a token's only item, or for the last of
+    several to finish, which merges all their results into ``sums``. place: (item, its index); room:
+    scratch memory for the results of one item; factors: scratch memory for `fold`."""
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
@@ -170,9 +168,9 @@ def is_last(p, place, sums, room, factors, group):
 
 @njit(inline="always")
 def _score(given, place, arrays, head_dim, how, wide):
-    """Compute an item's scores [rows / 16, keys, 16] for one stretch of keys. given: (the body's
-    parameters, tile state); place: (item, KV head, (start of the stretch, first key, end of keys));
-    arrays: (queries, copies of keys, scores). how, wide: literals."""
+    """Compute an item's scores [rows / 16, keys, 16] for one stretch of keys. given: (body's
+    parameters, tile state); place: (item, KV head, (position of the stretch, first and end of the
+    keys in it)); arrays: (queries, scratch memory, scores); how, wide: literals."""
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
@@ -189,10 +187,10 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Convert an item's scores for one stretch of keys to softmax weights. row: address of the
-    body's parameters; span: (start of the stretch, first key, end of keys); positions: of the rows'
-    tokens; room: (scores, weights, bounds, sums of weights, largest scores); is_tiled: the layout
-    of weights is [rows / 16, units, 16, 32]."""
+    """Convert a work item's scores for one stretch of keys to softmax weights. row: address of the
+    kernel body's parameters; span: (position of the stretch, first and end of the item's keys in
+    it); positions: of the rows' tokens; room: (scores, weights, bounds, sums of weights, largest
+    scores); is_tiled: weights are stored as [rows / 16, units, 16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -219,8 +217,8 @@ def _weigh(row, span, positions, room, is_tiled):
 
 @njit(**INLINE)
 def _begin(p, item, head, group, targets, head_dim):
-    """Copy an item's queries, in pairs [head size / 2, rows, 2], and the positions of the rows'
-    tokens to `targets`: (scratch memory, queries, positions)."""
+    """Copy a work item's queries to `targets`, with the positions of their tokens. targets:
+    (scratch memory, queries in pairs [head size / 2, rows, 2], positions [rows])."""
     flat, q, positions = targets
     width, before = group * head_dim, item[4] - item[2]
     for i in range(item[2]):
@@ -242,9 +240,9 @@ def _begin(p, item, head, group, targets, head_dim):
 
 @njit(**INLINE)
 def keys_address(p, seq, head, span, copies, head_dim):
-    """Return the address of 16 keys of a head, and the bytes from one key to the next. span:
-    (position of the first key, first and end of the item's positions); keys at other positions are
-    undefined. copies: scratch memory for keys that are not adjacent."""
+    """Return (address, stride in bytes) of 16 consecutive keys of a KV head. span: positions of
+    (the first key, first and end of the item's keys); keys outside the item are undefined. copies:
+    scratch memory for keys that are not adjacent in the cache."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     if block % LANES == 0 and head_dim % 32 == 0:
@@ -259,8 +257,9 @@ def keys_address(p, seq, head, span, copies, head_dim):
 
 @njit(inline="always")
 def gather_pairs(p, seq, head, span, values, head_dim):
-    """Copy one head's values for a stretch, in pairs of keys. span: (position of the stretch, first
-    and end of the keys' places in it). Other places in the same units of 32 get zeros."""
+    """Copy the values of a KV head for one stretch, interleaved in pairs of keys. span: (position
+    of the stretch, first and end of the keys in it). The rest of the first and last 32 keys is
+    zeroed."""
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -278,8 +277,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Write to `bounds` which keys each row attends to: first and end, counted from key `low` of
-    the stretch. Returns True if every row attends to all 256 keys of the stretch."""
+    """Write to `bounds` the first and the end of the keys that each row attends to, counted from
+    index `low` of a stretch. Returns True if all rows attend to all 256 keys."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -294,8 +293,8 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Convert the scores of 16 rows, stored as columns, to softmax weights, and write each row's
-    sum of weights and largest score to `sums`. all_seen: every row attends to all keys."""
+    """Convert scores [keys, 16 rows] to softmax weights. Writes each row's sum of weights and
+    largest score to `sums`. all_seen: every row attends to all keys, so `bounds` is not needed."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)
@@ -311,8 +310,8 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """Compute the scores of 16 keys for all rows, 16 rows in each scores[v]. left: address and
-    stride of the keys, from `keys_address`; how: a literal."""
+    """Compute the scores of 16 keys for all rows with dot products, 16 rows in each scores[v].
+    left: (address, stride in bytes) of the keys; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -321,8 +320,8 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy values [num, head_dim] in bfloat16 from address `source` to `values`, in pairs of keys.
-    first: place of the first value in the stretch."""
+    """Copy bfloat16 values [num, head_dim] from address `source` to `values`, where the values of
+    two keys are interleaved. first: index of the first key."""
     j = 0
     while j < num:
         row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
@@ -342,8 +341,8 @@ def _pair_up(source, values, first, num, head_dim):
 
 @njit(inline="always")
 def _add(own, arrays, num, span, vectors, height, how):
-    """acc[:num] = weights[:num] @ values, over the keys of a span. own: tile state; arrays:
-    weights, values, acc; vectors, height, how: literals."""
+    """acc[:num] = weights[:num] @ values over the keys of `span`. arrays: (weights, values, acc);
+    own: address of the tile state; vectors, height, how: literals."""
     if how == _TILES:
         _add_tiles(own, arrays, num, span, 0)
     elif how == _SOFT_TILES:
@@ -354,8 +353,8 @@ def _add(own, arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def add_dots(arrays, num, span, vectors, height, how):
-    """acc[:num] = weights[:num] @ values over the keys of a span, `height` rows at a time. arrays:
-    weights, values, acc; vectors, height, how: literals."""
+    """acc[:num] = weights[:num] @ values over the keys of `span`, `height` rows at a time. arrays:
+    (weights, values, acc); vectors, height, how: literals."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     lda, width = STRETCH * _CELL, acc.shape[1] * 4
     a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
@@ -367,8 +366,8 @@ def add_dots(arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def _score_tiles(own, left, q, scores, soft, wide):
-    """Like `_score_dots`, with AMX. wide: multiply a tile of keys by three tiles of rows at a
-    time."""
+    """Compute the scores of 16 keys for all rows, with AMX. left: (address, stride in bytes) of the
+    keys; wide: multiply three tiles of rows at a time."""
     (a, lda), width = left, q.shape[1] * 4
     if not wide:
         for v in range(scores.shape[0]):
@@ -399,8 +398,8 @@ def _score_tiles(own, left, q, scores, soft, wide):
 
 @njit(inline="always")
 def _add_tiles(own, arrays, num, span, soft):
-    """acc[:num] = weights[:num] @ values over the keys of a span, with AMX, for up to four tiles of
-    outputs at a time. own: tile state; arrays: weights, values, acc."""
+    """acc[:num] = weights[:num] @ values over the keys of `span`, with AMX. arrays: (weights,
+    values, acc); own: address of the tile state."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     width = acc.shape[1] * 4
     wide = width // 256 * 256

@@ -51,7 +51,7 @@ class AttentionPlan(NamedTuple):
     owned: tuple[NDArray, ...]
 
     def address(self, part: int) -> int:
-        """Address of a field of the header, which bodies read. part: such as ``SINGLES``."""
+        """Address of a header field, for kernel bodies. part: a constant such as ``SINGLES``."""
         return int(self.header.ctypes.data) + 8 * part
 
 
@@ -87,7 +87,7 @@ class _Cutter(NamedTuple):
     block: int
 
     def singles(self) -> NDArray[np.int32]:
-        """Work items of the sequences with one query token: one per stretch of keys."""
+        """Work items of sequences with one query token. Each item covers up to ``STRETCH`` keys."""
         who = np.flatnonzero(self.counts == 1)
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
@@ -122,7 +122,7 @@ class _Cutter(NamedTuple):
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """List the parts into which sequences are split: sequence i has ``parts[i]``. Returns two
-    arrays with one entry per part, in order: its sequence i, and its index in that sequence."""
+    """Enumerate the parts of all sequences, where sequence i has ``parts[i]`` parts. Returns two
+    arrays with an entry for each part: its sequence, and its index within the sequence."""
     each = np.repeat(np.arange(len(parts)), parts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)

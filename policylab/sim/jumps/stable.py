@@ -21,13 +21,13 @@ ALWAYS_STABLE = frozenset(
 
 
 class Stable(Protocol):
-    """The method that a policy which is ``dynamic``, or has ``limits`` or ``on_step``, needs so
-    that the simulator can skip its identical decode steps."""
+    """A policy that predicts for how many steps its decisions cannot change. Without this method,
+    no step of a policy with ``dynamic``, ``limits`` or ``on_step`` is skipped in a simulation."""
 
     def stable_for(self, view: SchedView) -> float:
-        """The number of coming steps in which the policy need not be called; ``inf``: any number.
-        The policy's ranks of running requests, ``limits`` and ``next_waiting`` must not change in
-        these steps. Each running request gets one token per step and none arrives or ends."""
+        """The number of coming steps in which the policy's decisions cannot change; ``inf``: any
+        number. In these steps each running request gets one token, and none arrives or ends. Ranks
+        of running requests, ``limits`` and ``next_waiting`` must stay the same."""
         ...
 
 

@@ -216,8 +216,8 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
 
 
 def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
-    """SVG of a vertical interval at ``x``: its ends are short lines, or arrows where the axis ends
-    first."""
+    """SVG of a vertical confidence interval at ``x``. An end has a short line, or an arrow if it is
+    outside the axis."""
     bottom, top = y(min(y.high, max(y.low, low))), y(max(y.low, min(y.high, high)))
     yield _line(x, bottom, x, top, hue)
     for at, is_cut, back in ((bottom, low < y.low, -5.0), (top, high > y.high, 5.0)):
@@ -229,8 +229,8 @@ def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
-    """The ends of all confidence intervals, cut so that far ends do not squeeze the plotted
-    ``values``."""
+    """Return the ends of all confidence intervals, limited to the surroundings of the plotted
+    ``values``, so that far ends do not squeeze the chart."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     room = high - low or abs(high)
     least, most = (low / 2, high * 2) if chart.log_y else (low - room, high + room)

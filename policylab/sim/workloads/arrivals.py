@@ -29,8 +29,8 @@ RAMP_STEPS = 1000
 
 
 class Curve(NamedTuple):
-    """Maps time at a constant arrival rate, ``even``, to real time, ``seconds``: linear between the
-    knots [knots], and with slope 1 after the last one."""
+    """Maps the time ``even``, in which the arrival rate is constant, to the real time ``seconds``
+    [knots]. Linear between knots, with slope 1 after the last one."""
 
     seconds: Floats
     even: Floats
