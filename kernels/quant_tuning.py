@@ -64,9 +64,8 @@ def most_fused_rows(itemsize: int) -> int:
 def product_tile(
     arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False
 ) -> QuantTile:
-    """Returns the tile for a product of `num_rows` rows. itemsize: bytes of an element of x;
-    is_gathered: True if inputs are in another order than in x, so that each element is loaded by
-    itself."""
+    """Returns the tile for a product with `num_rows` rows of x. itemsize: bytes of an element of x;
+    is_gathered: True if x's columns are read in another order, one element at a time."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
@@ -75,8 +74,8 @@ def product_tile(
 
 
 def num_splits(arch: str, tile: QuantTile, num_programs: int, num_steps: int) -> int:
-    """Returns the number of parts into which the `num_steps` steps over the inputs are split, so
-    that the programs fill the device once. num_programs: programs without a split."""
+    """Returns into how many parts the `num_steps` steps over the inputs are split, so that the
+    programs fill the device. num_programs: number of programs without a split."""
     # A processor runs one program of eight warps, or two of four. Partial sums of many rows are as
     # large as the weights, so there are no more parts.
     wanted = -(-(8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1))

@@ -57,8 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
-    """Return the end of a message that suggests known values; "" if ``value`` is not a string or
-    like none of them."""
+    """Return the end of an error message that suggests similar known values; "" if there are none
+    or ``value`` is not a string."""
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 

@@ -23,8 +23,8 @@ BOTH = {READER: "both"}  # core and front end
 
 
 def options_of(options: type[Any], *readers: dict[str, str]) -> list[str]:
-    """Return the names of the fields that any of the given programs reads. ``readers``: constants
-    of this module, such as ``FRONT_END``."""
+    """Return the names of the options that at least one program in ``readers`` uses. ``readers``:
+    constants of this module, such as ``FRONT_END``."""
     wanted = [reader[READER] for reader in readers]
     return [option.name for option in fields(options) if option.metadata.get(READER) in wanted]
 

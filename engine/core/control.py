@@ -85,7 +85,7 @@ class Utilities:
             raise ConfigError(f"this engine's scheduler cannot pause: {error}") from error
 
     def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics, which include the failures of observers in this process."""
+        """The scheduler's statistics, with the failures of observers in this process added."""
         return with_failures(self._scheduler.make_stats(), self._failures)
 
 

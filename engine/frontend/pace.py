@@ -10,17 +10,16 @@ SHARE = 0.05  # weight of the latest gap in the moving average, which covers abo
 
 
 class TokenGap:
-    """Moving average of the seconds between the first tokens of two successive requests, while
-    further requests wait; 0.0 if unknown."""
+    """Moving average of the seconds between the first tokens of successive requests, measured only
+    while requests wait; 0.0 if unknown."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: float | None = None
 
     def note(self, time: float, *, is_waited_for: bool) -> None:
-        """Record that a request got its first token at ``time``. ``is_waited_for``: whether others
-        wait now. The time since the previous first token counts only if requests waited throughout;
-        otherwise it reflects the arrival rate."""
+        """Record that a request got its first token at ``time``. ``is_waited_for``: True if
+        requests wait now, so that the time until the next first token is measured."""
         if self._last is not None:
             share = SHARE if self.seconds else 1.0
             self.seconds += share * (max(0.0, time - self._last) - self.seconds)
@@ -93,8 +92,8 @@ class QueueLimits(NamedTuple):
     max_seconds: float | None
 
     def check(self, num_arriving: int) -> None:
-        """Raise ``RefusedError`` if a further request, arriving after ``num_arriving`` new ones,
-        would exceed a limit."""
+        """Raise ``RefusedError`` if one more request would exceed a limit of the queue.
+        num_arriving: new requests before it that are not counted yet."""
         num_waiting = self.pace.num_queued(num_arriving)
         seconds = self.pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:

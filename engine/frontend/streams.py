@@ -23,8 +23,8 @@ class OutputReader(NamedTuple):
     close_stream: Callable[[Stream], None]
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """Wait for output, and return everything since the last call merged into one output.
-        ``sink``: see ``Stream.next``."""
+        """Wait for output; return all output since the last call as one. ``sink``: called with each
+        new output; if it returns True, the wait goes on."""
         return await self.stream.next(sink)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:

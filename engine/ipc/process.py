@@ -261,8 +261,7 @@ class EndRequest:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Convert errors that the block raises while it starts a process to engine errors with the name
-    of that process."""
+    """Context for starting process ``name``: converts errors to engine errors that name it."""
     try:
         yield
     except OSError as error:

@@ -124,11 +124,11 @@ class KVManager:
         return allocation.tables[group] if (allocation := self._found(req)) else []
 
     def num_adopted(self, req: KVRequest) -> int:
-        """How many leading table entries of the request came from the prefix cache."""
+        """How many of the request's first KV blocks came from the prefix cache."""
         return allocation.num_adopted if (allocation := self._found(req)) else 0
 
     def prefix_end(self, req: KVRequest) -> PrefixEnd:
-        """Why no more leading table entries of the request came from the prefix cache."""
+        """Why the prefix cache supplied no more of the request's first KV blocks."""
         return allocation.prefix_end if (allocation := self._found(req)) else WHOLE
 
     def is_loading(self, req: KVRequest) -> bool:
@@ -156,9 +156,9 @@ class KVManager:
         known: NDArray[np.int64],
         requests: Callable[[NDArray[np.intp]], Sequence[KVRequest]],
     ) -> NDArray[np.int64]:
-        """``cached_prefix`` of several requests, given by row, arrival number and number of tokens
-        (``known``). ``requests`` is called with the rows to look up: those whose result may have
-        changed since the last call."""
+        """Numbers of leading tokens in the prefix cache, for requests given by batch row, arrival
+        number and number of tokens (``known``). ``requests`` returns the requests of given rows; it
+        is called for rows whose result may have changed since the last call."""
         if self.groups != (FULL,) or self.transfers is not None or not self.caching:
             return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
         watch = self.cache.watch
@@ -187,8 +187,8 @@ class KVManager:
     def missing(self, req: KVRequest, upto: int) -> int:
         """Number of free blocks that the request needs to compute all positions below ``upto``.
 
-        Assumes several steps: a single ``reserve`` may need more, since blocks that leave a sliding
-        window are reused by later steps."""
+        The number assumes several calls of ``reserve``, which reuse blocks that leave a sliding
+        window; a single call may need more."""
         wanted = self._wanted(req, upto)
         if not self.tables.windows:
             return wanted
@@ -209,8 +209,8 @@ class KVManager:
         return self._wanted(req, upto) <= free
 
     def room(self, req: KVRequest) -> int:
-        """The largest ``upto`` for which ``reserve`` would succeed now. The request must have
-        blocks."""
+        """The largest ``upto`` for which ``reserve`` would succeed now, for a request that already
+        has blocks."""
         allocation, free = self._allocation(req), self.pool.num_free
         if self.tables.windows:
             free += self.tables.num_outside(allocation, _first_query(req))
@@ -243,8 +243,8 @@ class KVManager:
         return True
 
     def reserve_next(self, rows: Sequence[int]) -> None:
-        """Add one table entry to each of these batch rows, whose requests decode and have filled
-        their last block. The caller has checked that enough blocks are free."""
+        """Allocate the next KV block for each of these batch rows; their requests decode and have
+        filled their last block. Enough blocks must be free."""
         allocations = [self._allocations[row] for row in rows]
         if self.tables.windows:
             for row, allocation in zip(rows, allocations, strict=True):
@@ -253,11 +253,11 @@ class KVManager:
         self.num_held[rows] += 1
 
     def hold(self, req: KVRequest, upto: int) -> bool:
-        """Allocate blocks as ``reserve`` does, for a request that is not in the batch yet. Its
-        block table is sent to the worker when it enters.
+        """Allocate blocks for positions [0, upto) of a request that enters the batch later. Returns
+        False if too few blocks are free.
 
-        Also returns False if a load within the step could not start. The request then has no blocks
-        and must compute the tokens itself."""
+        Also returns False if a KV load within the step could not start; the request then has no
+        blocks and must compute the tokens itself."""
         if self._wanted(req, upto) > self.pool.num_free:
             return False
         allocation = self._allocation(req)
@@ -296,8 +296,8 @@ class KVManager:
         self.commit(req, allocation.num_ready)
 
     def take_failed_loads(self) -> list[KVRequest]:
-        """Return the requests whose load could not start, since the last call. They still hold
-        their blocks, but ``ready`` counts the local prefix hit only."""
+        """Return the requests whose KV load could not start since the last call. They keep their
+        blocks, but only their local prefix hit counts as computed."""
         return [] if self.transfers is None else self.transfers.take_failed()
 
     def step_planned(self) -> None:
@@ -336,9 +336,9 @@ class KVManager:
             self._prefix_index.publish_next(reqs, [self._allocations[row] for row in rows], nth)
 
     def revoke(self, req: KVRequest, start: int, others: Iterable[KVRequest]) -> list[int]:
-        """Remove from the prefix cache the KV that ``req`` wrote from position ``start`` on, and
-        all KV computed from it. Returns the rows of those ``others`` that adopted such KV, or have
-        released their blocks since and may have adopted it."""
+        """Remove from the prefix cache all KV that ``req`` wrote from position ``start`` on, and
+        all KV computed from it. Returns the batch rows of the ``others`` that may have adopted such
+        KV."""
         first = start // self.block_size
         if self.held(req):
             first = min(first, self.num_adopted(req))
@@ -418,7 +418,7 @@ class KVManager:
     # -- helpers
 
     def _entries(self, num_tokens: int) -> int:
-        """Number of table entries for ``num_tokens`` tokens."""
+        """Number of entries in each block table for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def _give_back(self, allocation: Allocation) -> None:
@@ -437,8 +437,8 @@ class KVManager:
         return allocation if allocation is not None and allocation.arrival == req.arrival else None
 
     def _allocation(self, req: KVRequest) -> Allocation:
-        """The allocation of the request, created if it has none. It is not stored if another
-        request has its batch row now."""
+        """The request's block allocation, created if there is none. A new one is not stored if
+        another request has the batch row now."""
         allocation = self._found(req)
         if allocation is None:
             allocation = self._empty(req)
@@ -447,8 +447,8 @@ class KVManager:
         return allocation
 
     def _wanted(self, req: KVRequest, upto: int) -> int:
-        """Number of free blocks that ``reserve`` would take, less those that it would release
-        first."""
+        """Number of blocks that ``reserve`` takes from the free list, less those that it first
+        returns."""
         entries = self._entries(upto)
         allocation = self._allocation(req)
         if allocation.blocks:
@@ -504,7 +504,7 @@ class KVManager:
         return allocation.num_remote > 0 and not hit.asynchronous
 
     def _end_of(self, req: KVRequest, allocation: Allocation, hit: PrefixHit) -> PrefixEnd:
-        """Why the hit of a request, with the tokens that are loaded after it, is not longer."""
+        """Why the request's prefix hit, with the tokens loaded after it, is not longer."""
         num_blocks = (len(req.tokens) - 1) // self.block_size
         num_found = (hit.num_tokens + hit.num_remote) // self.block_size
         if not num_blocks:
@@ -524,5 +524,5 @@ class KVManager:
 
 
 def _first_query(req: KVRequest) -> int:
-    """The lowest position that the request may compute next: steps in flight may be rolled back."""
+    """The lowest position that the request may compute next, even if steps are rolled back."""
     return min(req.num_computed, len(req.tokens))

@@ -1,13 +1,12 @@
-"""RemoteKV: makes requests wait while a KV source loads their KV asynchronously. In short:
+"""RemoteKV: parks requests while a KV source loads their KV asynchronously.
 
     a KV source offers KV ──> the request is parked, with blocks for all its tokens; the load starts
     all tokens loaded ──────> the request is queued again
-    loaded in part or not ──> "recompute": queued again, to compute the rest; "fail": an error
+    the load failed ────────> "recompute": queued again, computes missing KV; "fail": ends in error
     aborted during a load ──> the blocks are freed when the load ends
     finished ───────────────> the blocks are freed when the KV is sent, if the source sends it
 
-Loads within a step are not handled here: their tokens count as computed.
-"""
+Loads within a step are not handled here: their tokens count as computed."""
 
 from __future__ import annotations
 

@@ -18,5 +18,5 @@ class Linear(Protocol):
         ...
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``ids`` [N] of the weight, [N, in], for an embedding tied to the output layer."""
+        """Rows ``ids`` [N] of the weight, [N, in]: the embeddings of tokens if tied to the head."""
         ...

@@ -265,7 +265,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """A copy of the batch with a row, without tokens, for each request id and end in ``ends``."""
+    """A copy of the batch plus a row, without tokens, for each (request id, end) in ``ends``."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(

@@ -27,7 +27,7 @@ def first_of(answers: list[Any]) -> Any:
 
 
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """The trace paths of all cores; ``None`` if the call started a profile, so there are none."""
+    """The paths of the trace files of all cores; ``None`` if there are no files."""
     return [path for answer in answers for path in answer or ()] or None
 
 
@@ -58,7 +58,7 @@ def _sum(values: list[Any]) -> Any:
 
 
 def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:
-    """The block use of all cores, summed by KV group. An empty list is that of a dead core."""
+    """Sum the used blocks of each KV group over all cores. A dead core's list is empty."""
     known = filter(None, several)
     return [
         GroupUse(same[0].window, sum(each.num_blocks for each in same))

@@ -59,7 +59,7 @@ class Restarts:
         window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """wake: called by another thread when ``take`` has a new outcome."""
+        """wake: called in another thread when ``take`` has a new outcome."""
         self.most = most
         self._start = start
         self._wake = wake
@@ -103,8 +103,8 @@ class Restarts:
         return None
 
     def begin(self, core: int, dead: EngineCoreClient | None = None) -> int:
-        """Restart a core after shutting down its client ``dead`` (``None``: the last start failed).
-        Returns the number of this attempt. ``why_not`` must have returned ``None``."""
+        """Start a thread that shuts down ``dead``, the core's old client, if any, and restarts the
+        core. Returns the number of this attempt. Call it only if ``why_not`` returned ``None``."""
         now = self._clock()
         self._starts[core].append(now)
         self._began[core] = now

@@ -61,12 +61,12 @@ class ClientSession:
 
     @property
     def is_concerned(self) -> bool:
-        """True if the client has unfinished requests or unsent messages, so that it is probed."""
+        """True if the client has unfinished requests or unsent messages, so it is probed."""
         return bool(self.live or self.queue)
 
 
 class ClientSessions:
-    """All sessions of a core. ``drop``: ends requests in the core, without outputs to clients."""
+    """The client sessions of a core. ``drop``: ends requests, given by id, without outputs."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop disconnected clients and send waiting messages; nothing before ``next_look``."""
+        """Retry unsent messages and probe clients; does nothing before ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -204,7 +204,7 @@ class ClientSessions:
             self._tell(session, self._send, session.identity, frame)
 
     def _tell(self, session: ClientSession, act: Callable[..., object], *args: object) -> None:
-        """Call ``act``, which sends to a client. A client that has disconnected is removed."""
+        """Send to a client with ``act(*args)``. If it has disconnected, end its session."""
         try:
             act(*args)
         except ClientGoneError:
@@ -254,7 +254,7 @@ class ClientSessions:
                 del self._farewells[identity]
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
-        """Try to send a frame. Returns False if the socket is full, True if the client is gone."""
+        """Try to send a frame; it is dropped if the client is gone. False: the socket is full."""
         try:
             return self._send(identity, frame)
         except ClientGoneError:
@@ -276,7 +276,7 @@ class ClientSessions:
 
 @dataclass(slots=True)
 class Waiting:
-    """An unsent, encoded batch of outputs. ``rows``: the batch without tokens and logprobs."""
+    """An encoded batch of outputs that is not sent yet; ``rows``: its outputs without tokens."""
 
     frame: bytes
     rows: CoreOutputs
@@ -325,7 +325,7 @@ class SendQueue:
             self.answer_bytes += len(frame) + FRAME_BYTES
 
     def publish(self, frame: bytes, batch: CoreOutputs) -> None:
-        """Send ``frame``, the encoded ``batch``, or queue it until there is a credit and room."""
+        """Send the encoded ``batch``; queue it if there is no credit or the socket is full."""
         if self.credits and not len(self) and self._send(frame):
             self.credits -= 1
             return
@@ -335,7 +335,7 @@ class SendQueue:
         self.batch_bytes += waiting.num_bytes
 
     def grant(self, num_batches: int) -> None:
-        """Add credits for batches that the client has read, and send waiting frames."""
+        """Let ``num_batches`` more batches be sent to the client, and send queued frames."""
         self.credits = min(self.credits + num_batches, self._max_credits)
         self.flush()
 
@@ -350,8 +350,8 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the unsent outputs. Returns the ends of requests in them, with their ids, in order.
-        A request that loses tokens ends with "abort" and ``reason``."""
+        """Drop the unsent outputs. Returns (request id, end) for each end in them. If tokens of the
+        request were dropped, its end becomes an abort with ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:
@@ -365,7 +365,7 @@ class SendQueue:
 
 
 def _aborted(end: Finished, reason: str) -> Finished:
-    """A copy of a request's end that reports an abort, as tokens of the request were dropped."""
+    """A copy of a request's end, changed to an abort with ``reason`` since tokens were dropped."""
     return replace(end, reason="abort", stop_reason=None, message=reason)
 
 

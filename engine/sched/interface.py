@@ -71,7 +71,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Append a step's tokens and finish requests. Returns the outputs by client index."""
+        """Append a step's tokens and finish requests. Returns the outputs for each client index."""
 
     @abstractmethod
     def finish_requests(
@@ -100,7 +100,7 @@ class SchedulerInterface(ABC):
         return self.get_num_unfinished_requests() > 0
 
     def has_requests(self) -> bool:
-        """True if a request is unfinished, or its end is not known to the worker yet."""
+        """True if a request is unfinished, or the worker does not know of a finished one yet."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def take_outputs(self) -> StepOutputs:
@@ -130,7 +130,7 @@ class SchedulerInterface(ABC):
         return []
 
     def expect_judgement(self, judgement: Judgement) -> None:
-        """In a replay: make this recorded decision in the next step."""
+        """In a replay: let the next step use this recorded decision instead of measured times."""
 
     def make_stats(self) -> SchedulerStats | None:
         """Current statistics, or ``None`` if the scheduler keeps none."""

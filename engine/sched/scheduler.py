@@ -139,7 +139,7 @@ class Scheduler(SchedulerInterface):
             self.settler.woken(req)
 
     def watch_again(self, req: Request) -> None:
-        """Update which resources watch and serialize the request, by calling their hooks again."""
+        """Call the resources' ``watches`` and ``serializes`` again, and store their answers."""
         flags = self.roster.table.flags.at
         flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
@@ -174,8 +174,8 @@ class Scheduler(SchedulerInterface):
                 self.grant(req, fit.num_tokens, step)
 
     def begin_step(self) -> Step:
-        """Begin a step: run due timers, set its budget, update ranks, preempt what ``evict``
-        names."""
+        """Begin a step: run due timers, set the token budget, update ranks, and preempt the
+        requests that the policy's ``evict`` names."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
@@ -208,8 +208,8 @@ class Scheduler(SchedulerInterface):
         return step
 
     def offers(self, step: Step) -> Iterator[Request]:
-        """Yield the requests to which tokens are offered, in order. Decodes that got their token in
-        bulk are left out."""
+        """Yield the requests that may get tokens in this step, in the policy's order, without
+        decodes that were already scheduled in bulk."""
         policy, num_waiting = self.active_policy, len(self.roster.waiting)
         contested = policy.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
@@ -293,7 +293,7 @@ class Scheduler(SchedulerInterface):
         return False
 
     def grant(self, req: Request, num_tokens: int, step: Step) -> None:
-        """Schedule ``num_tokens`` tokens of the request, whose blocks are reserved."""
+        """Add ``num_tokens`` tokens of the request, whose blocks are reserved, to the step."""
         table, row = self.roster.table, req.row
         is_new = req.is_waiting
         if is_new:
@@ -322,7 +322,7 @@ class Scheduler(SchedulerInterface):
             step.skip(req, fit.cause)
 
     def _park(self, req: Request, fit: Fit, step: Step) -> None:
-        """Park the request until ``wake``, with reserved blocks for ``fit.hold`` tokens."""
+        """Park the request until ``wake``; it holds KV blocks for ``fit.hold`` tokens meanwhile."""
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
@@ -341,10 +341,7 @@ class Scheduler(SchedulerInterface):
 
     def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
         """Free the request's blocks and seat; it returns to the queue and computes its tokens
-        again.
-
-        Tokens that steps in flight sample for it are still appended, since its KV was valid then.
-        """
+        again. Tokens that steps in flight sample for it are kept. by: who preempts it."""
         self.settler.unseat(req, f"preempted by {by}")
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
@@ -454,10 +451,9 @@ class Scheduler(SchedulerInterface):
     def _rescue(self, step: Step) -> None:
         """Make progress when no request got a token and no step is in flight.
 
-        First the step is planned again in the default order, unless that was used already. If still
-        no request got a token, one is preempted, provided that a request lacks blocks, none runs,
-        or the engine is stuck. A KV transfer that will free blocks is awaited first.
-        """
+        First the step is planned again in the default order, if a plug-in may have caused this. If
+        no request gets a token then either, one may be preempted to free its blocks, unless a KV
+        transfer is about to free some."""
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
             len(self.roster.running) + len(self.roster.waiting)
@@ -493,8 +489,8 @@ class Scheduler(SchedulerInterface):
                 self.settler.expire(req, kind.value)
 
     def _admits(self, req: Request, step: Step) -> bool:
-        """True if this waiting request may start. If requests were preempted in this step, it must
-        outrank all of them."""
+        """True if the policy admits this waiting request. After preemptions in this step, the
+        request must also outrank all preempted ones."""
         policy, admission = self.active_policy, Admission.CLOSE
         outranked = policy.waiting_may_preempt and all(
             policy.outranks(req, other) for other in step.preempted
@@ -532,7 +528,7 @@ class StallDetector:
 
     @property
     def is_stuck(self) -> bool:
-        """True after ``limit`` consecutive idle steps."""
+        """True if nothing could be computed in the last ``limit`` steps or more."""
         return self._num_idle >= self._limit
 
     def look(
@@ -542,12 +538,11 @@ class StallDetector:
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
-        """Count consecutive idle plans; after ``limit`` of them log a warning, unless only parked
-        requests wait.
+        """Count consecutive steps in which nothing could be computed. After ``limit`` of them log a
+        warning, unless only parked requests wait.
 
-        ``cause``: why the queue waits; ``refused``: requests that wait for another cause, and that
-        cause.
-        """
+        ``cause``: why the queue waits; ``refused``: requests that wait for another cause, with that
+        cause."""
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._counters.blocked = ""
         waiting = roster.waiting

@@ -35,7 +35,7 @@ class Block:
 
 
 class BlockChange(NamedTuple):
-    """A block began, has more text, or ended."""
+    """A change of one block of an answer: it begins, gets more text, or ends."""
 
     what: Literal["begin", "more", "end"]
     block: Block

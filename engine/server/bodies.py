@@ -123,12 +123,11 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
-        """The sampling parameters. If sampling is greedy, all ``n`` texts are equal: only one is
-        generated, and ``copies`` repeats it.
+        """The sampling parameters. Greedy sampling would generate ``n`` equal texts, so it
+        generates one, which ``copies`` repeats.
 
-        echoed: number of log-probabilities per token of the prompt, if it is echoed with them.
-        Raises ``RequestError`` for a value out of range.
-        """
+        echoed: number of log-probabilities per prompt token, if the prompt is echoed with them.
+        Raises ``RequestError`` for a value out of range."""
         if self.prompt_logprobs is not None and self.stream:
             raise field_error(
                 "prompt_logprobs",

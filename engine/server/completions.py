@@ -81,7 +81,7 @@ class Completion(OpenAIAnswer):
         return frame.before + msgspec.json.encode(completion.text) + frame.after
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of several prompts. An error is raised only before the first event."""
+        """Yield the stream's server-sent events. Errors after the first one become events."""
         is_begun = False
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -157,7 +157,7 @@ class Completion(OpenAIAnswer):
         return choice
 
     def _begin_logprobs(self, first: RequestOutput) -> TextLogprobs:
-        """Log-probabilities of a new choice. They begin with the prompt's if it is echoed."""
+        """Make the log-probabilities of a new choice, with those of the prompt if it is echoed."""
         ids, names, echoed = first.prompt_token_ids, self._names, first.prompt or ""
         offsets = TextOffsets(
             names.tokenizer,

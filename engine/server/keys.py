@@ -74,7 +74,7 @@ class KeyRing:
     def __init__(
         self, keys: Sequence[str] = (), file: str | None = None, admin: str | None = None
     ) -> None:
-        """Raises ``ConfigError`` for an empty key, and for a file that cannot be used."""
+        """keys, file: API keys. Raises ``ConfigError`` for an empty key or an unusable file."""
         for name, given in (("api_key", keys), ("admin_api_key", (admin,))):
             if "" in given:
                 raise ConfigError(
@@ -110,7 +110,7 @@ class KeyGuard:
     whose key has too many open requests with 429."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:
-        """most: the most open requests of one key; ``None``: no limit."""
+        """most: maximum number of open requests per API key; ``None``: no limit."""
         self.app = app
         self._keys = keys
         self._most = most
@@ -161,7 +161,7 @@ def owner_of(scope: Scope) -> str:
 
 
 def _keys_of(scope: Scope) -> list[bytes]:
-    """The keys in the headers of a request: the bearer token and that in ``x-api-key``."""
+    """The keys in a request's headers: the bearer token and the value of ``x-api-key``, if any."""
     headers = dict(scope["headers"])
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = [token] if kind.lower() == b"bearer" else []

@@ -45,8 +45,8 @@ class Listening:
 
 @contextlib.contextmanager
 def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
-    """Bind sockets to all addresses of ``host``, or to the socket file ``uds``; close them and
-    remove the file at the end. Raises ``ConfigError`` if an address or the file cannot be bound."""
+    """Context with sockets bound to all addresses of ``host``, or to the socket file ``uds``; on
+    exit they are closed and the file is removed. Raises ``ConfigError`` if one cannot be bound."""
     if uds is not None:
         with _bound_file(uds) as listener:
             yield Listening([listener], uds)

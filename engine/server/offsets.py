@@ -49,7 +49,7 @@ class TextOffsets:
         self._num_begun = 0  # tokens of the prompt among them
 
     def follow(self, prompt_token_ids: Sequence[int]) -> None:
-        """Set the prompt that precedes the text: it may end with a part of a character."""
+        """Set the prompt before the text. Its last bytes may begin a character of the text."""
         last = b"".join(self._bytes_of(each) for each in prompt_token_ids[-LONGEST:])
         if begun := _incomplete(last):
             self._open, self._num_begun = [begun], 1
@@ -68,7 +68,7 @@ class TextOffsets:
             self._close(is_special)
 
     def take(self, *, is_last: bool = False) -> list[int]:
-        """Return the offsets of new tokens with complete text; is_last: of all remaining tokens."""
+        """Return the offsets of tokens whose text is complete; is_last: of all remaining tokens."""
         if is_last and self._open:
             self._close()
         offsets: list[int] = []
@@ -90,8 +90,8 @@ class TextOffsets:
         self._open = []
 
     def _found(self, word: TokenGroup, is_last: bool) -> tuple[list[int], int] | None:
-        """Offsets of a group's tokens from the end of the last token found, and the length of their
-        text; ``None`` if more text is needed."""
+        """Find a group of tokens in the text. Returns each token's offset from the end of the last
+        group, and the group's length in characters; ``None`` if more text is needed."""
         nowhere = [0] * len(word.parts), 0
         if word.is_special and self._skips_special:
             return nowhere
@@ -121,7 +121,7 @@ CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 def prompt_offsets(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
 ) -> list[int]:
-    """Offsets of a prompt's tokens in its text; may_be_cut: they may cover only the text's end."""
+    """Character offsets of prompt tokens in ``text``. may_be_cut: they may cover only its end."""
     whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
     begin = max(0, text.rfind(whole)) if whole else 0
     offsets = TextOffsets(tokenizer, begin=begin)
@@ -149,7 +149,7 @@ def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
 
 
 def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
-    """Whether more text is needed to decide if ``text`` begins with ``made``. num_bytes: number of
+    """Whether ``text`` is too short to decide if it begins with ``made``. num_bytes: number of
     bytes that ``made`` was decoded from."""
     if SUBSTITUTE in made:  # there may be one for each byte
         return len(text) < num_bytes and not text.strip(SUBSTITUTE)
@@ -157,8 +157,8 @@ def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
 
 
 def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Find tokens, given as bytes, in a text that the tokenizer has changed. Returns their offsets,
-    and the end of the last token; ``None`` if they are not found."""
+    """Find tokens, given as bytes, in a text that the tokenizer may have changed. Returns each
+    token's offset, and the end of the last one; ``None`` if they are not found."""
     begins, made = _decoded(parts)
     bare = made.lstrip(" ")  # the first word of a text has no space before it
     if text[: len(bare)].lower() == bare.lower():
@@ -174,7 +174,7 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
     """Find tokens, given as bytes, in a text that begins with one U+FFFD for each of their bytes.
-    Returns their offsets, and the end of the last token; ``None`` for any other text."""
+    Returns each token's offset, and the end of the last one; ``None`` for any other text."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

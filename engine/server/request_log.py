@@ -90,8 +90,8 @@ class RequestLog:
             record.add(finished)
 
     def refused(self, error: ApiError, scope: Scope | None) -> None:
-        """Log an error that the connection sent. scope: that of the request, if the application
-        received it; the error is then logged together with that request."""
+        """Log an error that was sent by the connection itself. scope: the request's ASGI scope if
+        the application got the request; its own log line then reports the error."""
         code = error.code or error.type
         if scope is None:
             self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))
@@ -171,11 +171,10 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def writing_requests(kind: RequestLogKind | None) -> Iterator[RequestLogKind]:
-    """Set up the request log and yield its format.
+    """Context with the request log set up; yields its format.
 
-    kind: the format, used at every log level; ``None``: text, if the log level is ``info``. JSON
-    lines have no prefix with time and name.
-    """
+    kind: the format, logged at every log level; ``None``: text, logged only at level ``info``. JSON
+    lines have no prefix with time and name."""
     if kind is not None:
         logger.setLevel(logging.INFO)
     if kind != "json":

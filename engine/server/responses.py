@@ -31,8 +31,8 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response and the conversation that ends with it, both as JSON, their ``size`` in bytes
-    together, and the owner, who may read them."""
+    """A response and the conversation that it ends, both as JSON; ``size``: bytes of the two
+    together; ``owner``: who may read them."""
 
     response: bytes
     conversation: bytes
@@ -189,7 +189,7 @@ class Responses(BlockAnswer):
         yield from self._item_done(block, item)
 
     def _call_change(self, change: BlockChange, call: CallBegin, place: Json) -> Iterator[Json]:
-        """The events for new arguments or the end of a tool call; place: fields that they share."""
+        """Yield the events for a tool call's new arguments or end. place: fields of every event."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
         if call.name in self._generation.custom_tools:

@@ -51,7 +51,7 @@ _ANNOTATIONS = {
 
 @dataclass
 class Nest:
-    """What all schemas of one object together demand of its properties."""
+    """The demands on the properties of an object, collected from all schemas that apply to it."""
 
     names: set[str] = field(default_factory=set)
     own_names: bool = False  # a schema that always holds names properties
@@ -68,8 +68,8 @@ class Nest:
 
 
 def closed(schema: Any) -> Any:
-    """Return a copy of a schema in which objects that name properties allow no others. It uses
-    keywords that readers of any draft understand."""
+    """Return a copy of a schema in which objects that name properties allow no others. Added
+    keywords are valid in every draft."""
     if not isinstance(schema, dict):
         return schema
     whole = msgspec.json.decode(msgspec.json.encode(schema))
@@ -137,7 +137,7 @@ class _Closer:
             schema["unevaluatedProperties"] = False
 
     def _open_alternatives(self, schema: Schema, nest: Nest) -> None:
-        """Keep alternatives without names open, unless the schema itself names properties."""
+        """Let alternatives that name no property allow any, unless ``schema`` names some."""
         if nest.own_names:
             return
         for key in _SOME:
@@ -162,8 +162,8 @@ class _Closer:
         return self._nests[id(schema)]
 
     def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
-        """Yield all schemas that may apply to the same value as this one, each with the
-        alternatives in which it applies, and whether it only tests the value (``if``)."""
+        """Yield each schema that may apply to the same value as ``schema``, with the choices of
+        alternatives that lead to it, and True if it is only a test (``if``)."""
         waiting: list[tuple[Any, Choices, bool]] = [(schema, (), False)]
         seen = set()
         while waiting:
@@ -190,7 +190,7 @@ class _Closer:
                 ]
 
     def _led(self, schema: Schema) -> list[Any]:
-        """Return the targets of a schema's references."""
+        """Return the schemas to which this schema's references (``$ref`` etc.) lead."""
         if not any(key in schema for key in REFERENCES):
             return []
         if id(schema) not in self._targets:
@@ -198,8 +198,8 @@ class _Closer:
         return self._targets[id(schema)]
 
     def _joint(self, nest: Nest) -> Iterator[Schema]:
-        """Yield the schemas of properties that several schemas describe together. None of these can
-        be closed alone, since another may name more properties."""
+        """Yield each schema that describes the same property as another schema. It cannot be closed
+        alone, since the other one may name more properties."""
         for schemas in nest.children.values():
             if len(schemas) == 1:
                 continue
@@ -213,8 +213,8 @@ class _Closer:
     # -- targets of references
 
     def _only_whole(self) -> dict[int, Schema]:
-        """Return, by ``id()``, the targets of references that always describe a whole object: these
-        can be closed in place."""
+        """Return, by ``id()``, the schemas that references use only as the whole schema of an
+        object: these can be closed in place."""
         users: dict[int, list[bool]] = {}
         targets: dict[int, Schema] = {}
         whole = {id(each) for each in self._objects}
@@ -228,7 +228,8 @@ class _Closer:
         return {each: targets[each] for each, found in users.items() if all(found)}
 
     def _only_object(self, schema: Schema) -> Schema | None:
-        """Return the only alternative that may be an object, if the schema has no other keyword."""
+        """Return the only alternative that may be an object; ``None`` if there are several, or if
+        the schema has other keywords."""
         rest = schema.keys() - _ANNOTATIONS
         if len(rest) != 1 or (key := next(iter(rest))) not in _SOME:
             return None
@@ -236,7 +237,7 @@ class _Closer:
         return able[0] if len(able) == 1 and isinstance(able[0], dict) else None
 
     def _is_left_to_target(self, schema: Schema) -> bool:
-        """Whether the schema is only a reference to a target that is closed in place."""
+        """Whether the schema is nothing but a reference to a schema that is closed in place."""
         alone = schema if _is_reference(schema) else self._only_object(schema)
         if alone is None or not _is_reference(alone):
             return False
@@ -266,8 +267,7 @@ def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None
 
 
 def _outermost(whole: Schema) -> Iterator[Schema]:
-    """Yield the schemas that describe a whole value, and not a part of another schema for the same
-    value."""
+    """Yield the schemas that describe a whole value, unlike those in ``allOf`` and the like."""
     waiting: list[tuple[Any, bool]] = [(whole, True)]
     while waiting:
         schema, is_whole = waiting.pop()
@@ -287,7 +287,7 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
 
 
 def _go_together(one: Choices, other: Choices) -> bool:
-    """Whether schemas may apply to the same value, given the choices that lead to each of them."""
+    """Whether two schemas may apply to the same value: no alternative is chosen differently."""
     taken = dict(one)
     return all(taken.get(choice, number) == number for choice, number in other)
 

@@ -179,7 +179,7 @@ class GuidanceCompiler:
             )
 
     def _checked(self, checker: Checker | Layout | None, eos: Eos) -> Callable[[Matcher], Matcher]:
-        """Return a function that wraps a matcher in the grammar's checker, if there is one."""
+        """Return a function that wraps a matcher so that it also obeys ``checker``, if given."""
         if checker is None:
             return lambda matcher: matcher
         vocabulary = self._vocabulary(eos)
@@ -275,8 +275,8 @@ class GuidanceCompilation:
     """A ``Compilation`` that gives each request its own matcher."""
 
     def __init__(self, eos: Eos, ready: Mapping[Library, float], max_seconds: float) -> None:
-        """The limit of ``max_seconds`` counts from now, or from when the library's tokenizer is
-        ready if that is later. ready: that time (``time.monotonic``) for each library."""
+        """max_seconds: time limit, counted from now or, if later, from when the library's tokenizer
+        is ready. ready: that time (``time.monotonic``) for each library."""
         self.future: Future[Make] = Future()
         self.is_void = False  # failed for another reason than the grammar: compile it again
         self.library: Library = ("guidance", eos)  # the one that compiles it now

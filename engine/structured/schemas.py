@@ -93,10 +93,7 @@ def types_of_value(value: Any) -> set[str]:
 
 def of_rust(pattern: str) -> str:
     """Translate an ECMAScript pattern to Rust's dialect: ``\\s`` and ``\\S`` become explicit
-    classes.
-
-    They are kept next to a hyphen, where an explicit class could be refused as the end of a
-    range."""
+    classes, except next to a hyphen, where a class could be refused as the end of a range."""
     parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
     triples = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
     return "".join(
@@ -115,7 +112,7 @@ def _without_nesting(parts: list[str]) -> list[str]:
 
 
 def as_given(text: str) -> str:
-    """Restore ``\\s`` and ``\\S`` in a message about a pattern, as the user wrote them."""
+    """Show ``\\s`` and ``\\S`` in an error message about a pattern as the user wrote them."""
     for given, written in _CLASSES.items():
         text = text.replace(written, given).replace(written.replace("\\", "\\\\"), given)
     return text

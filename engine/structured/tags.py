@@ -15,12 +15,12 @@ SpecialOf = Callable[[str], int | None]
 
 
 def none_special(text: str) -> int | None:
-    """Return ``None`` for every text, as if there were no special tokens."""
+    """A ``SpecialOf`` for grammars without special tokens: ``None`` for every text."""
     return None
 
 
 def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
-    """Convert the tags to a Lark grammar that names the schema of the n-th structure ``@name_n``.
+    """Convert structural tags to a Lark grammar; ``@name_n`` in it is the schema of structure n.
 
     special_of: returns the id of the special token with a given text, or ``None``. A trigger that
     is a special token must be written as this token."""
@@ -41,7 +41,7 @@ def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> st
 
 
 def trigger_of(structure: dict[str, Any], triggers: list[str]) -> str:
-    """Find the longest trigger that starts the tag. Raises ``ValueError`` without one."""
+    """Find the longest trigger that the tag begins with. Raises ``ValueError`` if none fits."""
     found = [trigger for trigger in triggers if structure["begin"].startswith(trigger)]
     if not found:
         raise ValueError(

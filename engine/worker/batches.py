@@ -38,7 +38,7 @@ class PlanRows(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, vocab_size: int) -> PlanRows:
-        """All rows of a plan. Draft tokens outside the vocabulary are replaced by padding."""
+        """Make all rows of a plan. Draft tokens outside the vocabulary are replaced by padding."""
         drafts = plan.drafts
         if drafts is not None and int(drafts.tokens.max(initial=0)) >= vocab_size:
             known = np.where(drafts.tokens < vocab_size, drafts.tokens, PADDING).astype(np.int32)
@@ -65,7 +65,7 @@ class StepTokens:
 
 
 class Extent(NamedTuple):
-    """Sizes of a step's attention that the host knows. A graph is recorded with the largest
+    """Sizes of a step's attention, known to the host. A CUDA graph is recorded with the largest
     possible sizes."""
 
     num_decodes: int
@@ -95,8 +95,8 @@ class Picked(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Device tensors for a step of S sequences and N tokens: the columns that the host sends, and
-    the model's inputs computed from these columns."""
+    """The device tensors of a step with S sequences and N tokens: columns that the host sends, and
+    model inputs computed from them."""
 
     num_seqs: int
     num_tokens: int
@@ -179,10 +179,8 @@ class Batches:
         specs: Sequence[SamplingSpec] = (),
         padding: Padding = NO_PADDING,
     ) -> Staged:
-        """Copy these rows to the device in one buffer and, if ``plan`` is given, the changes that
-        it makes to slots.
-
-        ``specs``: sampling options of the plan's new sequences."""
+        """Copy a step's rows to the device in one buffer, together with the changes that ``plan``,
+        if given, makes to slots. ``specs``: sampling options of the plan's new sequences."""
         tokens, (kind, size) = locate(rows), padding
         num_seqs, num_tokens = len(rows.counts), max(len(tokens.slots), size)
         host = self._staging.open(num_tokens)
@@ -202,7 +200,8 @@ class Batches:
         return Staged(rows, tokens, room, draws, picked, changes, padding)
 
     def mixed_room(self, num_tokens: int) -> Room:
-        """Return tensors for a mixed step of this many tokens and the most sequences possible."""
+        """Device tensors for a step that mixes prompts and decodes, with ``num_tokens`` tokens and
+        the largest possible number of sequences."""
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
@@ -232,8 +231,8 @@ class Batches:
         return ForwardBatch(inputs.input_ids, inputs.positions, attn)
 
     def build_picked(self, staged: Staged, read: ReadTokens | None) -> ForwardBatch:
-        """Prepare a staged step's forward pass. It returns the hidden states of the tokens
-        ``read``, or of all tokens if ``None``."""
+        """Prepare the forward pass of a staged step. It returns the hidden states of the tokens in
+        ``read``; ``None``: of all tokens."""
         rows, room = staged.rows, staged.room
         num_decodes, longest = room.num_seqs, 1
         if room.num_tokens > room.num_seqs:
@@ -245,8 +244,7 @@ class Batches:
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
-        """Position of the next token of each sequence [num_seqs] int32, as computed by
-        ``build``."""
+        """Length of each sequence after the step, [num_seqs] int32, as computed by ``build``."""
         return self._inputs.seq_lens[:num_seqs]
 
     def _most_seqs(self, num_tokens: int) -> int:
@@ -276,7 +274,7 @@ class Batches:
     def _fill(
         self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padding: Padding
     ) -> None:
-        """Fill the columns of fixed size. Those for sampling are filled only for a decode graph."""
+        """Fill the step's host columns; those for sampling only for a decode graph."""
         num, (kind, size) = len(rows.counts), padding
         host.slots[:num] = rows.slots
         self._fill_ids(host.host_ids[: len(tokens.slots)], rows, tokens)
@@ -319,9 +317,9 @@ class Batches:
 def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
-    """Limit the last layer to R tokens of the step. ``attn``: the attention of that layer;
-    ``rows``: indices of the tokens; ``sequences``: indices of their sequences, both [R] int64;
-    ``seq_lens``: number of keys that each of them attends to, with its own key, [R] int32."""
+    """Restrict the last layer to R tokens of the step. attn: the layer's attention; rows: indices
+    of the tokens, sequences: indices of their sequences, both [R] int64; seq_lens: number of keys
+    to which each token attends, itself included, [R] int32."""
     count = len(rows)
     return Wanted(
         rows,
@@ -364,10 +362,10 @@ def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[n
 
 
 def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadColumns | None]:
-    """Return where a step samples: its draws, the index of each sequence's first draw [S + 1], and
-    the tokens whose hidden states are needed (``None``: all tokens).
+    """Find where a step samples: after the last known token of a sequence, and after each draft.
 
-    A sequence samples after its last known token and after each of its drafts."""
+    Returns the draws, the index of each sequence's first draw [S + 1], and the tokens whose hidden
+    states are needed (``None``: all tokens)."""
     num_seqs, ends, lengths = len(rows.counts), tokens.query_start[1:], rows.starts + rows.counts
     num_drawing = int(np.count_nonzero(rows.samples))
     if num_drawing == len(tokens.slots):  # one token each, and all sample
@@ -414,7 +412,7 @@ def _draft_rows(
 
 
 def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
-    """Sampled rows of a decode graph: one for every row, padding included."""
+    """The batch rows to sample in a decode graph: every row, padding rows included."""
     positions = np.zeros(padded, dtype=np.int32)
     positions[: len(rows.counts)] = rows.starts + rows.counts
     slots = host.draw_slots[:padded].copy()
@@ -431,8 +429,8 @@ class Changes(NamedTuple):
 def stage_changes(
     plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging, slots: Slots
 ) -> Changes:
-    """Stage a plan's changes to the slots. A new sequence starts at the first position that the
-    plan computes for it. ``specs``: sampling options of the new sequences."""
+    """Stage what a plan changes in the slots: new sequences and block table entries. ``specs``:
+    sampling options of the new sequences."""
     new, blocks = None, []
     if plan.new:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -488,7 +486,7 @@ class DeviceColumns(NamedTuple):
     host_ids: torch.Tensor
 
     def of(self, num_seqs: int, num_tokens: int) -> DeviceColumns:
-        """The columns of a step of this size."""
+        """The first entries of these tensors, for a step with this many sequences and tokens."""
         ends = (num_seqs, num_seqs, num_seqs + 1, num_seqs + 1, num_tokens)
         return DeviceColumns(*(column[:end] for column, end in zip(self, ends, strict=True)))
 
@@ -535,8 +533,8 @@ class Staging:
         return self._host[self._turn]
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Add values to the data that ``send`` copies. Returns their tensor on the device, valid
-        from the next ``send`` until the one after it."""
+        """Add an array to the data that the next ``send`` copies. Returns its device tensor, valid
+        from that ``send`` until the following one."""
         if self._shares:  # a plan's arrays may be read-only, about which torch warns
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes

@@ -103,8 +103,8 @@ def _share(control, syscall, body, threads, row):
 
 
 def _launch(control, syscall, body, threads, *parameters):
-    """Run a body on an item counter of 0, followed by the parameters, with up to threads - 1
-    helpers."""
+    """Run a kernel body with up to threads - 1 helpers. It gets an item counter, at first 0, and
+    the parameters."""
     _run(control, syscall, body, threads, parameters)
 
 
@@ -143,8 +143,7 @@ class Team:
     num_threads = 0  # threads of a large kernel; 0: torch's number
 
     def _start(self) -> None:
-        """Reset to no helpers. A forked process does this, too, since it inherits memory but no
-        threads."""
+        """Begin without helper threads. Also called in a forked process, which inherits none."""
         self._lock = threading.Lock()
         self._block = np.zeros(_BLOCK_BYTES // 8 + 8, np.int64)
         self.control = self._block.ctypes.data + -self._block.ctypes.data % 64

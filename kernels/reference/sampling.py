@@ -60,8 +60,8 @@ def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
 def sample_allowed(
     rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """Like `sample`, but only among the tokens that each row's mask allows. Masks: as in
-    `kernels.reference.logits.apply_bitmask`. The logits are not changed."""
+    """Samples a token for each row among those that its mask allows; returns ids [R] as `sample`
+    does. masks, mask_of_row: as in `kernels.reference.logits.apply_bitmask`."""
     logits = rows.logits.clone()
     apply_bitmask(logits, masks, mask_of_row)
     return sample(rows._replace(logits=logits), columns)

@@ -129,8 +129,8 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """Returns the number of (token, expert) pairs per program: `rows`; for packed experts, that of
-    their tile for `rows` pairs."""
+    """Returns how many (token, expert) pairs a program computes: `rows` or, for packed experts, as
+    many as their tile for `rows` pairs has."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
@@ -177,7 +177,8 @@ def experts_launch(
     fan: int,
 ) -> Launch:
     """Returns the launch that multiplies each pair's row by its expert's matrix. tensors: rows [P /
-    fan, K], experts with N outputs and K inputs, out [P, N]; fan: pairs per row."""
+    fan, K], experts with N outputs and K inputs, out [P, N], for P (token, expert) pairs; fan:
+    pairs per row."""
     a, experts, out = tensors
     if isinstance(experts, Packed):
         return packed_launch((a, out), experts, groups, weights, fan)
@@ -258,8 +259,7 @@ def sum_launch(parts: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> 
 
 
 def configurations() -> Iterator[Launch]:
-    """Launches to compile ahead: 128 experts, 8 per token, plain and packed, for decodes to long
-    prompts."""
+    """Yield kernel launches to compile ahead of use: 128 experts, with plain and packed weights."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_tokens in (64, 1024, 8192):
             x = torch.empty((num_tokens, 2048), dtype=dtype, device="meta")

@@ -49,7 +49,7 @@ def seat_kernel(  # noqa: PLR0913
     token_ids, prompt_bits, counts, slot, num_tokens, num_prompt, vocab_size, num_words,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK of a request's tokens, which are added to prompt_bits or counts."""
+    """One program per BLOCK of tokens: marks prompt tokens in prompt_bits, counts output tokens."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + place, mask=place < num_tokens, other=0)
     slot = slot.to(tl.int64)

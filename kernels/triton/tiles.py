@@ -46,8 +46,8 @@ class Shape(NamedTuple):
         heads: int,
         tile: Tile,
     ):
-        """Returns the parameters for q [N, Hq, D] and kv_layer [blocks, 2, Hkv, page, D]. heads:
-        query heads per program."""
+        """Returns the kernel's parameters for queries q [N, Hq, D] and kv_layer [blocks, 2, Hkv,
+        page, D]. heads: query heads per program."""
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
         group = num_heads // kv_heads
@@ -91,15 +91,15 @@ def attention_args(
 
 @triton.jit
 def head_rows(first_head, num_tokens, S: tl.constexpr):
-    """Returns each row's token, its query head, and whether the row is used."""
+    """Returns, for each row of a program: its token, its query head, and True if it is used."""
     row = tl.arange(0, S.ROWS)
     return row // S.HEADS, first_head + row % S.HEADS, row < num_tokens * S.HEADS
 
 
 @triton.jit
 def places_of(first_token, first_head, S: tl.constexpr):
-    """Returns, for each row of a program, the index of its (token, query head) in a flattened
-    output. first_token: the token of row 0."""
+    """Returns each row's index in an output [tokens * query heads, D]. first_token: the token of
+    row 0."""
     # Computed again after the loops, to save registers.
     row = first_token * S.HEADS + tl.arange(0, S.ROWS)
     head = first_head + row % S.HEADS
@@ -132,7 +132,7 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 @triton.jit
 def blocks_at(table, tile, end_key, S: tl.constexpr):
-    """Returns the cache block of a tile of keys; a block for each key if a tile spans several."""
+    """Returns the cache block that holds a tile of keys, or a block per key for larger tiles."""
     if S.PAGE % S.KEYS == 0:
         blocks = tl.load(table + tile * S.KEYS // S.PAGE)
     else:
@@ -143,8 +143,8 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Returns the offset of a tile of keys in one head of the cache; for small tiles or blocks, the
-    offset of each key."""
+    """Returns the offset of a tile of keys in one head of the KV cache, or the offsets of its keys
+    if the tile is small or spans blocks."""
     # Offsets within a block computed only once save instructions but take registers, which decodes
     # need in order to have many programs per processor.
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
@@ -174,8 +174,8 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """Returns (scores, factor), with softcap and ALiBi applied; softmax weights are proportional to
-    2 ** (scores * factor)."""
+    """Returns (scores, factor) after softcap and ALiBi. The softmax weight of a key is proportional
+    to 2 ** (score * factor)."""
     # The factor is applied by the multiply-add that subtracts the largest score. This saves an
     # instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
     factor = scale * LOG2E
@@ -196,8 +196,8 @@ def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
 def attend_tiles(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the running softmax `state`, and return it.
-    MASKED: some rows do not attend to all of these keys."""
+    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the softmax state and return it. MASKED:
+    apply the mask, since some rows do not attend to all of these keys."""
     # A tile's block is looked up one round earlier, because an address loaded in the same round
     # would prevent the prefetch of keys and values.
     acc, peak, total = state
@@ -249,8 +249,8 @@ def start_state(sinks, head, is_first, S: tl.constexpr):
 def attend_range(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, bounds, S: tl.constexpr
 ):
-    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the softmax state and return it. `bounds`:
-    from visible_tiles."""
+    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the softmax state and return it. Tiles that
+    `bounds` (from visible_tiles) reports as visible to all rows are not masked."""
     first, end = tiles
     whole_from = bounds[1]
     whole_to = bounds[2]
@@ -265,8 +265,8 @@ def attend_range(  # noqa: PLR0913
 
 @triton.jit
 def split_of(split, bounds, num_splits, min_tiles):
-    """Returns the first tile and the end of split number `split`. Splits are equal parts of at
-    least min_tiles; the last ones may be empty (start at or after the end)."""
+    """Divides the tiles of `bounds` (from visible_tiles) into equal splits of at least min_tiles;
+    returns (first tile, end) of split `split`, which is empty if first >= end."""
     num_tiles = bounds[3] - bounds[0]
     share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
     first = bounds[0] + split * share
@@ -283,7 +283,7 @@ def cache_of(kv, table, stride_block, kv_head, S: tl.constexpr):
 
 @triton.jit
 def scale_of(kv_scales, kv_head, S: tl.constexpr):
-    """Returns the factor on products of queries and keys, including the scale of cached keys."""
+    """Returns the factor on products of queries and keys: softmax scale times the keys' scale."""
     scale = tl.full([], S.SCALE, tl.float32)
     if kv_scales is not None:
         scale = scale * tl.load(kv_scales + kv_head)
@@ -294,8 +294,8 @@ def scale_of(kv_scales, kv_head, S: tl.constexpr):
 def store_rows(  # noqa: PLR0913
     state, out, lse, kv_scales, where, rows, kv_head, S: tl.constexpr
 ):
-    """Divide a program's results by the softmax sums and write them to out, the logarithms of the
-    sums to lse. `where`: for each row the index of its (token, query head) in the output."""
+    """Divide the results of a program's rows by the softmax sums and store them in out, and the
+    sums' logarithms in lse. where: each row's index in out [tokens * query heads, D]."""
     acc, peak, total = state
     _, _, is_ours = rows
     safe = tl.where(total == 0, 1.0, total)

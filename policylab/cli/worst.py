@@ -161,7 +161,7 @@ def described(
 
 
 def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
-    """Yields a line for each option of the case that differs from the start of the search."""
+    """Yields a line for each option whose value in ``case`` differs from that in ``start``."""
     for name in ("num_requests", *KNOBS):
         now, then = choice(case, name), choice(start, name)
         if now != then:
@@ -169,7 +169,7 @@ def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
 
 
 def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
-    """Yields lines that compare the two policies on the case, with seeds unused by the search."""
+    """Yields lines with a comparison of the two policies on the case with new seeds."""
     first = case.seeds[-1] + 1
     [cell] = compare(
         Experiment(

@@ -1,2 +1,2 @@
-"""The engine core on a virtual clock, with random requests and a worker that only lets time
-pass."""
+"""A simulator: the engine core on a virtual clock, with random requests and a worker that computes
+nothing but the time of each step."""

@@ -59,7 +59,7 @@ class WorkBound:
 
     @property
     def new(self) -> Counts:
-        """Prompt tokens of each request that were not in the cache, at least 1."""
+        """Number of prompt tokens that each request must compute: not in the cache, at least 1."""
         new: Counts = np.maximum(1, self.prompt - self.cached)
         return new
 
@@ -79,14 +79,14 @@ class WorkBound:
 
     @property
     def decode_context(self) -> Counts:
-        """For each request, the number of tokens in the KV cache at a decode, summed over its
-        decodes."""
+        """For each request, the context lengths (tokens in the KV cache) of all its decode steps,
+        added up."""
         return self.prompt * self.decodes + self.decodes * (self.decodes - 1) // 2
 
     @property
     def own_context(self) -> Counts:
-        """Like ``decode_context``, but without the tokens of prefix hits, which requests may
-        share."""
+        """For each request, the context lengths (tokens in the KV cache) of all its decode steps,
+        added up. Tokens of its prefix hit, which requests may share, are not counted."""
         return self.decode_context - (self.prompt - self.new) * self.decodes
 
     @property
@@ -97,7 +97,7 @@ class WorkBound:
         return (known * (known + 1) - found * (found + 1)) // 2
 
     def busy(self) -> Floats:
-        """For each request, the least seconds that it adds to steps, without their fixed part."""
+        """For each request, the least seconds that it adds to steps, besides their fixed cost."""
         cost, found = self.cost, self.prompt - self.new
         return (
             cost.per_seq * (1 + self.decodes)
@@ -107,8 +107,8 @@ class WorkBound:
         )
 
     def alone(self) -> Floats:
-        """For each request, the seconds from arrival to last token if it is alone on an idle
-        engine. All its prompt chunks but the last are full."""
+        """For each request, the seconds from arrival to last token if it runs alone on an idle
+        engine, with only its last prompt chunk incomplete."""
         if self.profile is not None:
             return self._by_profile(self.profile)
         chunks = self._chunks
@@ -116,8 +116,8 @@ class WorkBound:
         return self._alone(filled + (chunks - 1) * (self.prompt - self.new))
 
     def fastest(self) -> Floats:
-        """Like ``alone``, but with the incomplete prompt chunk first, which is the fastest
-        order."""
+        """For each request, the seconds from arrival to last token if it runs alone on an idle
+        engine, with the incomplete prompt chunk first, which is fastest."""
         chunks = self._chunks
         rest = self.new - (chunks - 1) * self.max_tokens
         filled = self.max_tokens * ((chunks - 1) * (chunks - 2) // 2)
@@ -144,8 +144,8 @@ class WorkBound:
         return chunks
 
     def _alone(self, context: Counts) -> Floats:
-        """Seconds of each request alone on an idle engine. ``context``: for each request, tokens in
-        the cache before a prompt chunk, summed over its chunks but the first."""
+        """Seconds that each request takes alone on an idle engine. ``context``: tokens in its KV
+        cache before each prompt chunk but the first, added up."""
         more = self.cost.per_seq * (self._chunks - 1) + self.cost.per_context * context
         return self.cost.fixed * self.chain + self.busy() + more
 
@@ -214,7 +214,7 @@ def makespan(work: WorkBound) -> float:
     order = np.argsort(work.arrival, kind="stable")
 
     def coming(amounts: Any) -> Any:
-        """Returns, in order of arrival, the sum of each request's amount and all later ones."""
+        """Returns suffix sums in order of arrival: each request's amount plus all later amounts."""
         return amounts[order][::-1].cumsum()[::-1]
 
     steps = np.maximum.reduce(

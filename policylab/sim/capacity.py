@@ -124,7 +124,7 @@ class Capacities:
         return NOTHING if any(map(isnan, rates)) else mean_over(rates)
 
     def num_answers(self, place: int) -> int:
-        """The number of seeds with a result for the policy at index ``place``."""
+        """The number of seeds for which a rate was found, for the policy at index ``place``."""
         return sum(not isnan(each.rate) for each in self.found[place])
 
     def ends(self, place: int) -> tuple[float, float]:
@@ -193,8 +193,8 @@ def capacities(
 def _by_setting(
     what: Experiment, settings: Sequence[str], results: Sequence[Highest]
 ) -> list[Capacities]:
-    """Group results, which are ordered by setting, policy and seed, without policies that have no
-    figures."""
+    """Group results by setting, without policies that have no figures. ``results``: ordered by
+    setting, policy and seed."""
     names = distinct(name_of(policy) for policy in what.policies)
     rest = iter(results)
     table = [[[next(rest) for _ in what.seeds] for _ in names] for _ in settings]
@@ -240,7 +240,7 @@ def highest(search: RateSearch) -> Highest:
 
 
 class _NotOwnError(Exception):
-    """Raised for a run that is not valid, since defaults replaced some of the policy's answers."""
+    """Raised if a run does not count, since defaults replaced some of the policy's answers."""
 
 
 class _Searcher:
@@ -318,7 +318,7 @@ class _Searcher:
         return low, cause
 
     def _not_kept(self, size: int, rate: float) -> str:
-        """Run ``size`` requests at this rate. Returns the limit that fails; empty if none does."""
+        """Run ``size`` requests at this rate, and return the limit that fails; "" if all hold."""
         search = self._search
         workload = replace(search.workload, num_requests=size)
         self._num_runs += 1
@@ -331,8 +331,8 @@ class _Searcher:
         return _broken(done, search, rate)
 
     def _relative(self, size: int) -> float:
-        """Returns the mean demand of this seed's requests in a run of ``size`` requests, relative
-        to the mean demand of the workload."""
+        """Returns how much work a request of this seed takes on average in a run of ``size``
+        requests, divided by the workload's average."""
         search, done = self._search, self._last
         assert done is not None
         work = work_of(done.requests, done.head)

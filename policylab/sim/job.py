@@ -72,8 +72,8 @@ class Job:
         return sum(span.length for span in self.prompt)
 
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
-        """Returns the job as a request for a simulated engine. ``max_tokens``: maximum of output
-        tokens if the job has none of its own."""
+        """Returns the job as a request. ``max_tokens``: limit of output tokens if the job sets
+        none; ``tell_length``: the request's hints include its output length."""
         max_tokens = self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,

@@ -86,8 +86,8 @@ class Clients:
         return None if live is None else live.answer
 
     def content(self, new: NewSeq) -> list[int]:
-        """What the fake model sees at each position of a new sequence: the token id, plus a number
-        for salt, adapter or media."""
+        """The numbers that the fake model reads for a new sequence: its token ids, some increased
+        by a number for salt, adapter or media."""
         tokens = list(new.token_ids)
         for position, extra in self.live[new.request_id].extras.items():
             tokens[position] += extra
@@ -106,8 +106,8 @@ class Clients:
                 live.num_cached = starts[new.slot]
 
     def fail(self, new: NewSeq, upto: int) -> str | None:
-        """The worker's error message if it computes a position that should fail before ``upto``;
-        else ``None``."""
+        """The error message if the sequence should fail at a position below ``upto``; else
+        ``None``."""
         live = self.live.get(new.request_id)  # it may have ended meanwhile
         if live is None or live.fails_at is None or upto <= live.fails_at:
             return None
@@ -125,7 +125,7 @@ class Clients:
             self._end(req.request_id)
 
     def hear(self, outputs: StepOutputs, now: float) -> None:
-        """Check the outputs of a step. ``now``: the latest time of the clock, in seconds."""
+        """Compare a step's outputs with the expected ones. ``now``: the clock's time in seconds."""
         for client, out in outputs.items():
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
@@ -234,8 +234,8 @@ def answer_to(
     num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The expected answer to a request, at most ``most`` tokens, with the reason for its end and
-    the stop token if any. ``extras``: numbers added to tokens, by position."""
+    """The tokens, at most ``most``, that a request must get, and the reason for its end with the
+    stop token, if any. ``extras``: numbers added to the prompt's token ids, by position."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))

@@ -62,9 +62,9 @@ FUTILE_PREEMPTIONS = 12  # preemptions of one request without a new token in bet
 class Invariants:
     """Checks a scheduler from outside after each of its operations.
 
-    Plans, outputs and the worker's block tables are checked every time; ``every``: the whole state
-    is checked once in this many operations. ``plugins``: also check policy and resources.
-    ``num_drafts``: largest number of draft tokens of a request from real drafters."""
+    Plans, outputs and block tables are always checked, the whole state once in ``every``
+    operations. ``plugins``: also check policy and resources. ``num_drafts``: the most draft tokens
+    that real drafters propose for a request."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Invariants:
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """Check that nothing is held after all requests have ended. ``leaks``: also search for
-        references to ended requests."""
+        """Check that scheduler, worker and resources hold nothing after all requests have ended.
+        ``leaks``: also search for references to ended requests."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:
@@ -195,8 +195,8 @@ class CacheTruth:
         self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
-        """Record the right content of the KV blocks of a request that ended. ``extras``: numbers
-        for salt, adapter and media by position."""
+        """Compute what the full KV blocks of an ended request must contain. ``extras``: numbers, by
+        position, that salt, adapter and media add to the token ids."""
         digest, size = EMPTY_DIGEST, self._kv.block_size
         chain: list[bytes] = []
         self._chains.extend(chain, req, len(req.tokens))
@@ -219,7 +219,7 @@ class CacheTruth:
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that a pause stops requests, and that no request outlives a deadline [18]."""
+    """Check that a pause is obeyed, and that no request outlives a deadline."""
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         assert not plan.num_tokens, "tokens are computed in a pause"
     if scheduler.pause_state is not PauseState.UNPAUSED:

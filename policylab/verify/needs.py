@@ -40,10 +40,10 @@ class Need(Resource):
         """Called once per step, for resources that need a clock."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Check that everything taken from the resource belongs to a running request."""
+        """Check that only running requests hold units of this resource."""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Count a refusal; returns the answer that grants only ``num_tokens`` tokens."""
+        """Count a refusal, and return a ``Fit`` that allows only ``num_tokens`` tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
@@ -92,8 +92,8 @@ class Delayed(Need):
         self.left: dict[Request, int] = {}  # remaining ticks
 
     def ticks(self, req: Request) -> int | None:
-        """The number of steps for which the request is parked; if negative, it fails after that
-        many. ``None``: it is not parked."""
+        """For how many steps the request is parked; ``None`` if it is not parked. A negative number
+        -n means: parked for n steps, then failed."""
         raise NotImplementedError
 
     def parked(self, req: Request) -> None:
@@ -117,8 +117,8 @@ class Delayed(Need):
 
 
 class Grammars(Delayed):
-    """Parks requests until their grammar is compiled. ``AddRequest.grammar`` holds the number of
-    steps as text; if negative, compilation then fails."""
+    """Parks requests until their grammar is compiled. ``AddRequest.grammar`` is the number of steps
+    that this takes, as text; a negative number makes the compilation fail."""
 
     name = "grammars"
 
@@ -241,8 +241,8 @@ class NeededDrafts(Need):
         plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
 
     def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
-        """``count`` draft tokens for the answer from index ``first``: right ones, then from a
-        random index on wrong ones."""
+        """Draft ``count`` tokens of the request's answer from index ``first``: right tokens up to a
+        random index, then wrong ones."""
         right = list(self.answers(req.request_id)[first : first + count])
         right += [-1] * (count - len(right))
         upto = mix(step, req.arrival + 1) % (count + 2)

@@ -1,4 +1,4 @@
-"""The second interpreter of ``elsewhere``: changes its environment and plans the cases it is sent.
+"""Plans cases in a second process whose environment differs, for the tests in ``elsewhere``.
 
 The environment is changed before the policy is imported, so that ``from time import time`` in the
 policy's module gets the changed clock."""
@@ -51,8 +51,7 @@ class PolicySource(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What the other interpreter plans: the case of ``seed``, or ``case``, or the named
-    ``crowd``."""
+    """The plans to make: for the random case of a seed, for a given case, or for a named crowd."""
 
     seed: int | None = None
     case: Case | None = None
@@ -63,7 +62,7 @@ class Question(NamedTuple):
 
 
 class ProcessAnswer(NamedTuple):
-    """The result of planning a question, and what hooks read from the environment."""
+    """The answer to a ``Question``: the digest of its plans, and the variables that hooks read."""
 
     digest: str
     """The digest of all plans, or the error that ended the run."""
@@ -86,7 +85,7 @@ UNKNOWN = "1"  # value of unset environment variables in every second interprete
 
 
 def serve(line: Connection) -> None:
-    """Answer questions from the connection until it is closed."""
+    """Answer the questions of the parent process until it closes the connection."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):  # discard what the policy prints
         os.dup2(nowhere, output)
@@ -112,8 +111,8 @@ def serve(line: Connection) -> None:
 def answer(
     question: Question, policy: Any, options: dict[str, Any] | None, world: World
 ) -> ProcessAnswer:
-    """Plan what the question asks for in the changed environment; an exception becomes the
-    answer."""
+    """Plan the question's run in the changed environment. An exception becomes the answer's
+    text."""
     world.scatter()
     del world.reads[:]
     try:
@@ -179,7 +178,7 @@ def _from_file(name: str, file: str | None) -> Any:
 
 
 class World:
-    """Changes everything in this process that a policy must not depend on. ``number``: which
+    """Changes clocks, random numbers, process id and environment of this process. ``number``: which
     interpreter this is; ``parts``: what differs by number; ``home``: the policy's module."""
 
     def __init__(self, number: int, parts: Collection[str], home: str) -> None:
@@ -221,8 +220,8 @@ class World:
         world = self
 
         class Environment(type(os.environ)):  # type: ignore[misc]
-            """``os.environ`` with a record of what hooks read. In interpreters with an even number
-            the policy's code finds every variable set."""
+            """``os.environ``, recording which variables hooks read. In interpreters with an even
+            number, the policy's code finds every variable set."""
 
             def __getitem__(self, name: str) -> str:
                 world.note(name)
@@ -245,7 +244,7 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """True if the code that reads the environment is in the policy's package."""
+        """True if the code that is reading the environment belongs to the policy's package."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back
@@ -253,7 +252,7 @@ class World:
         return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
 
     def note(self, name: str) -> None:
-        """Record that a hook reads this environment variable; other readers are ignored."""
+        """Record that a policy hook reads this environment variable; ignore all other readers."""
         reader, frame = None, sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -281,8 +280,8 @@ def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function such as ``time.strftime`` to use the changed clock if called without a time
-    as last argument."""
+    """Wrap a function such as ``time.strftime``: without a time as last argument, it uses the
+    current time of the changed clock."""
 
     def with_time(*given: Any) -> Any:
         has_time = given and not isinstance(given[-1], str)

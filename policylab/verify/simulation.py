@@ -72,11 +72,11 @@ class PlannedSums:
 
 
 class Simulation:
-    """One run of a case. All methods raise ``AssertionError`` for a broken rule.
+    """Runs a case. All methods raise ``AssertionError`` for a broken rule.
 
-    ``every``: check the whole state once in this many operations. ``leaks``: search for references
-    to ended requests at the end. ``plugins``: also check policy and resources. ``halves``: makes
-    the resources of real drafters and grammars, for cases that use them."""
+    ``every``: the whole state is checked once in this many operations. ``leaks``: search for
+    references to ended requests at the end. ``plugins``: also check policy and resources.
+    ``halves``: makes real drafters and grammars for cases that use them."""
 
     def __init__(
         self,
@@ -256,8 +256,7 @@ class Simulation:
         self.invariants.settled()
 
     def step(self) -> None:
-        """Do one step of the engine core: launch as many steps as may be in flight, then settle the
-        oldest."""
+        """Launch as many engine steps as may be in flight, then apply the oldest one's result."""
         while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
             pass
         if self._flight:
@@ -296,7 +295,7 @@ class Simulation:
         return Halves((), guide=lambda add: NoGuide())
 
     def _draw_if_alone(self) -> None:
-        """If the only step in flight waits for its masks, compute them and sample it."""
+        """If the only step in flight waits for its token masks, make them and sample the step."""
         if self._is_undrawn and len(self._flight) == 1:
             plan, result = self._flight[0]
             self._is_undrawn = False
@@ -328,8 +327,8 @@ class Simulation:
         return scheduler
 
     def _move(self) -> None:
-        """Do the work of one tick: a whole step or, if the engine is not steady, at random also a
-        launch or a settlement alone."""
+        """Do the work of one tick: a whole engine step or, at random unless the engine is steady,
+        only a launch or only the result of the oldest step."""
         dice = self._pace.random()  # one random number per tick, whatever happens
         if self.case.setup.is_steady or dice < 0.5:
             self.step()

@@ -209,10 +209,10 @@ def smallest(
     halves: MakeHalves | None = None,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """Shrink a case that broke a rule, as long as it breaks the same rule; returned unchanged if it
-    no longer does.
+    """Shrink a case that broke a rule, as long as it breaks the same rule. Returns the case
+    unchanged if it does not break the rule again.
 
-    ``goes_on``: limit of shrinking, see ``shrink``."""
+    ``goes_on(tries, case)``: called before each run; False ends the search."""
     swarm = Swarm(every=1, halves=halves)
 
     def breaks(case: Case) -> bool:

@@ -29,7 +29,7 @@ class Wild(Policy):
         self.allowed: dict[Request, int] = {}
 
     def odd(self, view: SchedView) -> bool:
-        """True with probability ``rate``: the hook should answer at random."""
+        """True with probability ``rate``; the calling hook then answers at random."""
         return view.rng.random() < self.rate
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, int]:

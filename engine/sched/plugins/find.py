@@ -271,7 +271,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _problem(cls: type, base: type) -> str | None:
-    """Error text for the first hook that is missing or invalid, else ``None``."""
+    """The error text for a plug-in class with a missing or invalid hook; ``None`` if all fit."""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         return f" lacks {', '.join(missing)}"
     for name, hook in vars(base).items():
@@ -289,7 +289,7 @@ def _problem(cls: type, base: type) -> str | None:
 
 
 def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
-    """True if the method can be called with the arguments named in ``wanted``."""
+    """True if the method takes the arguments ``wanted``. raw: the method as stored in its class."""
     given = wanted if isinstance(raw, staticmethod | classmethod) else ["self", *wanted]
     try:
         inspect.signature(own).bind(*given)
@@ -327,8 +327,8 @@ def _resembling(name: str, known: list[str]) -> list[str]:
 
 
 def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
-    """True if ``name`` can only be a misspelling of ``meant``: both are flags, or methods with the
-    same arguments, and the class neither uses ``name`` nor defines ``meant``."""
+    """True if ``name`` is surely a misspelt ``meant``: the class does not define ``meant`` and
+    never uses ``name``, and both are flags, or methods with the same arguments."""
     classes = [each for each in cls.__mro__ if each not in base.__mro__]
     owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
     value, original = owner.get(name), getattr(base, meant)

@@ -27,7 +27,7 @@ ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
 
 
 class Own(NamedTuple):
-    """A resource that overrides a certain hook, and the hook's label for faults and times."""
+    """A resource that overrides a hook, and the label of this hook in faults and times."""
 
     resource: Resource
     label: str  # name of the hook in faults and times
@@ -79,8 +79,8 @@ class Resources:
         self._notify("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens to verify after the request's last token: the most that a resource
-        wants."""
+        """The largest number of draft tokens that a resource wants to verify after the request's
+        last token."""
         most = 0
         for own in self._own["extra"]:
             begun = self._timer()
@@ -97,8 +97,8 @@ class Resources:
         return most
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of the next ``num_tokens`` tokens all resources allow. If fewer, the result also
-        has the resource that refuses and its reason."""
+        """How many of ``num_tokens`` further tokens all resources allow the request. If fewer, the
+        result names the resource that refuses, and its reason."""
         fit = Fit(num_tokens)
         own_fits = self._own["fit"]
         settled = not own_fits
@@ -137,8 +137,8 @@ class Resources:
         self._notify("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Token masks for the rows in ``plan.masks``; ``None`` after a fault: the rows then
-        fail."""
+        """Token masks of the batch rows in ``plan.masks``. ``None`` if they cannot be made: these
+        rows then end with an error."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._call(own, "masks", None, plan, wrong=answers.wrong_masks)
@@ -161,14 +161,14 @@ class Resources:
         return counts
 
     def take_orphans(self) -> list[Request]:
-        """Return, once, the parked requests whose resource has failed and will not wake them."""
+        """Return, once each, parked requests that no resource will wake, as theirs has failed."""
         orphans, self._orphans = self._orphans, []
         return [req for req in orphans if req.status is Status.PARKED]
 
     # -- helpers
 
     def _awaken(self, add: AddRequest) -> None:
-        """Enable the resources that serve a field which this request is the first to have."""
+        """Enable resources that serve request fields which no request had before ``add``."""
         if given := {field for field in self._asleep if getattr(add, field, None)}:
             self._asleep -= given
             self._own = self._by_hook()
@@ -197,7 +197,7 @@ class Resources:
         return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
 
     def _does_any(self, hook: str, req: Request) -> bool:
-        """True if this hook of any resource returns True for the request, or fails."""
+        """True if this hook of any resource returns True for the request or raises an error."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
         wishes = [self._call(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
@@ -244,8 +244,8 @@ class Resources:
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """True if the resource overrides this hook; for ``watches`` also if it overrides another hook
-    that is called for single requests in each step."""
+    """True if the resource overrides this hook or, for ``watches``, any of ``ROW_HOOKS``: hooks
+    that are called for single requests in each step."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)

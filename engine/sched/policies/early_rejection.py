@@ -6,13 +6,12 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 
 
 class EarlyRejection(Policy):
-    """Refuses a request on arrival if its first token is expected too late. Order of arrival.
+    """Serves in order of arrival, but refuses requests whose first token is expected too late.
 
     The cost model predicts the wait from the prompts that are computed before. If seats or memory
     are short, output lengths of ended requests are used too.
 
-    ``ttft``: acceptable seconds to the first token; ``hints["ttft"]`` overrides it.
-    """
+    ``ttft``: acceptable seconds to the first token; ``hints["ttft"]`` overrides it."""
 
     def __init__(self, ttft: float = 5.0) -> None:
         require_positive(ttft=ttft)

@@ -52,8 +52,8 @@ class Ledger:
         self._entered[req] = 0
 
     def on_grant(self, req: Request, num_tokens: int) -> None:
-        """Count the prompt tokens among the ``num_tokens`` that a step computes and that
-        ``req.num_computed`` includes already. Need not be called for decodes."""
+        """Count the prompt tokens among the ``num_tokens`` tokens that a step computes; they are
+        already added to ``req.num_computed``. May be skipped for decodes."""
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:
             return
@@ -71,8 +71,8 @@ class Ledger:
             accounts[user].output_tokens += count
 
     def on_finish(self, req: Request) -> None:
-        """Remove a request that has ended. If it has output, its whole prompt counts as computed,
-        even if ``on_grant`` was not called for the last token."""
+        """Remove an ended request from its user's account. If it has output, all of its prompt
+        tokens count as computed."""
         account = self._accounts[req.user]
         account.active -= 1
         entered = self._entered.pop(req)

@@ -112,7 +112,8 @@ def regime(shape: StepShape) -> str:
 
 
 def features(shape: StepShape, knots: list[int]) -> list[float]:
-    """The numbers of a step that a profile's coefficients are multiplied by, in their order."""
+    """The numbers by which a profile's coefficients are multiplied to predict this step. knots:
+    token counts at which the cost per token changes."""
     tokens = shape.num_tokens
     charged = [
         1.0,
@@ -131,8 +132,7 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """A step of ``num_seqs`` decodes, with ``context`` cached tokens in total, and one new
-    prompt."""
+    """Steps with ``num_seqs`` decodes (``context`` cached tokens in all) and one new prompt."""
 
     num_seqs: int
     context: int

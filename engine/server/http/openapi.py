@@ -77,9 +77,9 @@ class ApiRoute(Route):
         gives: Any = None,
         also: Sequence[int] = (),
     ) -> None:
-        """takes, gives: types of the request and response bodies (``dict``: any object). If
-        ``takes`` has a field ``stream``, the route also returns events. also: statuses that it may
-        return besides ``ALWAYS``, and besides 404 if it names a model."""
+        """takes, gives: types of the request and response bodies (``dict``: any object); if
+        ``takes`` has a field ``stream``, the route also returns events. also: HTTP statuses that it
+        returns besides ``ALWAYS`` and, if it names a model, 404."""
         super().__init__(path, answered(handle), methods=[method])
         self.method = method
         self.takes = takes

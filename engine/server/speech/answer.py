@@ -148,7 +148,7 @@ class PlainAnswer(ParsedAnswer):
 
 
 class StructuredAnswer(ParsedAnswer):
-    """An answer that may have thinking and tool calls; white space between them is dropped."""
+    """An answer that may have thinking and tool calls. White space between its parts is dropped."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class StructuredAnswer(ParsedAnswer):
         self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
-        """The trimmed beginning of a part of the answer; "" if it is only white space so far."""
+        """The trimmed start of a part of the answer; "" while the part is only white space."""
         if not text.strip():
             self._spaces.append(text)
             return ""

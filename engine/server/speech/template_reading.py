@@ -61,7 +61,7 @@ class TemplateParser:
         tools: list[dict[str, Any]] | None,
         calls: AnswerParser | None,
     ) -> None:
-        """calls: parser of tool calls in text, for a template that describes no calls."""
+        """calls: parses tool calls if the template does not describe them."""
         self._template = template
         self._names = {tool["function"]["name"] for tool in tools or []}
         self._parser = template.parser(prompt, tools)
@@ -127,7 +127,7 @@ class TemplateParser:
         return (Text(text),) if self._calls is None else self._calls.read(text)
 
     def _written(self, name: str) -> str:
-        """The current call as the model wrote it; "" outside of calls. name: the tool's name."""
+        """The current tool call as the model wrote it; "" without one. name: the tool's name."""
         if self._field != TOOL_FIELD:
             return ""
         return self._template.opener.replace("{name}", name) + self._call
@@ -176,7 +176,7 @@ def _json(text: str) -> Any:
 
 def _fitted(markers: Markers, template: dict[str, Any]) -> dict[str, Any]:
     """Adapt a template to markers that are not single tokens: thinking begins only at the start of
-    the answer, and the end marker of a call counts only after a closing brace."""
+    the answer, and a call's end marker counts only after a closing brace."""
     fields = {}
     for name, field in template["fields"].items():
         begin, end = field.get("open"), field.get("close")

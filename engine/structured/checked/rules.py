@@ -1,5 +1,4 @@
-"""Compiles the schemas of a document to rules, whose demands are sorted by the type of value. All
-references are resolved, including recursive ones."""
+"""Compiles all schemas of a document to rules, and resolves references, even recursive ones."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ class Rule:
 
     @property
     def lists(self) -> list[Iterable[Exact]]:
-        """The lists of allowed values in this rule: from ``enum``, a range, or a pattern."""
+        """The rule's lists of allowed values: from ``enum``, a range and a pattern, where given."""
         found: tuple[Iterable[Exact] | None, ...] = (self.values, self.domain, self.few_texts)
         return [each for each in found if each is not None]
 
@@ -98,7 +97,7 @@ class Rule:
 
     @property
     def same(self) -> list[Rule]:
-        """The rules that this rule applies to the same value, as by ``allOf`` or ``not``."""
+        """The rules of all subschemas for the same value, as in ``allOf`` or ``not``."""
         found = [*self.all_of, *(each for group in self.any_of + self.one_of for each in group)]
         single = (self.negated, self.condition, self.consequence, self.alternative)
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
@@ -157,7 +156,7 @@ class _RuleCompiler:
         self.made: list[Rule] = []
 
     def rule(self, schema: Any) -> Rule:
-        """Return the rule of a schema that the current schema contains or refers to."""
+        """Return the rule of a subschema or reference target; a new one is compiled later."""
         if not isinstance(schema, dict):
             rule = Rule()
             rule.is_false = schema is False
@@ -191,7 +190,7 @@ class _RuleCompiler:
         rule.all_of.append(self.rule(target))
 
     def _outermost(self, target: Schema, keyword: str) -> Any:
-        """Return the target of a dynamic reference in the current scope."""
+        """Return the schema to which the dynamic reference ``keyword`` leads in this scope."""
         if keyword == "$recursiveRef":
             if not self._document.home(target).is_recursive:
                 return target
@@ -220,8 +219,8 @@ def _domain(schema: Schema) -> range | None:
 
 
 def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
-    """Return the first or last integer within a limit; ``None`` without an integer limit. step:
-    from an exclusive limit (keyword ``strict``) to that integer."""
+    """Return the outermost integer within a limit; ``None`` without an integer limit. key, strict:
+    the inclusive and exclusive keyword; step: 1 for a minimum, -1 for a maximum."""
     if strict in schema:
         return schema[strict] + step if type(schema[strict]) is int else None
     return schema[key] if type(schema.get(key)) is int else None
@@ -285,7 +284,7 @@ def _many(attribute: str) -> Keyword:
 
 
 def _one(attribute: str, of: RulePart = _itself) -> Keyword:
-    """Make a reader of a keyword that has one schema. of: returns the object with ``attribute``."""
+    """Make a reader of a keyword with one schema; it stores its rule in ``of(rule).attribute``."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         setattr(of(rule), attribute, reader.rule(value))
@@ -315,7 +314,8 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
 
 
 def _limit(keyword: str, strict: str, holds: Callable[[Number, Number], bool]) -> Keyword:
-    """Make a reader of a bound, which the keyword ``strict: true`` of draft 4 makes exclusive."""
+    """Make a reader of a bound such as ``minimum``. In draft 4, ``strict: true`` in the same schema
+    makes it exclusive."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         is_strict = reader.schema.get(strict) is True

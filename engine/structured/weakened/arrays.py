@@ -15,14 +15,14 @@ class Writes(Protocol):
     """Writes the schemas of array items and object properties for llguidance."""
 
     def place(self, schemas: list[Any]) -> Any:
-        """Return one schema, for values that satisfy all of these schemas."""
+        """Write one schema for an item or a property that must satisfy all ``schemas``."""
 
     def num_values(self, written: Any) -> int | None:
-        """Return how many values a written schema lists; ``None`` if it is not a list of values."""
+        """Return how many values a written schema lists; ``None`` if it does not list values."""
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """Return a schema for the arrays of one combination of choices; ``None`` if there are none."""
+    """Return a schema for the arrays that satisfy ``reading``; ``None`` if there are none."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:

@@ -46,7 +46,7 @@ class ObjectSchema:
 
 
 class Objects:
-    """Writes llguidance's schemas for the objects that one combination of choices allows."""
+    """Writes schemas for llguidance: objects that satisfy all schemas in ``reading``."""
 
     def __init__(
         self, reading: SchemaReading, writer: Writes, loosen: Loosen, order: Order = "schema"
@@ -64,7 +64,7 @@ class Objects:
         ]
 
     def written(self) -> list[Schema]:
-        """Return schemas, one of which an object must satisfy; none if no object is valid."""
+        """Return alternative schemas for the object; empty if no object can be valid."""
         schemas = [part.schema for part in self._parts]
         found = limits(schemas, "minProperties", "maxProperties")
         if found is None:
@@ -80,7 +80,7 @@ class Objects:
         return self._counted(names, least, most)
 
     def _is_too_large(self, names: ObjectSchema) -> bool:
-        """Whether there are too many properties for a fixed order."""
+        """Whether to allow any order of properties, as a schema with a fixed order is too large."""
         num_properties = len(names.properties)
         if num_properties > MOST_IN_ORDER or num_properties - len(names.required) > MOST_OPTIONAL:
             return True
@@ -142,8 +142,8 @@ class Objects:
         return found
 
     def _apart(self, names: ObjectSchema) -> ObjectSchema:
-        """Remove a named property if its schema and that of a pattern for its name are both
-        recursive: llguidance cannot merge the two, so only the pattern's schema applies."""
+        """Drop each named property that also matches a pattern if both have recursive schemas,
+        which llguidance cannot merge. Then only the pattern's schema applies."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
@@ -171,15 +171,15 @@ class Objects:
         return None, _pattern_of(written)
 
     def _allows(self, name: str) -> bool:
-        """Whether a name satisfies the string keywords of ``propertyNames``; others are not
-        checked."""
+        """Whether a property name satisfies the string keywords of ``propertyNames``; other
+        keywords are not checked."""
         return all(each is not False and _is_name(each, name) for each in self._name_schemas)
 
     # -- how many
 
     def _counted(self, names: ObjectSchema, least: int, most: int | None) -> list[Schema]:
-        """Return schemas for objects with ``least`` to ``most`` properties, in the schema's order.
-        Such an object satisfies one of the schemas."""
+        """Return alternative schemas for objects with ``least`` to ``most`` properties, in the
+        schema's order."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
         needed = set(names.required)
@@ -206,8 +206,8 @@ class Objects:
         return [_with_first(written, optional, each) for each in combinations(optional, missing)]
 
     def _free(self, names: ObjectSchema, least: int, most: int | None) -> Schema:
-        """Return a schema for objects in any order of properties. The checker must enforce
-        ``required`` and unique names."""
+        """Return a schema for objects with properties in any order. It enforces neither
+        ``required`` nor unique names; a checker must."""
         self._loosen("required", names.required)
         writable = {name: each for name, each in names.properties.items() if each is not False}
         own = {
@@ -244,7 +244,7 @@ def _written(names: ObjectSchema) -> Schema:
 
 
 def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) -> Schema:
-    """Narrow a schema to objects whose first optional properties are these."""
+    """Narrow a schema to objects whose first optional properties are those in ``first``."""
     last = optional.index(first[-1])
     left = {name for name in optional[:last] if name not in first}
     properties = {name: each for name, each in written["properties"].items() if name not in left}
@@ -252,7 +252,7 @@ def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) ->
 
 
 def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return properties by name pattern: names with equal schemas share one pattern."""
+    """Convert properties to ``patternProperties``: names with equal schemas share a pattern."""
     by_value: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for name, each in properties.items():
@@ -317,7 +317,7 @@ def _rust(pattern: str) -> str:
 
 
 def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
-    """Yield groups of patterns: patterns of different groups never match the same name."""
+    """Split patterns into groups: no property name matches patterns of two different groups."""
     for each in patterns:
         if not is_taken(of_rust(each)):
             loosen("patternProperties", each)

@@ -326,7 +326,7 @@ class _NarrowedWriter:
         return written if most is None or most >= len(found) else {**written, "maxProperties": most}
 
     def _map(self, own: Schema, others: Any, limits: tuple[int, int | None], depth: int) -> Schema:
-        """Write a schema for objects without named properties. others: the schema of all values."""
+        """Write a schema for objects without named properties. others: schema of their values."""
         least, most = limits
         try:
             values: Any = self._write(others, depth + 1)
@@ -384,7 +384,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _counts(own: Schema, low: str, high: str, limit: int) -> tuple[int, int | None]:
-    """Return the values of the keywords ``low`` and ``high``, by default 0 and ``None``."""
+    """Return the values of the keywords ``low`` and ``high``; the defaults are 0 and ``None``."""
     for key in (low, high):
         value = own.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -1,14 +1,12 @@
-"""Softmax of attention scores, with bit-identical results in all bodies.
+"""Softmax of attention scores, with bit-identical results in all kernel bodies.
 
-The keys of a token are split at multiples of `STRETCH` positions. Within such a stretch, weights
-are relative to its largest score and sums start at zero; `fold` then adds stretches in ascending
-order. So a token's outputs depend only on its query and keys, not on other tokens of an item or on
-which thread computes which stretch.
+The keys of a token are split into stretches of `STRETCH` positions. Within a stretch, weights are
+relative to its largest score and sums start at zero; `fold` then merges the stretches in ascending
+order. So a token's outputs depend only on its query and keys, not on the batch or the threads.
 
 This module is compiled without fast math, so each operation is rounded as it is written, in vectors
 and in remainders. (Numba applies fast math to intrinsics, too, so an intrinsic that adds floats may
-only be called from such functions.)
-"""
+only be called from such functions.)"""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def padded(rows: int) -> int:
 
 @njit(**EXACT)
 def begin(sums):
-    """Initialise sums (outputs [rows, columns], sum of weights [rows, padded], largest score [rows,
-    padded]), before any keys are added."""
+    """Reset the softmax sums to those of no keys: (outputs [rows, columns], sum of weights [rows,
+    padded], largest score [rows, padded])."""
     outputs, total, largest = sums
     fill(outputs.reshape(-1), _ZERO)
     fill(total, _ZERO)
@@ -46,9 +44,9 @@ def begin(sums):
 
 @njit(**EXACT)
 def fold(sums, added, factors, num):
-    """Merge the softmax sums of two stretches of keys: `added` into `sums`, for `num` rows. Both
-    are as in `begin`, but the outputs in `added` may have more columns. factors: scratch memory,
-    two arrays of one float32 per row, padded."""
+    """Merge the softmax sums of another range of keys, `added`, into `sums`, for `num` rows. Both
+    are tuples as in `begin`; outputs in `added` may have more columns. factors: two scratch arrays
+    with one float32 per row, padded."""
     (outputs, total, largest), (more, more_total, more_largest) = sums, added
     shrink, share = factors
     for r in range(0, num, LANES):
@@ -81,8 +79,8 @@ def settle(values, total, largest, sink, target, size):
 
 @njit(**EXACT)
 def largest_between(scores, first, end):
-    """The largest of scores[first:end], EMPTY for no scores. NaN is ignored, since it makes the
-    row's sum of weights NaN later."""
+    """The largest of scores[first:end], EMPTY if there are none. Ignores NaN, which shows later in
+    the row's sum of weights."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
 
 

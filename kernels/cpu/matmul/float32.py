@@ -97,9 +97,9 @@ def _begin(c, ldc, num, width, bias):
 
 @njit(inline="always")
 def _add_rows(left, b, target, span, ahead, size):
-    """Add a[:num, :depth] @ b[:depth] to c[:num] for one panel of weights. left, target: (address,
-    row stride in bytes) of a and of c; span: (num, depth); size: bytes of an element of b, a
-    literal. ahead: (address, number of cache lines) to prefetch; returns what is left of it."""
+    """Add a[:num, :depth] @ b[:depth] to c[:num] for a panel b of weights. left, target: (address,
+    row stride in bytes) of a and c; span: (num, depth); size: bytes of an element of b, a literal.
+    ahead: (address, cache lines) to prefetch; returns what is left of it."""
     (a, lda), (c, ldc), (num, depth), (wanted, lines) = left, target, span, ahead
     row, ldb = 0, PANEL * size
     while row + _ROWS <= num:

@@ -148,8 +148,8 @@ def _bytes_body(row):
 
 @njit(**INLINE)
 def _finish(p, totals, first_row, count, first, num_out):
-    """Convert one panel's integer sums to floats, add the bias, and write the outputs. totals[0, 0]
-    is the sum of row first_row of x and output `first`."""
+    """Convert integer sums to float outputs: scale them, add the bias, store them. totals[0, 0] is
+    the sum of row first_row of x and output `first`."""
     width = min(PANEL, num_out - first)
     scales, sums = f32(p[6] + first * 4, (width,)), i32(p[7] + first * 4, (width,))
     row_scales = f32(p[5] + first_row * 4, (count,))

@@ -60,8 +60,8 @@ def _ranked(here: Sequence[Point], figure: str) -> list[str]:
 
 
 def _line(alike: Sequence[Point], figure: str) -> str:
-    """One entry of a ranking: the policies ``alike``, which have equal values, as text with the
-    verdict on their difference from the baseline policy."""
+    """The text of one place in a ranking: the policies ``alike``, which have equal values, and how
+    they differ from the baseline policy."""
     names = " = ".join(point.name for point in alike)
     text = f"{names}: {interval(alike[0].values[figure])}"
     one = next((point for point in alike if not point.base), alike[0])

@@ -45,8 +45,8 @@ class PrefixReuse:
 
 
 def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
-    """The spans of a job's prompt. If its token ids are known, each block of them is a span that is
-    named by a hash of its content."""
+    """The spans of a job's prompt. If its token ids are known, each block of tokens is one span,
+    named by a hash of the tokens."""
     if not job.texts:
         return job.prompt
     tokens = job.tokens()

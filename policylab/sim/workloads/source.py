@@ -55,12 +55,12 @@ class JobSource:
                 self._push(follower)
 
     def __iter__(self) -> Iterator[Job]:
-        """Take all jobs that do not depend on the end of another job."""
+        """Take all jobs in turn, except those that arrive only after another job has ended."""
         while self._coming:
             yield self.take()
 
     def _draw(self) -> None:
-        """Add the next job with a given arrival time to the heap; later ones arrive no earlier."""
+        """Draw the next job that has an arrival time, and add it to the heap."""
         self._newest = -1
         job = next(self._jobs, None)
         if job is not None:
@@ -140,7 +140,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def max_output(self) -> int:
-        """The ``max_tokens`` of every request; requests end earlier, at their own lengths."""
+        """The ``max_tokens`` of every request; each job has its own output length, at most this."""
 
     @abstractmethod
     def source(self, seed: int, rate: float | None = None) -> JobSource:

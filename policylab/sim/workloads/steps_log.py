@@ -52,8 +52,8 @@ class StepsLog(FileWorkload):
 
     @cached_property
     def _outputs(self) -> array[int]:
-        """The number of output tokens of each request of ``_added``; ``NOT_TAKEN`` if it was
-        refused."""
+        """The number of output tokens of each request in the log, in order; ``NOT_TAKEN`` for
+        refused requests."""
         log = self._log()
         counted = _CountedRecords(log)
         replayed = Replay(log.header, {}, counted.came).run(counted)  # type: ignore[arg-type]
@@ -66,8 +66,7 @@ class StepsLog(FileWorkload):
 
 
 class _CountedRecords:
-    """Iterates over the records of a step log, and counts each request's output tokens
-    meanwhile."""
+    """Iterates over the records of a step log, and counts the output tokens of each request."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -86,7 +85,7 @@ class _CountedRecords:
             yield record
 
     def came(self, outputs: StepOutputs) -> None:
-        """Add the output tokens of a step to the counts."""
+        """Add the output tokens of one step to the counts of its requests."""
         for batch in outputs.values():
             ids = batch.request_ids
             if batch.token_ids:

@@ -149,8 +149,8 @@ class Tags(NamedTuple):
             yield {}
 
     def _columns(self, dice: RandomDraws) -> Iterator[Iterator[Rows]]:
-        """For each option that is set, an endless iterator of its job fields in lists of ``CHUNK``.
-        Fields from later iterators take precedence."""
+        """For each option that is set, yield an endless iterator of the fields that it gives to
+        jobs, in lists of ``CHUNK`` jobs. Later options override earlier ones."""
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
             yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))
