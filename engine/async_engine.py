@@ -455,8 +455,7 @@ class AsyncLLMEngine:
                 stream.post(partial(stream.fail, error))
 
     def _leave(self, stream: Stream) -> None:
-        """Abort the request of a reader that stopped reading. Does nothing if that request has
-        ended and a newer one uses its id."""
+        """Abort the request of a reader that stopped reading, unless a newer request has its id."""
         if self._live.get(stream.request_id) is stream:
             self._session.drop([stream.request_id])
             del self._live[stream.request_id]
@@ -511,8 +510,7 @@ class AsyncLLMEngine:
 
 
 class Arrival(NamedTuple):
-    """A request to add. Requests that arrive directly after each other are sent to the core in one
-    message."""
+    """A request to add. Successive arrivals are sent to the core in one message."""
 
     submission: Submission
     stream: Stream

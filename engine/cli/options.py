@@ -59,8 +59,8 @@ def take_model(parsed: argparse.Namespace) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add sampling options. Without an option, the model's recommended value is used, or greedy
-    sampling. max_tokens: upper limit of the default of ``--max-tokens``."""
+    """Add the sampling options to a parser. Options not given take the model's recommended value,
+    else that of greedy sampling. max_tokens: the most output tokens without ``--max-tokens``."""
     group = parser.add_argument_group("SamplingParams (default: see --generation-config)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: {max_tokens} at most")
     group.add_argument("--temperature", type=float, metavar="X", help="0: greedy, the default")

@@ -113,8 +113,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 def readings(
     source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
-    """Add a reading to the screen every ``interval`` seconds and yield after each, at most ``most``
-    times. After a late reading, a whole interval passes."""
+    """Add a reading to the screen every ``interval`` seconds, at most ``most`` times, and yield
+    after each."""
     while True:
         begun = time.monotonic()
         screen.add(source.read())

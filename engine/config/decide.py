@@ -22,7 +22,7 @@ TOKEN_BUDGET = 8192  # tokens per step
 
 
 class CpuSteps(NamedTuple):
-    """Default token budgets of steps on a CPU, for one way to multiply matrices."""
+    """Default token budgets of a step on a CPU, which depend on how it multiplies matrices."""
 
     most: int  # takes some tenths of a second; larger steps gain little and delay decodes
     mixed: int  # prompt tokens next to decodes: the step takes three to five times as long

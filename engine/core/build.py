@@ -168,8 +168,7 @@ def choose_all(config: SchedulerOptions) -> Chosen:
 
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
-    """Create the resources for the enabled features. They may depend on nothing but the scheduler's
-    options, because a replay of a step log has no other options."""
+    """Create the resources for the features that the scheduler's options enable."""
     if config.speculative_config is None:
         return []
     speculative = SpeculativeConfig.of(config.speculative_config)
@@ -220,8 +219,8 @@ def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> 
 def following_grammars(
     resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
 ) -> tuple[Resource, ...]:
-    """Add the resource that makes outputs follow grammars. may_cut: let it also remove forbidden
-    tokens from drafts, and draft tokens that are the only choice."""
+    """Add the resource that makes outputs follow grammars. may_cut: let it remove drafts that a
+    grammar forbids, and draft tokens that a grammar leaves no alternative to."""
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:

@@ -181,7 +181,7 @@ class RecordingScheduler(SchedulerInterface):
         self.inner.shutdown()
 
     def _record(self, make: Callable[[list[float]], Record]) -> None:
-        """Write the record that ``make`` creates from the clock readings since the last record."""
+        """Write a record, which ``make`` creates from all clock readings since the last record."""
         times = self._clock.take()
         self._guard.run(lambda: self._log.write(make(times)))
 

@@ -48,7 +48,7 @@ def _check_columns(message: Any, prefix: str) -> None:
 
 
 def _columns_of(kind: Any) -> dict[str, np.dtype[Any] | None]:
-    """The dtype of each column of a message; ``None`` for a field with columns inside."""
+    """The dtype of each array in a message, by field; ``None`` for a field that contains arrays."""
     found: dict[str, np.dtype[Any] | None] = {}
     for name, hint in get_type_hints(kind).items():
         for option in get_args(hint) or (hint,):

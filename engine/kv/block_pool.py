@@ -38,8 +38,8 @@ class PrefixCache:
         return [] if block is None else [block, *self._twins.get(block_hash, ())]
 
     def prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Look up hashes in order until one is not cached; return the oldest block of each hash
-        found."""
+        """Return the cached blocks of a sequence of hashes, up to the first hash that is not
+        cached. Among blocks with equal hash, the oldest is taken."""
         find, blocks = self._block.get, []
         for block_hash in hashes:
             block = find(block_hash)
@@ -198,7 +198,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts of blocks, given in the order of a block table.
 
-        They are freed last to first, so that the end of a sequence is evicted before its start."""
+        Unused blocks are freed last to first, so a sequence's end is evicted before its start."""
         num_refs, hashes = self.num_refs, self.cache.hashes
         after, before = self._next, self._prev
         last, num_free = before[0], 0

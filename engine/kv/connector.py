@@ -21,8 +21,8 @@ class RemoteMatch(NamedTuple):
 class Farewell(NamedTuple):
     """What a KV source returns when a request ends.
 
-    ``keep``: a transfer still reads the request's blocks, which stay reserved until ``sent``.
-    ``params``: returned with the request's output, for the engine that continues with its KV."""
+    ``keep``: a transfer still reads the request's blocks, which stay reserved until it has ended.
+    ``params``: for the engine that continues with the KV, returned with the request's output."""
 
     keep: bool = False
     params: dict[str, Any] | None = None
@@ -43,8 +43,8 @@ class KVSource(Protocol):
         itself, and the source gets no further call for it."""
 
     def metadata(self) -> bytes | None:
-        """The message for the source's worker side, sent with the next plan; ``None``: no
-        message."""
+        """Return a message for the source's worker side, to be sent with the next plan, or
+        ``None``."""
 
     def finished(self, req: KVRequest, blocks: Sequence[int]) -> Farewell:
         """Handle the end of a request with these blocks. A load into them may still be running."""

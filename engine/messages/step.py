@@ -65,11 +65,10 @@ class DraftPart(msgspec.Struct, array_like=True):
 
 
 class MaskPart(msgspec.Struct, array_like=True):
-    """The rows of a plan whose tokens are sampled from the tokens that a mask allows.
+    """The rows of a plan whose tokens must be sampled under a grammar mask.
 
-    The masks follow in a ``Masks`` message, while the step's forward pass runs. No later step
-    starts before they have arrived.
-    """
+    The masks arrive in a ``Masks`` message, while the step's forward pass runs. No later step
+    starts before they have arrived."""
 
     rows: Column  # of the plan, ascending
     ahead: Column | None = None  # rows to sample before their mask is ready, ascending
@@ -92,7 +91,7 @@ class Masks(msgspec.Struct, array_like=True):
 
 
 class AdapterPart(msgspec.Struct, array_like=True):
-    """LoRA adapters to load, and the adapters of new sequences."""
+    """LoRA adapters that the worker must load, and the adapter of each new sequence."""
 
     load: dict[int, str] = {}  # adapter slot -> name; loaded before the step is computed
     used_by: dict[int, int] = {}  # worker slot of a new sequence -> adapter slot, or NO_ADAPTER
@@ -151,8 +150,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """A load of a request's KV has ended. The first ``num_tokens`` of the tokens to be loaded have
-    valid KV; ``error``: why the others have not, empty if all have."""
+    """The end of a load of a request's KV. ``num_tokens``: how many of the tokens to load, counted
+    from the first, have valid KV; ``error``: why the others have none, empty if all have."""
 
     request_id: str
     num_tokens: int

@@ -60,7 +60,7 @@ class Histogram:
         self.fold()
 
     def fold(self) -> None:
-        """Count the values in ``column`` if there are ``MAX_COLUMN`` or more."""
+        """Once ``column`` has ``MAX_COLUMN`` values, count them and empty it."""
         if len(self.column) >= MAX_COLUMN:
             with self._lock:
                 counts, total = self._count(self.column)
@@ -69,7 +69,7 @@ class Histogram:
                 self.column.clear()
 
     def counted(self) -> Counted:
-        """A snapshot with all values so far."""
+        """Return a snapshot of the histogram with all values added so far."""
         with self._lock:
             counts, total = self._count(list(self.column))
             counts += self._counts

@@ -124,7 +124,7 @@ class StatsLog:
 def _particulars(
     stats: SchedulerStats, before: Snapshot, now: Snapshot, seconds: float
 ) -> Iterator[str]:
-    """The optional parts of the line, e.g. counters that have changed since the last line."""
+    """Yield optional parts of the log line, e.g. counters changed since the last line."""
     if stats.num_parked:
         yield f"parked {stats.num_parked}"
     for name, word in SHOWN_COUNTERS.items():
@@ -149,8 +149,8 @@ def _particulars(
 
 
 def _of_cache(stats: SchedulerStats, before: Snapshot, now: Snapshot) -> Iterator[str]:
-    """KV blocks in use by window, if the model has windows, and the causes of missed prefixes, if
-    there are several."""
+    """Yield texts about the KV cache: blocks in use by sliding window, and why prompt tokens were
+    not cached, each only if there are several windows or causes."""
     if len(stats.kv_groups) > 1:
         used: Counter[int] = Counter()
         for group in stats.kv_groups:

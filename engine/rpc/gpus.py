@@ -42,7 +42,7 @@ def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
 
 
 def may_have_gpu() -> bool:
-    """False if this machine has no GPU driver; found out without importing torch."""
+    """True if a GPU driver is installed on this machine. Does not import torch."""
     try:
         ctypes.CDLL(NVIDIA_DRIVER)
     except OSError:

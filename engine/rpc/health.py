@@ -16,8 +16,8 @@ ASK_SECONDS = 1.0  # least time between two pings
 
 
 class HealthMonitor:
-    """Pings a silent core, without waiting for it. Unanswered pings are counted, since the clock
-    also runs while the client is stopped or the machine sleeps."""
+    """Pings a core that sends nothing, without blocking. Unanswered pings are counted instead of
+    seconds, since the clock also runs while the client is stopped or the machine sleeps."""
 
     def __init__(
         self, context: zmq.Context[sockets.Socket], address: Address, hang_timeout: float

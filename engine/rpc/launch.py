@@ -129,8 +129,8 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
 
 
 def started(config: EngineConfig, num_before: int) -> EngineConfig:
-    """The configuration for a core that was started ``num_before`` times before: its step log gets
-    this number after its name, so that the log of a dead process is kept."""
+    """Return the configuration for a core that was started ``num_before`` times before. This number
+    is appended to the name of its step log, so that the earlier logs are kept."""
     if not num_before or config.step_log is None:
         return config
     return replace(config, step_log=f"{config.step_log}.{num_before}")
@@ -180,8 +180,8 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
 
 
 def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
-    """Raise ``ConfigError`` if the user named no model, and the default tokenizer does not fit
-    ``theirs``, the model of the core at ``address``."""
+    """Check that the default tokenizer fits the model ``theirs`` of the core at ``address``, if the
+    user named no model. Raises ``ConfigError`` if it does not."""
     is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
         return
@@ -198,7 +198,7 @@ def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresCli
 
 
 def start_error(report: StartReport) -> EngineError:
-    """The error to raise for a core that did not start, because of a user's mistake or a crash."""
+    """The reported error of a core that did not start; ``EngineDeadError`` if it crashed."""
     kind = KINDS.get(report.kind)
     if kind is not None:
         return kind(report.message)

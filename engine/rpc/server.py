@@ -101,8 +101,8 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Process received messages. In the heartbeat they belong to the next step, so that a hang
-        while a message is processed is noticed."""
+        """Process received messages. The heartbeat counts this as the start of a step, so that the
+        control thread notices if a message makes the core hang."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):
@@ -127,7 +127,7 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait for a message, at most ``longest_ms``. Without work, stop waiting at a deadline."""
+        """Wait at most ``longest_ms`` for a message; without work, only until the next deadline."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()
@@ -136,7 +136,7 @@ class CoreLoop:
             self.waker.clear()
 
     def _patience_ms(self) -> int:
-        """Milliseconds that the loop may sleep without a message, until e.g. a deadline is due."""
+        """Milliseconds to sleep without a message, until a deadline or another task is due."""
         now = self._clock()
         due = [self._sessions.next_look()]
         if self._ending.at is not None:
@@ -161,7 +161,7 @@ class CoreLoop:
 
 
 class Ending:
-    """The time by which the core must end, which other threads and signal handlers may set."""
+    """The time by which the core must end. Other threads and signal handlers may set it."""
 
     def __init__(self) -> None:
         self._times: list[float] = []  # append-only, so that concurrent writers lose nothing
@@ -297,6 +297,6 @@ def check_size(frames: list[bytes], limit: int) -> None:
 
 
 def _limit_of(frames: list[bytes]) -> int:
-    """The size limit in bytes for a message of a client with a session."""
+    """Return the size limit in bytes for a message of a known client."""
     is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
     return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

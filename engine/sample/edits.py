@@ -122,8 +122,8 @@ class EditTables:
     def apply(
         self, rows: Rows, slots: Column, history: torch.Tensor, num_prompt: torch.Tensor
     ) -> None:
-        """Edit the logits of ``rows`` in place. slots: ``rows.slots`` on the host. history,
-        num_prompt: output tokens and prompt length by slot, on the device."""
+        """Edit the logits of ``rows`` in place. slots: host copy of ``rows.slots``; history: output
+        tokens of each slot; num_prompt: prompt length of each slot."""
         if self._masked and self._masks is not None:
             mine = [slot if slot in self._masked else -1 for slot in slots.tolist()]
             mask_of_row = self._upload(np.array(mine, dtype=np.int32))
@@ -194,7 +194,7 @@ class PenaltyTables:
         return slot in self._seat_of
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Give a request with penalties a seat, and count its prompt and output so far."""
+        """Count the prompt and output so far of a request that has penalties; ignore others."""
         if spec.penalties is None:
             return
         if not self._free:
@@ -222,7 +222,7 @@ class PenaltyTables:
         on_slots.penalise_rows(rows.logits, self._state, seats, drafts)
 
     def count(self, seats: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Count the sampled tokens [R] of these seats as output. Negative numbers are no tokens."""
+        """Add sampled tokens [R] to the table rows ``seats`` [R]; negative ones are skipped."""
         tokens = drawn.clamp(min=0)[:, None]
         on_slots.count_tokens(self._state, seats, tokens, (drawn >= 0).int())
 

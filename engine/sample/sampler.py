@@ -164,10 +164,9 @@ class Sampler:
     ) -> Drawing:
         """Copy logits for log-probabilities, then edit the logits [R, V] float32 in place.
 
-        The drafts before each sampled position must be in the token history already. With
-        ``may_leave_masks``, masks of rows that have no other edit are not applied here but returned
-        in ``Drawing.masks``: the caller must pass them to ``draw``.
-        """
+        The token history must already contain the drafts before each sampled position. With
+        ``may_leave_masks``, a mask that is a row's only edit is not applied but returned in
+        ``Drawing.masks``, which must be passed to ``draw``."""
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], [], None, None, [], set())
         slots = draws.slots.tolist()
@@ -205,8 +204,8 @@ class Sampler:
         return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
-        """True if the slot can be sampled before its mask is known: a token that the mask then
-        allows would have been sampled with the mask too."""
+        """True if the slot can be sampled before its grammar mask is known: if the mask then allows
+        the token, sampling with the mask would have given the same one."""
         return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
@@ -266,8 +265,8 @@ class Sampler:
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
     ) -> dict[int, str]:
-        """Return the error text of each row whose logits are invalid, by row. On a GPU the result
-        is empty. ``sound``: for each row in ``edited``, whether its logits are valid."""
+        """Return the error text of each row with invalid logits, by row; empty on a GPU. ``sound``:
+        for each row in ``edited``, whether its logits are valid."""
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]

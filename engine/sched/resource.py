@@ -26,13 +26,12 @@ class OnRefuse(Enum):
 
 
 class Fit(NamedTuple):
-    """How many tokens a resource allows now; ``cause``: the reason why it allows no more.
+    """How many tokens of a request a resource allows in this step; ``cause``: why not more.
 
     ``on_refuse``: what happens to a waiting request that gets no token (``None``: the resource's
-    default). ``hold``: number of tokens for which a parked request reserves blocks; if too few are
-    free, it is not parked and no further request starts. ``by``: the resource that refused, set by
-    the scheduler. ``code``: error code of a request that fails.
-    """
+    default). ``hold``: number of tokens for which a parked request reserves KV blocks; if too few
+    are free, it is not parked and no further request starts. ``by``: the resource that refused, set
+    by the scheduler. ``code``: error code of a request that fails."""
 
     num_tokens: int
     cause: str = ""
@@ -98,11 +97,10 @@ class Resource:
         """Called when a request is queued: long preparations can start."""
 
     def watches(self, req: Request) -> bool:
-        """True if the hooks must be called in every step of this request. Decodes that no resource
-        watches are scheduled in bulk.
+        """True if the resource's hooks must be called in every step of this request. Other requests
+        decode in bulk, without calls.
 
-        Called when the request arrives, and after ``scheduler.watch_again``.
-        """
+        Called when the request arrives, and after ``scheduler.watch_again``."""
         return True
 
     def serializes(self, req: Request) -> bool:
@@ -122,10 +120,10 @@ class Resource:
         return Fit(num_tokens)
 
     def seated(self, req: Request, step: Step) -> None:
-        """Called when a request starts or restarts in ``req.slot``, before ``take``."""
+        """Called when a request starts or restarts to run, in worker slot ``req.slot``."""
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        """Called when tokens of the request are scheduled, which all resources have allowed."""
+        """Called when ``num_tokens`` tokens of the request are scheduled."""
 
     def parked(self, req: Request) -> None:
         """Called when the request was parked because of this resource."""

@@ -40,9 +40,9 @@ def _given(body: msgspec.Struct, name: str) -> bool:
 
 
 def _reworded(message: str, before: str, now: str | None, body: msgspec.Struct) -> str:
-    """Replace the engine's field names in a message by the client's. The first word ``before``
-    becomes ``now``, if given. Other names are replaced only if they have an underscore, since they
-    could be ordinary words."""
+    """Replace the engine's field names in a message by the client's. The first word, if it is
+    ``before``, becomes ``now``, if given. Elsewhere only names with an underscore are replaced,
+    since others could be ordinary words."""
     if now is not None:
         message = re.sub(rf"\A{re.escape(before)}(?= )", now, message)
     client_names: dict[str, Any] = getattr(body, "client_names", {})

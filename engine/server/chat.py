@@ -114,7 +114,7 @@ class Chat(OpenAIAnswer):
         return chat_logprobs(piece.completion, self._num_logprobs, self._token_names)
 
     def _delta(self, piece: AnswerPiece, num_calls: int) -> dict[str, Any]:
-        """The streamed delta of a piece. num_calls: tool calls that this sequence began earlier."""
+        """The streamed delta of a piece. num_calls: calls begun by this choice's earlier pieces."""
         content = "".join(e.text for e in piece.events if isinstance(e, Text))
         thinking = "".join(e.text for e in piece.events if isinstance(e, Thinking))
         delta: dict[str, Any] = {"content": content} if content else {}
@@ -151,7 +151,7 @@ class Chat(OpenAIAnswer):
         logprobs: dict[str, Any] | None,
         token_ids: list[int],
     ) -> dict[str, Any]:
-        """Add to ``content`` (a message or delta) the fields that all choices have."""
+        """Return ``content`` (a message or delta) with what every choice has, e.g. its index."""
         completion = piece.completion
         choice = {
             "index": completion.index,
@@ -191,11 +191,10 @@ def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
 def call_deltas(
     events: list[Event], num_calls: int, custom: Container[str], readers: dict[int, InputReader]
 ) -> list[dict[str, Any]]:
-    """The streamed deltas of tool calls, one for each call that ``events`` change.
+    """Return the streamed deltas of tool calls, one for each call that ``events`` change.
 
-    num_calls: calls that began earlier; custom: names of tools whose input is plain text; readers:
-    decoders of plain inputs by index of the call. Decoders of new calls are added to it.
-    """
+    num_calls: number of calls that began earlier; custom: names of tools with plain text as input;
+    readers: decoders of such inputs by index of the call, to which those of new calls are added."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallBegin):
@@ -221,8 +220,8 @@ FUNCTION = ("function", "arguments")
 def _more_of_call(
     event: CallArguments | CallEnd, reader: InputReader | None
 ) -> tuple[str, tuple[str, str]]:
-    """The text that an event adds to a call, and the type and field of the delta that must contain
-    the text."""
+    """Return the text that an event adds to a tool call, and the (type, field) of the delta that
+    must contain it."""
     if reader is None:
         return (event.text if isinstance(event, CallArguments) else ""), FUNCTION
     text = reader.feed(event.text) if isinstance(event, CallArguments) else reader.end()

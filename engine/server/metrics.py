@@ -186,7 +186,7 @@ class RequestHistograms:
 
 
 def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
-    """Yield (histogram name, value), but no times of stages that the request did not reach."""
+    """Yield (histogram name, value) of a request, but no times of stages that it did not reach."""
     metrics, params = finished.metrics, finished.params
     arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
     first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
@@ -273,7 +273,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics; the previous ones, if any, if it does not respond in time."""
+        """The scheduler's statistics; if it does not respond in time, the last known ones."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()

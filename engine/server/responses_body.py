@@ -198,8 +198,8 @@ def _choice(
 
 
 def _listed(each: Any) -> dict[str, Any]:
-    """A tool of ``tool_choice``, with the name that the model reads; the name is ``None`` if the
-    client does not run the tool."""
+    """Return ``{"name": ...}`` for a tool in ``tool_choice``: the name that the model reads,
+    ``None`` for a tool that the client does not run."""
     if not isinstance(each, dict) or is_server_tool(each.get("type"), SERVER_TOOLS):
         return {"name": None}
     return {"name": flat_name(each.get("name"), each.get("namespace"))}

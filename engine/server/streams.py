@@ -57,7 +57,7 @@ def event_of(data: bytes) -> bytes:
 
 
 async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Run a coroutine and return its result; ``None`` if the client leaves, which cancels it."""
+    """Run a coroutine and return its result. Cancel it and return ``None`` if the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

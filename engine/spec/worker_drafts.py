@@ -4,8 +4,7 @@
     settle        takes the proposed drafts from the step's result
     begin_step    makes them the drafts of the request's next step
 
-A request is in one step at a time if it is to get drafts, which follow the token of that step.
-"""
+A request that gets drafts is in one step at a time, since drafts follow that step's token."""
 
 from __future__ import annotations
 
@@ -54,9 +53,9 @@ class WorkerDrafts(Drafts):
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def extra(self, req: Request, step: Step) -> int:
-        """The number of drafts to verify after the request's next token. All decodes in a step with
-        drafts must have the same shape, so a new request that computes one token gets drafts too,
-        as padding."""
+        """Return how many drafts to verify after the request's next token. A new request with one
+        token left to compute gets padding as drafts, since all decodes of a step with drafts have
+        the same shape."""
         if not req.is_waiting:
             return super().extra(req, step)
         if req.num_pending or self._has_prefill or not self._drafting:
@@ -118,7 +117,7 @@ class WorkerDrafts(Drafts):
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
-        """The most drafts to verify after each row of the plan, within the length limit."""
+        """How many drafts each row of the plan can use within its request's length limit."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))

@@ -18,8 +18,8 @@ def before_end(tokens: Sequence[int], eos: Eos) -> list[int]:
 
 
 def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: int) -> list[int]:
-    """Return at most ``most`` tokens of a text that follows the recent tokens. The end of the text
-    is left out where it may form one token with later text."""
+    """Tokenise a text that follows the tokens ``recent``, and return the first ``most`` tokens. If
+    the end of the text could form a token with later text, it is left out."""
     tokens, _ = tokenizer.tokenize_partial(text, recent_tokens=list(recent)) if text else ([], b"")
     return list(tokens[:most])
 

@@ -75,7 +75,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _split(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    """Yield special tokens, and the texts between them."""
+    """Split a text into special tokens (matches of ``pattern``) and the texts between them."""
     at = 0
     for match in pattern.finditer(text):
         if match.start() > at:

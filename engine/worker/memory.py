@@ -135,13 +135,11 @@ def make_kv_cache(
     dtype: torch.dtype,
     zeros: Zeros,
 ) -> list[torch.Tensor]:
-    """Allocate the pool, zeroed, and return each layer's view of it: [blocks of its group, 2,
-    num_kv_heads, block_size, head_dim], empty for a layer that keeps nothing. Views of layers with
-    the same place in a block share memory.
+    """Allocate a zeroed KV pool and return each layer's view of it: [blocks of the layer's group,
+    2, num_kv_heads, block_size, head_dim], empty for a layer without a KV cache.
 
-    Zeroed because masked values are still multiplied, and 0 * NaN is NaN. On a CPU, physical pages
-    are allocated when they are first written, so an unused pool costs nothing; see
-    ``PagePrefault``. Raises ``ConfigError`` with the sizes if there is not enough memory."""
+    Attention multiplies masked values too, so they must not be NaN. Raises ``ConfigError`` with the
+    sizes if there is not enough memory."""
     num_elements = num_blocks * layout.block_bytes // dtype.itemsize
     try:
         if layout.is_interleaved:

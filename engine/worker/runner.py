@@ -97,8 +97,8 @@ class Driver:
 
     @torch.inference_mode()
     def preview(self, ticket: Pending) -> Column | None:
-        """Sample tokens before their masks are known, and return them for ``MaskPart.drawn``;
-        ``None`` on a GPU, where this would block the host, or if no row can be sampled early."""
+        """Sample tokens early, before their grammar masks are known, for ``MaskPart.drawn``.
+        ``None`` if no row can be sampled early, or on a GPU, where this would block the host."""
         part, forwarded = ticket.plan.masks, self._undrawn
         platform = self.runner.machine.platform
         if not (platform.shares_memory and isinstance(forwarded, ForwardedBatch)):
@@ -158,7 +158,7 @@ class Driver:
     # -- helpers
 
     def _measure(self, plan: StepPlan, result: StepResult) -> None:
-        """Count a step for the roofline; about once a second, add the totals to ``result``."""
+        """Add a step to the roofline totals; about once a second, move them to ``result``."""
         measured = Measured(result.seconds, plan.counts, plan.starts, plan.samples)
         self._measured.append(measured)
         self._measured_seconds += result.seconds
@@ -172,8 +172,8 @@ class Driver:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
     def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
-        """Compute the rows of a step, then forget the prompt scores in its results, as no rerun can
-        follow."""
+        """Compute the rows of a step, then delete the prompt log-probabilities that its results
+        contain."""
         pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
@@ -233,9 +233,9 @@ class Driver:
     def _with_drawn(
         self, part: MaskPart, words: torch.Tensor, first_mask: Column
     ) -> tuple[torch.Tensor, Column]:
-        """Add masks for a rerun: a row sampled before its mask was known is limited to its sampled
-        token, which rounding in a smaller batch might change. Returns all masks, and the first mask
-        of each plan row."""
+        """Add grammar masks for a rerun, so that each row sampled before its mask was known gets
+        the same token again; rounding in a smaller batch might change it. Returns all masks, and
+        the index of each plan row's first mask."""
         if part.ahead is None or part.drawn is None:
             return words, first_mask
         is_drawn = (part.drawn >= 0) & (first_mask[part.ahead] < 0)
@@ -251,7 +251,7 @@ class Driver:
 
 
 def _masks_of(draws: Draws, first_mask: Column) -> Column:
-    """The mask index of each sampled token (-1: none). ``first_mask``: first index by plan row."""
+    """Index of each sampled token's mask, -1: none. ``first_mask``: first index by plan row."""
     nth = np.arange(len(draws.rows)) - np.searchsorted(draws.rows, draws.rows)
     mine = first_mask[np.minimum(draws.rows, len(first_mask) - 1)]
     of_row: Column = np.where((mine >= 0) & (draws.slots >= 0), mine + nth, -1).astype(np.int32)
@@ -308,7 +308,7 @@ class Runner:
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
-        """Copy these rows to the device, and apply the changes of ``plan``, if given."""
+        """Copy these rows' input to the device. Apply the changes of ``plan``, if given."""
         staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
@@ -328,9 +328,9 @@ class Runner:
         return ForwardedBatch(staged, step, step.forward())
 
     def preview(self, forwarded: ForwardedBatch, ahead: Column) -> Column | None:
-        """Sample the plan rows ``ahead`` before their grammar masks are known. Returns a token per
-        row, -1 for a row that has drafts or whose mask could change the token; ``None`` if all are
-        -1 or a decode graph computes the step."""
+        """Sample the plan rows ``ahead`` before their grammar masks are known. Returns one token
+        per row, -1 if the row has drafts or its mask could change the token; ``None`` if no row can
+        be sampled early."""
         step, draws = forwarded.step, forwarded.staged.draws
         if not isinstance(step, EagerStep):
             return None
@@ -347,8 +347,8 @@ class Runner:
         return drawn
 
     def draw(self, forwarded: ForwardedBatch, masks: RowMasks | None = None) -> PendingStep:
-        """Edit the logits, sample and advance the slots. Raises ``Advanced`` for what fails after
-        the slots advanced; before that, a rerun is harmless."""
+        """Edit the logits, sample, and advance the slots. Raises ``Advanced`` for an error after
+        the slots advanced, when the rows must not be computed again."""
         machine, (staged, step, rows) = self.machine, forwarded
         self._remember_drafts(staged)
         may_leave = machine.platform.shares_memory and isinstance(step, EagerStep)
@@ -378,7 +378,7 @@ class Runner:
         )
 
     def forget_scored(self, slot: int) -> None:
-        """Drop the prompt scores of this slot, once they are delivered and no rerun can follow."""
+        """Delete a slot's prompt log-probabilities once they have been delivered."""
         self._prompt_scores.remove(slot)
         self.machine.live.prompt_scored.discard(slot)
 
@@ -413,7 +413,7 @@ class Runner:
     # -- helpers
 
     def _padding_for(self, rows: PlanRows) -> Padding:
-        """Return the padding to the smallest graph or CPU recording that fits, if any."""
+        """Padding of the rows to the smallest graph or CPU recording that fits, if any does."""
         machine, num_rows, num_tokens = self.machine, len(rows.counts), int(rows.counts.sum())
         if not num_rows or any(feature.touches(rows) for feature in machine.features):
             return NO_PADDING
@@ -452,7 +452,7 @@ class Runner:
         return graphed
 
     def _remember_drafts(self, staged: Staged) -> None:
-        """Enter drafts into the slots' token histories, which penalties at later positions read."""
+        """Write a step's drafts into the token histories, for penalties at later positions."""
         drafts = staged.rows.drafts
         if drafts is None or not drafts.counts.any():
             return
@@ -492,5 +492,5 @@ def _follow(feature: Feature, rows: PlanRows) -> None:
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
-    """The log-probability tensors to copy to the host, three for each of ``scores``."""
+    """Return the log-probability tensors to copy to the host, three per entry of ``scores``."""
     return [column for group in scores for column in group.scored]

@@ -71,8 +71,8 @@ class Slots:
         windows: Sequence[int] = (0,),
         scales: Sequence[int] = (1,),
     ) -> None:
-        """windows: the sliding window of each group of layers, in tokens; 0 for full attention.
-        scales: of each group, see ``KVLayout.scales``."""
+        """windows: the sliding window of each layer group in tokens, 0 for full attention; scales:
+        ``KVLayout.scales``, one per group."""
         self.block_size = block_size
         self._scales = np.array(scales, dtype=np.int32) if max(scales) > 1 else None
         width = -(-max_model_len // block_size)
@@ -112,9 +112,9 @@ class Slots:
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:
-        """Enter new sequences, then extend block tables. ``blocks``: [] if there are no new blocks,
-        otherwise three tensors with one entry per new block: row of the stacked block tables (see
-        `table_rows`), index in the row, block id."""
+        """Write new sequences into the device's tables, then append new blocks to block tables.
+        ``blocks``: [], or three tensors with one entry per new block: row of the stacked block
+        tables (see `table_rows`), index in that row, block id."""
         if new is not None:
             self.state.num_computed[new.slots] = new.num_computed
             self.tables.num_prompt[new.slots] = new.num_prompt
@@ -124,15 +124,15 @@ class Slots:
             on_slots.grow_block_tables(self.state.block_tables.flatten(0, 1), *blocks)
 
     def table_rows(self, plan: StepPlan) -> Column:
-        """For each new block of a plan, the row that it extends in the stacked block tables of all
-        groups of layers: group * number of slots + slot."""
+        """For each new block of a plan, return the row of its block table in the stacked tables of
+        all layer groups: group * number of slots + slot."""
         rows: Column = plan.block_slots.astype(np.int32, copy=False)
         if plan.block_groups is not None:
             rows = rows + plan.block_groups * np.int32(self.state.block_tables.shape[1])
         return rows
 
     def table_entries(self, plan: StepPlan) -> Column:
-        """For each new block of a plan, its index in the cache of the layers that use it."""
+        """For each new block of a plan, its index in the KV tensors of the layers that use it."""
         blocks: Column = plan.block_ids
         if self._scales is None:
             return blocks
@@ -146,6 +146,5 @@ class Slots:
         on_slots.remember(self.tables.history, slots, positions, tokens)
 
     def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-        """Advance the slots [S] of a step by the tokens that were computed and sampled for their
-        sequences."""
+        """Add the tokens that a step computed and sampled to the sequences in its slots [S]."""
         on_slots.advance(self.state, slots, query_start, drawn)

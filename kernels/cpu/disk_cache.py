@@ -232,7 +232,7 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     @property
     def _base(self) -> str | None:
-        """The cache directory that contains this object's files, ``None`` if none does."""
+        """The readable cache directory that contains this object's files; ``None`` if none does."""
         bases = CURRENT.places.readable
         return next((each for each in bases if self._cache_path.startswith(each + os.sep)), None)
 

@@ -94,7 +94,7 @@ def _rotate(x, cos, sin, interleaved):
 
 
 def _qkv_body(token: int, cell: int):
-    """Make the body for activations of `token` bytes and a KV cache of `cell` bytes per element."""
+    """Make the body of `qkv_rope_write`. token, cell: bytes per activation and cache element."""
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))

@@ -1,8 +1,8 @@
-"""Finds where top-k and top-p cut a row, by bisection on the bits of a float and without sorting.
+"""Finds where top-k and top-p cut a row of logits, by bisection on the bits of a float, without
+sorting.
 
-A cut is a value and an id: tokens with a larger logit remain, and so do tokens with this logit up
-to this id. Weights are integers, so sums are exact in any order of addition.
-"""
+A cut is a logit and a token id. Tokens with a larger logit remain, and those with an equal logit up
+to this id. Weights are integers, so sums are exact in any order of addition."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def load_part(source, start, end, TILE: tl.constexpr):
 
 @triton.jit
 def softmax_of(peak, heat):
-    """Returns the parameters of `weigh` for a row: (largest logit, factor on logits). peak: the
-    largest logit; heat: the temperature."""
+    """Returns the parameters with which `weigh` computes a row's weights: (largest logit, factor on
+    logits). peak: the largest logit; heat: the temperature."""
     return peak, tl.minimum(1.0 / heat * LOG2E, 1e30).to(tl.float32)
 
 
@@ -60,15 +60,15 @@ def weigh(x, softmax):
 
 @triton.jit
 def target_of(top_p, total):
-    """Returns the sum of weights that the tokens of top-p must reach, rounded down so that rounding
-    adds no token. total: sum of the weights of all tokens."""
+    """Returns the sum of weights that the tokens kept by top-p must reach. total: the sum of the
+    weights of all tokens."""
     return tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def kth_of_tile(values, k, peak):
-    """Returns the k-th largest of `values`, whose largest is `peak`; the lowest finite float32 if
-    fewer than k are finite."""
+    """Returns the k-th largest of `values`, or the lowest finite float32 if fewer than k are
+    finite. peak: the largest of them."""
     low = to_key(tl.full([], LOWEST, tl.float32))
     high = to_key(peak)
     while low < high:
@@ -96,7 +96,7 @@ def load_candidates(part, start, S: tl.constexpr):
 
 @triton.jit
 def key_range(part, S: tl.constexpr):
-    """Returns the keys (see `to_key`) of the smallest and of the largest candidate."""
+    """Returns the smallest and the largest candidate as integer keys, see `to_key`."""
     smallest = tl.full([], float("inf"), tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, part[1], S.TILE):
@@ -108,7 +108,7 @@ def key_range(part, S: tl.constexpr):
 
 @triton.jit
 def count_from(part, floor, S: tl.constexpr):
-    """Returns the number of candidates whose logit is at least `floor`."""
+    """Returns how many of the candidate logits in `part` are at least `floor`."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         count += tl.sum((load_candidates(part, start, S) >= floor).to(tl.int32))
@@ -127,7 +127,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """Returns the cut that leaves k candidates: (value, number equal to it that remain)."""
+    """Returns the top-k cut: (value, number of candidates equal to the value that remain)."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -140,9 +140,9 @@ def cut_top_k(part, k, S: tl.constexpr):
 
 @triton.jit
 def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
-    """Returns the cut that leaves the smallest set of largest candidates whose weights reach
-    `target`: (value, number of candidates of this value that remain). Candidates below `floor` do
-    not count, and of those equal to `floor` only num_ties."""
+    """Returns the cut of top-p: (value, count). It leaves the fewest candidates, the largest first,
+    whose weights sum to `target`: all above the value, and `count` of those equal to it. Candidates
+    below `floor`, and all but num_ties of those equal to `floor`, are excluded beforehand."""
     low, high = key_range(part, S)
     low = tl.maximum(low, to_key(floor))
     while low < high:
@@ -169,8 +169,8 @@ def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def count_ties(part, ids, cut, last, S: tl.constexpr):
-    """Returns the number of candidates that equal the cut and have an id of at most `last`. ids:
-    (address of the candidates' ids, whether to read them or to use the candidates' indices as ids,
+    """Returns the number of candidates that equal `cut` and have a token id of at most `last`. ids:
+    (address of the candidates' ids; True to read them, False if a candidate's index is its id;
     vocabulary size)."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
@@ -183,8 +183,8 @@ def count_ties(part, ids, cut, last, S: tl.constexpr):
 
 @triton.jit
 def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
-    """Returns the id of the num_ties-th candidate that equals the cut; the vocabulary size if no
-    more than num_ties equal it. ids: see `count_ties`."""
+    """Returns the token id of the num_ties-th candidate that equals `cut`, by ascending id; the
+    vocabulary size if no more than num_ties equal it. ids: see `count_ties`."""
     high = tl.full([], ids[2], tl.int32)
     low = tl.where(count_ties(part, ids, cut, high, S) <= num_ties, high, 0)
     while low < high:
@@ -198,12 +198,12 @@ def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
 
 @triton.jit
 def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
-    """Returns the cut of a row: (value, highest id of the tokens of this value that remain).
+    """Returns the cut of a row: (value, id). Tokens with a larger logit remain, and those with a
+    logit equal to the value up to this id.
 
     known: (number of tokens above the candidates, sum of their weights, sum of the weights of all
     tokens that pass min-p); limits: (top_k, top_p, whether top_k is on, whether top_k excludes
-    candidates).
-    """
+    candidates)."""
     num_above, mass_above, total = known
     top_k, top_p, has_top_k, cuts_top_k = limits
     cut = part[2]

@@ -59,8 +59,8 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Returns the number of pairs in each group [PAD], over all chunks and over the chunks before
-    chunk ``before``."""
+    """Returns two counts of pairs per group [PAD]: in all chunks, and in the chunks before
+    ``before``."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):
@@ -77,8 +77,8 @@ def place_kernel(  # noqa: PLR0913
     groups, counts, pairs, block_groups, num_pairs, num_groups, chunk, num_chunks, num_blocks,
     M: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr, LABELLED: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first num_chunks programs writes one chunk's pairs to their sorted places. The
-    other programs write the group of each block and fill incomplete blocks with padding."""
+    """Sort pairs by group: each of the first num_chunks programs places the pairs of one chunk. The
+    others write the group of each block, and padding at the end of incomplete blocks."""
     program = tl.program_id(0)
     total, earlier = counted(counts, program, num_chunks, num_groups, PAD)
     blocks = (total + M - 1) // M

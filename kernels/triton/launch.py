@@ -127,10 +127,10 @@ def _arch_of_target() -> str:
 
 
 def family_of(capability: int, max_shared: int) -> str:
-    """Returns the architecture whose settings an NVIDIA device uses: sm_90 from capability 9.0 on,
-    if there is as much shared memory as on 9.0, otherwise sm_80. capability: 90 for 9.0;
-    max_shared: bytes of shared memory per program. Raises ``ValueError`` for a device that is too
-    old or has too little shared memory."""
+    """Returns the architecture whose tuned settings an NVIDIA device uses: sm_90 if capability and
+    shared memory are at least those of 9.0, else sm_80. capability: 90 for 9.0; max_shared: bytes
+    of shared memory per program. Raises ``ValueError`` if the device is too old or has too little
+    shared memory."""
     if capability < 80:
         raise ValueError(
             f"compute capability {capability / 10} is not supported; 8.0 is the minimum"

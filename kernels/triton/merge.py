@@ -18,8 +18,8 @@ from kernels.tuning import Splits, pad_power
 
 
 class Parts(NamedTuple):
-    """Where the prefill kernel writes: to the output, or, if keys are split, to partial results
-    that ``merges`` combines."""
+    """Where the prefill kernel writes: to the output or, if keys are split, to partial results.
+    ``merges``: launches that combine these."""
 
     out: torch.Tensor  # [n, Hq, D], or [splits, n, Hq, D] float32
     lse: torch.Tensor | None  # [splits, n, Hq], logarithms of softmax sums
@@ -29,8 +29,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
-        """Returns where to write results for the rows of `out`, the first of which is row
-        `first_row` of the batch. In lse, a row keeps -inf for a part of the keys without result."""
+        """Returns where to write the results of `out`: there or, if keys are split, in new buffers
+        with lse = -inf. first_row: the row of the batch that is row 0 of `out`."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
         return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
 
     def args(self, keys_a_tile: int) -> dict[str, object]:
-        """Returns the arguments of `prefill_kernel` for its outputs and the splits of the keys."""
+        """Arguments of `prefill_kernel` for these outputs. keys_a_tile: keys per tile."""
         return {
             "out": self.out,
             "lse": self.lse,
@@ -101,9 +101,9 @@ def spans_kernel(  # noqa: PLR0913
     NUM_HEADS: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence x token, block of heads) merges parts [slots, most_tokens,
-    NUM_HEADS, D]; part_lse: as parts without D; spans [sequences, 2]: first slot and number of the
-    sequence's parts (number 0: the sequence is skipped)."""
+    """Merge the partial results of each sequence. One program per (sequence x token, block of
+    heads). parts [slots, most_tokens, NUM_HEADS, D]; part_lse: as parts, without D; spans
+    [sequences, 2]: first slot and number of parts (0: the sequence is skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

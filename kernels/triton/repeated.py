@@ -23,12 +23,11 @@ ALIGNED = 15  # bits of a pointer by which kernels are specialised
 
 
 def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, build: Build) -> None:
-    """Run the launches that `build` makes for these tensors. They are cached in `known` by `key`,
-    and later calls with this key only replace the addresses of the tensors.
+    """Run the launches that `build` makes for these tensors, and cache them in `known` by `key`.
+    Later calls with an equal key run the cached launches at the addresses of their own tensors.
 
-    So launches with an equal key may differ in nothing else. A launch that uses none of the tensors
-    is run at the first call only.
-    """
+    Launches with equal keys must differ only in these addresses. A launch that uses none of the
+    tensors is run by the first call only."""
     found: Repeated | None = known.get(key)
     if found is None:
         launches = build()
@@ -42,7 +41,7 @@ def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, bu
 
 
 class Forms(dict[Any, Any]):
-    """A cache for `again` that is kept from step to step, with at most MOST_FORMS entries."""
+    """A cache for `again` that persists across steps and is cleared at MOST_FORMS entries."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= MOST_FORMS:
@@ -91,7 +90,7 @@ class Repeated:
         ]
 
     def run(self, tensors: Tensors) -> None:
-        """Run the launches on other tensors, in the same order."""
+        """Run the cached launches on other tensors of the same shapes."""
         pointers, differing = [], 0
         for tensor, before in zip(tensors, self._pointers, strict=True):
             pointer = 0 if tensor is None else tensor.data_ptr()
@@ -109,8 +108,8 @@ class Repeated:
             run(*grid, stream, *values)
 
     def compare(self, launches: Sequence[Launch], tensors: Tensors) -> None:
-        """Raise ``AssertionError`` unless these launches equal the cached ones, except for the
-        addresses of the tensors."""
+        """Raise ``AssertionError`` if these launches differ from the cached ones in more than the
+        addresses of tensors."""
         without = [_without(launch, tensors) for launch in launches]
         built = [_form(launch) for launch in without if _is_moved(launch)]
         known = [_form(launch) for launch in self._launches]

@@ -62,8 +62,8 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """Returns (score, id) of the token with the largest logit + temperature * noise in a block. x:
-    the block's logits, -inf for excluded tokens but not for all; heat: temperature."""
+    """Sample a token of a block: returns (score, id) of the largest logit + temperature * noise. x:
+    the block's logits, -inf for excluded tokens, not all excluded; heat: temperature."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))
@@ -87,7 +87,7 @@ def race(row, x, ids, key, heat, S: tl.constexpr):
 
 @triton.jit
 def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
-    """Returns (logits of a block, -inf for tokens that the cut excludes; ids of the tokens)."""
+    """Load a block's logits, -inf for tokens outside the cut. Returns (logits, token ids)."""
     x = load_part(row, start, vocab_size, S.BLOCK)
     ids = start + tl.arange(0, S.BLOCK)
     stays = (x > value) | ((x == value) & (ids <= last_tie))
@@ -99,7 +99,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) finds its winner; a row's last program chooses the token."""
+    """One program per (row, block) finds the block's best token; the row's last one chooses."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)

@@ -1,13 +1,13 @@
-"""Plans, once per step on the device, which keys each program of decode attention reads: equal
-shares of the keys of all sequences, counted in tiles of keys.
+"""Splits the keys of all sequences evenly between the programs of decode attention, counted in
+tiles of keys. The plan is made once per step, on the device.
 
-For example, 62 programs get 1611 / 62 = 26 tiles each for sequences of 16, 16, 1563 and 16 tiles.
-These get 1, 1, 61 and 1 work items: (sequence, first tile, end tile, slot).
+For example, sequences of 16, 16, 1563 and 16 tiles give each of 62 programs 1611 / 62 = 26 tiles.
+The sequences get 1, 1, 61 and 1 work items: (sequence, first tile, end tile, slot).
 
-A sequence's only item has slot -1 and is written directly to the output; several items get
-consecutive slots of scratch memory and are merged. The host only knows upper bounds of items and
-slots, so a recorded step works for any sequences. The idea is Stream-K's even split (Osama et al.
-2023), as in FlashInfer's planner."""
+The only item of a sequence has slot -1 and is written to the output. Several items are written to
+consecutive slots of scratch memory, then merged. The host knows only upper bounds of items and
+slots, so a recorded step fits any sequences. The idea is Stream-K's even split (Osama et al. 2023),
+as in FlashInfer's planner."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tiles_seen(
 
 @triton.jit
 def cut_of(tiles, is_ours, even):
-    """Returns, for each sequence, the tiles per part and the number of parts of its keys (0 if
-    decode attention does not compute the sequence). even: tiles of an equal share."""
+    """Returns how the keys of each sequence are cut: (tiles per part, number of parts; 0 if decode
+    attention does not compute the sequence). even: tiles that each program should get."""
     count = tl.maximum((tiles + even - 1) // even, 1)
     share = tl.maximum((tiles + count - 1) // count, 1)  # equal parts within a sequence
     count = tl.maximum((tiles + share - 1) // share, 1)
@@ -58,9 +58,9 @@ def plan_kernel(  # noqa: PLR0913
     num_seqs, num_items, num_shares, least_tiles, most_tokens,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """One program per SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end
-    tile, slot; spans [num_seqs, 2]: first slot and number of a sequence's parts (number 0: not
-    split)."""
+    """Write the work items of all sequences. One program per SEQS sequences. items [num_items, 4]:
+    sequence (-1: none), first tile, end tile, slot; spans [num_seqs, 2]: first slot and number of a
+    sequence's parts (0: not split)."""
     total = 0
     for start in range(0, num_seqs, SEQS):
         seq = start + tl.arange(0, SEQS)
@@ -101,7 +101,7 @@ def plan_kernel(  # noqa: PLR0913
 
 
 class SharesPlan(NamedTuple):
-    """The work items of decode attention in a step, for all layers with the same window."""
+    """The work items of decode attention in one step, shared by all layers with the same window."""
 
     items: torch.Tensor  # [n, 4] int32
     spans: torch.Tensor  # [sequences, 2] int32
@@ -111,7 +111,7 @@ class SharesPlan(NamedTuple):
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[SharesPlan, list[Launch]]:
-        """Returns the step's plan and the launches that compute it: none if the plan is cached.
+        """Returns the step's plan, and the launches that compute it ([] if the plan is cached).
         sizes: (number of sequences, maximum query tokens of a sequence); keys: keys per tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:

@@ -45,8 +45,8 @@ def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
 
 @triton.jit
 def nibble_as_float(nibble, dtype: tl.constexpr):
-    """Convert integers below 16 to floats plus a constant, which cancels when the zero point,
-    converted the same way, is subtracted."""
+    """Convert integers below 16 to floats, plus a constant. Subtract a zero point converted the
+    same way to remove the constant."""
     # Setting bits of the mantissa is faster than a conversion.
     if dtype == tl.bfloat16:
         return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -71,8 +71,8 @@ def byte_as_float(byte, dtype: tl.constexpr):
 
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
-    """Returns one piece of the weights, values minus zero points [N], not scaled: [N, PIECE] of
-    dtype. half: which half of each byte to use, with 4 bits; 8-bit floats have no zero points."""
+    """Returns a piece of the weights, [N, PIECE] of dtype: values minus zero points [N], not
+    scaled. half: which half of each byte to use (4 bits only). 8-bit floats have no zero points."""
     if raw.dtype != tl.uint8:
         value = raw.to(tl.float32)
     elif S.BITS == 4:
@@ -108,8 +108,8 @@ def bytes_of(matrix, step, S: tl.constexpr):
 
 @triton.jit
 def inputs_of(x, k, S: tl.constexpr):
-    """Load one piece of the inputs, columns k .. k + PIECE - 1: [PIECE, M]. x: (pointers to rows
-    [1, M], all of them valid; whether each one points to a row of x [M]; order of columns)."""
+    """Load columns k .. k + PIECE - 1 of the M input rows: [PIECE, M]. x: (pointers [1, M], all
+    valid; whether each points to a real row [M]; order of the columns or None)."""
     rows, is_row, order = x
     place = k + tl.arange(0, S.PIECE)
     is_in = (place < S.K)[:, None]
@@ -135,8 +135,8 @@ def add_step(acc, raw, x, step, zero, S: tl.constexpr):
 
 @triton.jit
 def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
-    """Returns acc [N, M] + the scaled product of x with a step's weights, whose pieces may be in
-    different groups."""
+    """Returns acc [N, M] + the product of x with a step's scaled weights. Pieces of the step may be
+    in different groups of scales."""
     for half in tl.static_range(8 // S.BITS):
         k = step * S.STEP + half * S.PIECE
         a = inputs_of(x, k, S)

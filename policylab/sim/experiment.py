@@ -58,8 +58,8 @@ class NoFigures:
 
 
 def measure(setting: Setting) -> list[Figures | NoFigures]:
-    """Run each policy. Returns its figures, or the reason why it has none. Figures of policies with
-    the same requests count the same ones: those after the longest warm-up, or, in a backlog,
+    """Run each policy. Returns its figures, or the reason why it has none. Policies with the same
+    requests are measured on the same ones: those after the longest warm-up or, in a backlog,
     all."""
     requests = (setting.workload, setting.engine)
     runs = [
@@ -74,7 +74,7 @@ def measure(setting: Setting) -> list[Figures | NoFigures]:
 def own_run(
     policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
 ) -> Run | NoFigures:
-    """Run a policy. Returns ``NoFigures`` if the run fails or if defaults replaced some of the
+    """Run one policy. Returns ``NoFigures`` if the run fails, or if defaults replaced some of the
     policy's answers."""
     try:
         found = run(policy, workload, engine, seed=seed, rate=rate)

@@ -66,8 +66,8 @@ OF_REQUEST: dict[str, Callable[[Requests], Floats]] = {
 
 
 class Limit(NamedTuple):
-    """A limit on a figure: ``figure < value``, or with ``is_least``, ``figure > value``. Times are
-    in seconds."""
+    """A limit on a figure: ``figure < value``, or ``figure > value`` if ``is_least``. Times are in
+    seconds."""
 
     figure: str
     value: float
@@ -152,7 +152,7 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
 
 
 def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
-    """Masks of the requests with an SLO, which are all, and of those that met it [requests]."""
+    """Two masks [requests]: requests with an SLO, which are all, and those that met it."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:
         good &= OF_REQUEST[limit.figure](requests) < limit.value

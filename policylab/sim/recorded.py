@@ -48,7 +48,7 @@ class RecordedEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A step log: its header, its requests as a run, and the end of each request by id."""
+    """A step log: header, requests (as a run), and how each request ended, by id."""
 
     path: Path
     header: Header
@@ -177,8 +177,8 @@ class LogReader(Replay):
 
 
 class _Differs(Exception):
-    """Ends a replay: with the first difference from the log, or with ``None`` at the end of the
-    log."""
+    """Raised to end a replay: with the first plan that differs from the log, or with ``None`` when
+    the log ends."""
 
     def __init__(self, difference: PlanDifference | None) -> None:
         super().__init__(difference)
@@ -186,8 +186,8 @@ class _Differs(Exception):
 
 
 class _Again(LogReader):
-    """A replay through an engine core, which decides itself when to plan and when to settle a
-    step."""
+    """Replays a step log through an engine core, which itself decides when to plan a step and when
+    to process its result."""
 
     def __init__(
         self, header: Header, changes: dict[str, Any], ends: dict[str, RecordedEnd]
@@ -211,7 +211,7 @@ class _Again(LogReader):
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _go_on(self) -> None:
-        """Replay a recorded call that is not part of a step, or let the core take one step."""
+        """Replay the next recorded call; if it is part of a step, let the core take that step."""
         if isinstance(self._next, INSIDE):
             self._note(self._core.step())
             return

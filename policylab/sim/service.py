@@ -145,8 +145,8 @@ def _points(requests: Requests, window: Window) -> Floats:
 
 
 def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDArray[np.bool_]:
-    """For each point in time, True if the user has a request in the queue until the next point
-    [points]. ``mine``: mask of the user's requests."""
+    """For each point in time [points], return True if the user has a waiting request from then
+    until the next point. ``mine``: mask of the user's requests."""
     mine = mine & ~np.isnan(requests.times("scheduled"))
     begun = np.sort(requests.times("arrival")[mine])
     ended = np.sort(requests.times("scheduled")[mine])
@@ -155,8 +155,8 @@ def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDA
 
 
 def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floats:
-    """The cumulative service of one user at each point in time [points], before division by its
-    weight. ``mine``: mask of the user's requests."""
+    """Return the cumulative service of one user at each point in time [points], not divided by the
+    user's weight. ``mine``: mask of the user's requests."""
     mine = mine & requests.done
     scheduled, first, last = (requests.times(n)[mine] for n in ("scheduled", "first", "last"))
     prompts = PROMPT_PRICE * requests.counts("num_prompt")[mine].astype(np.float64)
@@ -167,8 +167,8 @@ def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floa
 
 
 def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Floats:
-    """The total amount received by each point in time [points], if each of ``amounts`` is received
-    evenly between its begin and its end."""
+    """Return the total amount received until each point in time [points], if each of ``amounts`` is
+    received at a constant rate from its begin to its end."""
     ends = np.maximum(ends, begins + 1e-9)
     rates = amounts / (ends - begins)
     total = np.zeros(len(points))
@@ -183,8 +183,8 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
 
 
 def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
-    """For each fiftieth of the period: its middle (seconds), Jain's index of the service of the
-    users who waited throughout, and their number. Parts with fewer than two are left out."""
+    """For each fiftieth of the period: middle (seconds), Jain's fairness index of the service of
+    users who waited throughout, and their number. Fiftieths with fewer than two are left out."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     places = np.searchsorted(curve.times, edges)
     found: list[tuple[float, float, int]] = []

@@ -84,8 +84,8 @@ CostEach = Callable[[StepShape, int], Times]
 
 
 class Cost(Protocol):
-    """A model of step times; called once per step, in order. It may also have ``seconds_each`` (see
-    ``StepCost``) if its ``host_seconds`` are always 0."""
+    """A model of how long steps take, called once per step, in order. If its ``host_seconds`` are
+    always 0, it may also have ``seconds_each``, see ``StepCost``."""
 
     def seconds(self, shape: StepShape) -> float:
         """Seconds from planning a step of this shape to having its result."""
@@ -136,8 +136,8 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """Execute the steps of ``stretch`` up to ``stretch.until`` or the end of a request; returns
-        the tickets of the steps then in flight."""
+        """Execute steps of ``stretch`` until ``stretch.until`` (seconds) or until a request is
+        about to end. Returns the tickets of the steps that are then in flight."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
@@ -194,8 +194,8 @@ class TimedWorker(FakeExecutor):
     def _take_together(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Like ``_take_one_by_one``, but with one call of ``seconds_each`` for all steps, for cost
-        models without host time."""
+        """Compute the times of a stretch's steps with one call of ``seconds_each``, for cost models
+        without host time. Returns the end times and durations of the launched steps, in seconds."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
         # Only few may begin before ``until``: compute a guess first, and all only if it is too
@@ -230,5 +230,5 @@ class TimedWorker(FakeExecutor):
 
 
 def _sums(first: float, more: Iterable[float]) -> list[float]:
-    """The running sums of ``first`` and the values in ``more``; the first sum is ``first``."""
+    """Return the running sums of ``first`` followed by the values in ``more``."""
     return list(accumulate(more, initial=first))

@@ -178,7 +178,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """Check that all blocks, seats and rows are free when there are no requests [13]."""
+    """Check that a scheduler without requests has no block, table row or timer in use [13]."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -221,8 +221,8 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """True if ``other`` has a worse rank than ``req`` and the policy lets ``req`` take its KV
-    blocks."""
+    """True if ``req`` has a better rank than ``other`` and the policy lets it take the KV blocks of
+    ``other``."""
     guard = scheduler.guard
     may_take = guard.outranks if req.is_waiting else guard.takes_blocks
     return by_rank(req) < by_rank(other) and may_take(req, other)
@@ -268,7 +268,7 @@ def _spares_decodes(scheduler: Scheduler) -> bool:
 
 
 def _is_mixed_full(scheduler: Scheduler) -> bool:
-    """True if prompt tokens may have been deferred to protect the decodes of this step."""
+    """True if prompt tokens may have been postponed to keep this step's decodes fast."""
     step, size = scheduler.view.step, scheduler.config.max_mixed_prefill_tokens
     return _spares_decodes(scheduler) and step.has_decodes and step.num_prompt_tokens >= size
 
@@ -297,8 +297,8 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
-    """Check that the first waiting request lacks a seat or KV blocks, or has a pending token.
-    ``left``: tokens left in the step's budget."""
+    """Check that the first waiting request had a reason to wait: no seat, too few KV blocks or
+    tokens, or a pending token. ``left``: tokens left in the step's budget."""
     kv, roster = scheduler.kv, scheduler.roster
     if not len(roster.waiting) or not roster.num_free_seats:
         return

@@ -77,7 +77,7 @@ class Awq:
 
 
 def outputs_first(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack 4-bit numbers: [R, out / 8] int32, in the order of AWQ -> [out, R] uint8."""
+    """Unpack AWQ's interleaved 4-bit numbers: [R, out / 8] int32 -> [out, R] uint8."""
     pairs = as_bytes(packed.T).transpose(1, 2).contiguous()  # [out / 8, 4, R]
     outputs = pairs.new_empty((len(pairs), IN_A_NUMBER, len(packed)))
     outputs[:, ORDER[0::2]] = pairs & 15

@@ -158,7 +158,7 @@ class CompressedTensors:
         return self._scheme(module).weight(module, shape, tensors, dtype)
 
     def _scheme(self, module: str) -> Scheme:
-        """The scheme with the module among its targets, else the scheme for the class "Linear"."""
+        """The scheme that has the module among its targets, or else the scheme for "Linear"."""
         for scheme in self.schemes:
             if any(names(target, module) for target in scheme.targets):
                 return scheme
@@ -202,8 +202,8 @@ def scheme_of(group: Any, common: str) -> Scheme:
 
 
 def strategy_of(weights: Mapping[str, Any]) -> str:
-    """Which weights share a scale: those of a "tensor", a "channel" (output), a "group" or a
-    "block". If the config has no strategy, group_size decides."""
+    """Return which weights share a scale: all of a "tensor", a "channel" (one output), a "group" or
+    a "block". A config without a strategy implies it by group_size."""
     size = weights.get("group_size")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     stated = field_of(weights, "strategy", default=by_size)

@@ -32,7 +32,7 @@ ONE: tuple[Shape, ...] = ((), (1,))
 
 @dataclass(frozen=True)
 class Fp8:
-    """The FP8 format. ``block``: outputs and inputs that share a scale; ``None``: not by blocks."""
+    """The FP8 format. ``block``: (outputs, inputs) that share a scale, if scales are by blocks."""
 
     block: tuple[int, int] | None
     has_input_scale: bool
@@ -83,7 +83,7 @@ class Fp8:
 
 
 def block_of(given: Any) -> tuple[int, int] | None:
-    """Return weight_block_size, the outputs and inputs of a block, after checking it."""
+    """Return weight_block_size as (outputs, inputs), ``None`` if absent. Raises ``ModelError``."""
     if given is None:
         return None
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) for n in given)):

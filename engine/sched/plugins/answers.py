@@ -39,7 +39,7 @@ def raised(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """Where the hook's own file last occurs in the traceback, e.g. `` (mine.py:12)``."""
+    """Find where an error occurred in the hook's own file, as text such as `` (mine.py:12)``."""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [line for file, line in lines if file == lines[0][0]]

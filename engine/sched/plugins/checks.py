@@ -35,9 +35,9 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
 
 
 def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
-    """For ``on_add``: store each named hint of the request, or its default, in ``view.own(name)``.
-    A missing hint ``tbt`` is first replaced by ``req.tbt``. Returns ``Refuse`` for a hint that is
-    not a finite number above 0."""
+    """In ``on_add``, store each named hint of the request, or its default, in ``view.own(name)``.
+    If the hint ``tbt`` is missing, ``req.tbt`` precedes the default. Returns ``Refuse`` for a hint
+    that is not a finite number above 0."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():
             stated = req.tbt if name == "tbt" else None

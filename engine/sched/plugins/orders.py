@@ -13,8 +13,8 @@ from engine.sched.table import Array
 def newcomers_by(
     key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
 ) -> tuple[Array, Array]:
-    """Ranks as two arrays (group, key). Group 0: requests that run or have run; 1: new ones that
-    waited ``max_wait`` seconds; 2: other new ones, by ascending ``key``."""
+    """Return ranks as two arrays (group, key). Group 0: requests that run or were preempted; 1: new
+    requests that waited ``max_wait`` seconds; 2: other new requests, by ascending ``key``."""
     is_new = columns.is_waiting & (columns.num_preempted == 0)
     is_young = is_new & (now - columns.arrival_time < max_wait)
     keys = np.zeros(len(columns))

@@ -46,8 +46,8 @@ class RankCheck:
         return None
 
     def wrong_places(self, count: int) -> str | None:
-        """Error text if ranks that consist of ``count`` arrays cannot be compared with earlier
-        ranks, else ``None``."""
+        """Return error text if a policy's ranks, given as ``count`` arrays, cannot be compared with
+        earlier ranks; else ``None``."""
         if count == self._num_places:
             return None
         if self._num_places or str in self._kinds[: count + 1]:
@@ -57,7 +57,7 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """True if all ranks are valid. False means that each must be checked by ``wrong``."""
+        """True if all ranks are certainly valid. After False, ``wrong`` must check each one."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -67,8 +67,8 @@ class RankCheck:
         return all(map(_has_no_nan, columns, types))
 
     def _wrong_types(self, rank: Any) -> str | None:
-        """Check a rank whose combination of types is new. Returns an error text, ``None`` if
-        valid."""
+        """Check a rank whose combination of types has not occurred yet. Returns an error text, or
+        ``None``."""
         if not isinstance(rank, tuple):
             return f"returns {answers.shown(rank)}, must be a tuple"
         if not all(isinstance(value, str | Real) for value in rank):
@@ -85,7 +85,7 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """True if no value is NaN; False if NaN is possible. ``types``: all types of the values."""
+    """True if it is certain that no value is NaN. ``types``: the set of the values' types."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

@@ -128,7 +128,7 @@ class LinearCost:
     # -- helpers
 
     def _refit(self) -> None:
-        """Add the new steps, discount the old ones, and fit again."""
+        """Fit the prices again to the measured steps; new steps have the most weight."""
         sizes = np.array(
             [(1, s.num_seqs, s.num_tokens, s.context, s.attention) for s in self._new], np.float64
         )
@@ -150,11 +150,11 @@ class LinearCost:
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _pull(self) -> float:
-        """The strength with which ``_solve`` pulls all factors towards their mean."""
+        """Return the strength of the regularisation that pulls all factors towards their mean."""
         return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
-        """Factors, at least 0, by which the prior's coefficients must be multiplied."""
+        """Fit the factors, at least 0, by which to multiply the coefficients of ``PRIOR``."""
         total = self._gram.sum()  # the features of a step sum to 1, so this counts the steps
         level = self._moment.sum() / total
         pull = self._pull()

@@ -23,13 +23,12 @@ def ones(count: int) -> NDArray[np.int32]:
 
 
 def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32], bool]:
-    """Return the table rows of the plan, their token counts, and whether the step is full: it has
-    exactly the running requests, with one token each.
+    """Return the plan's requests: their rows in the request table, their token counts, and whether
+    these are exactly the running requests with one token each.
 
-    First come plain rows, ascending: rows with one token that did not start in this step and that
-    no resource watches. The others follow in the order in which they were granted. So plans are
-    equal whether rows are granted in bulk or one by one.
-    """
+    Rows with one token that did not start in this step and that no resource watches come first,
+    ascending. The others follow in the order in which they got tokens. Thereby plans are equal
+    whether tokens are granted in bulk or one by one."""
     seated = roster.running_rows
     if not step.grants:
         count = len(step.plain_rows)
@@ -94,8 +93,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
-    """Give each row as many drafts as the step has positions for: add ``PADDING``, which the worker
-    rejects, or drop surplus drafts."""
+    """Make each row's number of drafts match the draft positions granted to it: add ``PADDING``,
+    which the worker rejects, or drop drafts."""
     slots = {
         req.row: num_places
         for req, count in step.grants
@@ -138,7 +137,8 @@ def new_seq(req: Request) -> NewSeq:
 
 
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
-    """The most tokens of one prompt in this step; the whole budget if it is the only request."""
+    """Return the most tokens that one prompt may get in this step. A prompt without competing
+    requests may get the whole token budget."""
     threshold = config.long_prefill_token_threshold
     if not threshold or not config.enable_chunked_prefill:
         return config.max_num_batched_tokens
@@ -151,13 +151,11 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
 
 
 def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
-    """Number of tokens that prompts may still get in this step without slowing its decodes too
-    much.
+    """Return how many more prompt tokens this step may get without slowing its decodes too much.
 
-    Decodes wait for the whole step. A few queued prompt tokens are therefore computed in small
-    chunks (``max_mixed_prefill_tokens``) over some steps. Any further queued tokens may be computed
-    at once, since larger steps empty a long queue sooner.
-    """
+    Decodes wait for the whole step. A short queue of prompts is therefore computed in chunks of
+    ``max_mixed_prefill_tokens`` over some steps. The excess of a longer queue may be computed at
+    once, since larger steps empty the queue sooner."""
     size = config.max_mixed_prefill_tokens
     if not (size and step.has_decodes):
         return config.max_num_batched_tokens

@@ -22,7 +22,7 @@ class Writer:
 
     @property
     def is_ready(self) -> bool:
-        """False if the client has disconnected, or reads more slowly than the server writes."""
+        """True if the client is connected and reads as fast as the server writes."""
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write(self, part: bytes) -> None:

@@ -75,7 +75,7 @@ class CallReader(ABC):
         return name if name in self.tools else None
 
     def accept_openers(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Skip all opening markers at the position. Returns False if there is none."""
+        """Skip all opening markers of calls that come next. Returns False if there is none."""
         found = False
         while (yield from self.source.accept(*openers)):
             found = True
@@ -97,7 +97,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """Make the event that begins a call. The source can no longer be rewound to before it."""
+        """Return the event that begins a call, which from now on cannot be rewound."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 
@@ -125,7 +125,7 @@ class CallReader(ABC):
         return False
 
     def held(self) -> Waits[str | None]:
-        """Parse a call's arguments into JSON text; ``None`` if they are malformed or incomplete."""
+        """Parse a call's arguments. Returns JSON text, ``None`` if malformed or incomplete."""
         value = self.json()
         parts: list[str] = []
         for piece in value.read():
@@ -144,13 +144,13 @@ class CallReader(ABC):
         return "{}" if text == "null" else None
 
     def is_over(self) -> Waits[bool]:
-        """Whether the call ends here, at a marker or at the end of an answer that is complete."""
+        """Whether the call ends here: a marker follows, or the answer is complete and ends."""
         if not (yield from self.source.skip_space()):
             return not self.source.is_cut
         return bool((yield from self.source.standing(0, self.closers + self.openers)))
 
     def _quoted(self, name: str) -> Steps[bool]:
-        """Parse arguments that are JSON inside a JSON string; False if they are not."""
+        """Parse arguments that are a JSON object within a JSON string; False if they are not."""
         outer, inner = self.json(), TextSource()
         reading = self._streamed_inside(name, inner)
         has_begun = False

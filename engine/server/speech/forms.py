@@ -123,12 +123,12 @@ class Rules:
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
-        """Record a text after which the last added part may begin. scope: the beginning of the call
-        that must contain that text; follows: the text directly follows another part."""
+        """Record a text after which the part added last may begin. scope: the beginning of the call
+        in which the text must be; follows: the text directly follows another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
-        """Add the grammar of the answer's text, and return the expression for this text."""
+        """Add the grammar ``form`` of the answer's text, and return an expression for this text."""
         part, calls = self.part(form), chat_format.calls
         ends = [calls.text, calls.message_end if calls.before_text else ""]
         if chat_format.thinking is not None and not calls.before_text:
@@ -161,12 +161,12 @@ class Rules:
         return self.until(end)
 
     def until(self, text: str, but: str = "") -> str:
-        """Add a rule for any text up to and including the first ``text``. but: an expression that
-        excludes some texts (from ``_without``), which is appended."""
+        """Add a rule for any text up to and including the first ``text``. but: an expression from
+        ``_without`` that excludes some texts."""
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
-        """Return the expression ``text`` with the optional ``Calls.text`` in front of it."""
+        """Return an expression for ``text``, optionally preceded by the marker ``calls.text``."""
         return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
@@ -178,14 +178,14 @@ class Rules:
         return self.add("call", " | ".join(each))
 
     def many(self, first: str, call: str, calls: Calls, *, is_single: bool) -> str:
-        """The expression for one or more calls, or just one if ``is_single``. first: the expression
-        for the first call and the text before it."""
+        """Return the expression for one or more calls; for exactly one if ``is_single``. first: the
+        expression for the first call with the text before it; call: that for a further one."""
         more = "" if calls.between is None or is_single else self.text(calls.between)
         parts = [first, f"({more} {call})*" if calls.between is not None and not is_single else ""]
         return " ".join(part for part in [*parts, self.text(calls.after)] if part)
 
     def form(self, start: list[str]) -> ComposedForm:
-        """Make the complete grammar. start: expressions for the parts of the answer, in order."""
+        """Return the complete grammar. start: expressions for the parts of the answer, in order."""
         grammar = "\n".join([f"start: {' '.join(start)}", *self._rules]) + "\n"
         return ComposedForm(
             grammar=grammar,
@@ -197,7 +197,7 @@ class Rules:
 
 
 def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
-    """The expression for the rest of a call after ``calls.begin``."""
+    """Return the expression for the part of a tool call that follows ``calls.begin``."""
     if calls.form not in ("arguments", "object"):
         return " ".join([*_tagged(rules, calls, tool), rules.text(calls.end)])
     schema = tool.parameters if tool.is_enforced else ANY_OBJECT
@@ -276,7 +276,7 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
 def _strict(
     rules: Rules, chat_format: ChatFormat, bodies: dict[str, str], prompt: str, *, is_single: bool
 ) -> list[str]:
-    """Expressions for free text that is no call, and for calls that match the tools' schemas."""
+    """Expressions for calls that match the tools' schemas, and for text that is no call."""
     calls = chat_format.calls
     call = rules.calls(calls.begin, bodies)
     whole = " ".join(filter(None, [rules.text(calls.before), call]))
@@ -307,7 +307,7 @@ def _strict(
 def _like_calls(
     rules: Rules, chat_format: ChatFormat, names: Iterable[str], opener: str
 ) -> list[str]:
-    """Regular expressions for text that is parsed as a call even without the marker ``opener``."""
+    """Regular expressions for text that the parser takes for a call even without ``opener``."""
     syntax = (chat_format.family or FAMILIES[-1]).syntax
     others = [text for text in (*syntax.openers, *syntax.inner) if text != opener]
     called = f"({re.escape(PREFIX)})?({'|'.join(map(in_regex, names))})"
@@ -315,7 +315,7 @@ def _like_calls(
 
 
 def _without(expressions: Sequence[str]) -> str:
-    """The end of a Lark expression that excludes texts which contain one of ``expressions``."""
+    """A suffix for a Lark expression, to exclude texts with a match of one of ``expressions``."""
     return f" & ~/(?s:.*)({'|'.join(expressions)})(?s:.*)/"
 
 

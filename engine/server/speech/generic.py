@@ -48,7 +48,7 @@ def introduction(tools: Sequence[dict[str, Any]]) -> str:
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """A tool call in the format that ``introduction`` describes."""
+    """Write a tool call in the format that ``introduction`` explains to the model."""
     call = _json({"name": name, GENERIC_CALLS.key: arguments})
     return f"{GENERIC_CALLS.begin}{call}{GENERIC_CALLS.end}"
 

@@ -22,9 +22,9 @@ class TextParser:
         is_thinking: bool,
         thinks_first: bool,
     ) -> None:
-        """thinking: the markers around thinking, as single characters if they are tokens (``None``:
-        no thinking); is_thinking: the prompt ends inside thinking; thinks_first: thinking can begin
-        only at the start of the answer."""
+        """thinking: the markers that open and close thinking, each as a single character if it is a
+        token; ``None`` if the model does not think. is_thinking: the prompt ends inside thinking.
+        thinks_first: thinking can begin only at the start of the answer."""
         self._source = source
         self._calls = calls
         self._open, close = thinking or ("", "")
@@ -67,7 +67,7 @@ class TextParser:
             yield None
 
     def _plain_text(self) -> Steps[str]:
-        """Yield text up to a marker. Returns the marker, or "" at the end of the answer."""
+        """Yield text up to the next marker. Returns the marker, "" at the end of the answer."""
         source = self._source
         while True:
             match = self._starts.search(source)
@@ -103,8 +103,8 @@ class TextParser:
         yield from self._after_calls(calls)
 
     def _give_back(self) -> None:
-        """Rewind to the beginning of a call that could not be parsed. After ``MAX_READ_AGAIN``
-        rewound characters, that text is no longer searched for calls, which limits the time."""
+        """Rewind to the beginning of a call that could not be parsed. To limit the time, no call is
+        searched for in the rewound text after ``MAX_READ_AGAIN`` rewound characters."""
         num = self._source.give_back()
         self._num_read_again += num
         if self._num_read_again > MAX_READ_AGAIN:
@@ -114,7 +114,7 @@ class TextParser:
         return self._is_line_blank if calls.bare == "line" else self._is_blank
 
     def _after_calls(self, calls: CallReader) -> Steps[None]:
-        """Drop closing markers after a call, and parse calls that follow without opening ones."""
+        """After a call, drop closing markers and parse calls that lack an opening marker."""
         source = self._source
         while True:
             source.hold()
@@ -131,8 +131,8 @@ class TextParser:
             source.mark = None
 
     def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Skip an opening marker at the end of the answer, where a closing one is meant. Returns
-        False if there is none, or if the answer is incomplete."""
+        """Skip an opening marker that ends the answer, as models write it by mistake for a closing
+        one. Returns False if there is none, or if the answer is incomplete."""
         source = self._source
         opener = yield from source.standing(0, openers)
         if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:

@@ -100,8 +100,8 @@ class FamilyParserFactory:
         has_calls: bool,
         more: list[str] | None = None,
     ) -> None:
-        """has_calls: whether answers may have tool calls; more: further markers, of a response
-        template that parses everything but tool calls."""
+        """has_calls: whether answers may have tool calls; more: further markers to recognise, those
+        of a response template."""
         own = family.markers if has_calls or family.reader is HarmonyCalls else ()
         self.markers = Markers(tokenizer, (*own, *(thinking or ()), *(more or ())))
         self._family = family
@@ -136,7 +136,7 @@ class TemplateParserFactory:
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None
     ) -> None:
-        """calls: the family whose call format is parsed, if the template describes no calls."""
+        """calls: the model family whose tool calls are parsed if the template describes none."""
         texts = markers_in(tokenizer, template)
         self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)

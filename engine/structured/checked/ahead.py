@@ -1,9 +1,8 @@
 """Looks ahead in JSON: can the text still become valid, and which names or values may follow?
 
-The answer "no" is exact; the answer "yes" may be wrong. Where only the rules of a value itself
-matter, the result is computed once for all texts. A name or value is only tried where other rules
-depend on it.
-"""
+A negative answer is exact, a positive one may be wrong. A result that depends only on the rules of
+one value is cached for all texts. Names and values are tried out only where other rules depend on
+them."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """Return the names that may follow, each after an opening quotation mark; ``None``: any."""
+        """Names that may follow, each with an opening quotation mark; ``None`` if any may."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -98,7 +97,7 @@ class Ahead:
         return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
 
     def _kept_or(self, what: str, frame: ValueFrame, look: Callable[[ValueFrame], Found]) -> Found:
-        """Return ``look(frame)``, from a cache if there was an equivalent frame at this depth."""
+        """Return ``look(frame)``, cached under ``what`` for all equivalent frames."""
         standing = frame.standing
         if standing is None:
             return look(frame)
@@ -146,7 +145,7 @@ class Ahead:
         return most is None or number * 1000 <= most
 
     def _is_within(self, place: Place, number: Number) -> bool:
-        """Whether a number whose magnitude can only grow is still within the allowed range."""
+        """Whether an unfinished number, which can only grow in magnitude, may still be in range."""
         if place.most_number is not None and number > max(place.most_number, 0):
             self.why = "maximum"
             return False
@@ -203,11 +202,11 @@ class Ahead:
     # -- helpers
 
     def _is_as_before(self, frame: ValueFrame) -> bool:
-        """Whether an object's last member does not change which names are required or allowed."""
+        """Whether the object's last member has no effect on which names are required or allowed."""
         return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
-        """Whether none of these verdicts is a failure (the name of a keyword)."""
+        """Whether no verdict in ``vector`` is a failure, i.e. the name of a keyword."""
         for verdict in vector:
             if isinstance(verdict, str):
                 self.why = verdict
@@ -215,8 +214,8 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """Whether the next value may be this one, which the schema lists. known: cached results by
-        verdicts, used where only the verdicts on a value matter."""
+        """Whether the next value may be ``value``, which the schema lists. known: cached results,
+        shared by values with equal verdicts where only these matter."""
         vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
@@ -226,7 +225,7 @@ class Ahead:
         return known[vector]
 
     def _may_be(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:
-        """Whether the text may go on after ``value``. vector: the rules' verdicts on it."""
+        """Whether the text may continue after ``value``. vector: the verdicts on ``value``."""
         filled = with_news(frame.filled(vector, value))
         if not self._judged(filled):
             return False
@@ -263,7 +262,7 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
-        """Whether the object or array may end here, even if its parent cannot be completed."""
+        """Whether the object or array may end here, even if its parent can never be valid."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:
@@ -288,7 +287,7 @@ class Ahead:
         return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
     def _names_left(self, frame: ValueFrame) -> Sequence[str] | None:
-        """Return names in the schema that may follow; ``None`` if others may follow, too."""
+        """Names in the schema that may follow; ``None`` if names outside it may follow, too."""
         place = frame.table.place
         if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
             return None
@@ -312,7 +311,7 @@ class Ahead:
         return self._may_close(filled) or self._can_finish(filled)
 
     def _can_finish(self, frame: ValueFrame) -> bool:
-        """Whether the object can be completed, now or with further members of unknown values."""
+        """Whether the object can be completed as it is, or with further members of any values."""
         why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
         closed = frame.closed()
         if not self._fits_closed(frame, closed):
@@ -345,7 +344,7 @@ class Ahead:
             yield self._filled(began)
 
     def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
-        """Return names that can be added to the object, required names last."""
+        """Return the names to try as further members of the object, required names last."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
             return lacking
@@ -357,7 +356,7 @@ class Ahead:
         return [*found, *lacking]
 
     def _filled(self, began: ValueFrame) -> ValueFrame:
-        """Return the frame after an unknown value for the current member or item."""
+        """Return the frame after its current member or item got an unknown value."""
         return with_news(began.filled(began.open_place.start, UNKNOWN))
 
     # -- arrays
@@ -380,7 +379,7 @@ class Ahead:
         return True
 
     def _num_options(self, began: ValueFrame) -> int | None:
-        """Return how many different values the item may have; ``None`` if there are many."""
+        """How many different values the array item may have; ``None`` if there are too many."""
         place, found = began.open_place, 0
         if place.is_endless:
             return None
@@ -408,7 +407,7 @@ def verdict_of(frame: ValueFrame) -> Verdict:
 
 
 def spellings(value: Exact) -> tuple[bytes, ...]:
-    """Return the JSON text of a string or number, a string without quotation marks."""
+    """Return the JSON text of a number, or of a string without its quotation marks."""
     if isinstance(value, str):
         return (value.encode("utf-8", "surrogatepass"),)
     return (str(value).encode(),)

@@ -20,7 +20,7 @@ Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """The verdicts on the members or items of a value so far, by number of the rule."""
+    """What the members or items of a value mean so far for each rule, by the rule's number."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
@@ -38,8 +38,8 @@ class MemberAccount:
         return other
 
     def with_failed(self, failed: Sequence[tuple[int, str]]) -> MemberAccount:
-        """Return a copy with more failed rules, each with the keyword that failed. A rule that had
-        failed before keeps its keyword."""
+        """Return a copy with more failed rules: (number, keyword that failed). If a rule had failed
+        before, its first keyword is kept."""
         if all(number in self.failed for number, _ in failed):
             return self
         other = self._copy()
@@ -62,7 +62,7 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """Return a copy that records whether item ``key`` matches the ``contains`` of a rule."""
+        """Return a copy with item ``key`` as a certain or possible match of a ``contains``."""
         if isinstance(verdict, str):
             return self
         other = self._copy()
@@ -79,7 +79,7 @@ NOTHING = MemberAccount()
 
 
 class ValueFrame:
-    """The part of an object or array, or of the whole document, that is already written."""
+    """An object, an array or the whole document while it is written: what is known of it so far."""
 
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
@@ -123,19 +123,19 @@ class ValueFrame:
 
     @property
     def compares(self) -> bool:
-        """Whether the values decide what may follow, and not only the verdicts on them."""
+        """Whether the values themselves decide what may follow, not only the verdicts on them."""
         return self.is_compared or self.table.is_unique
 
     @property
     def vector(self) -> Vector:
-        """The verdicts on this object or array that its parent needs."""
+        """The root rules' verdicts on this object or array, which its parent needs."""
         verdicts = self.verdicts
         return tuple([verdicts[number] for number in self.table.place.ends])
 
     @property
     def standing(self) -> Any:
-        """A hashable state. Frames with equal states allow the same further texts. ``None`` if the
-        state is too large to compare."""
+        """A hashable state: frames with equal states allow the same further texts. ``None`` if it
+        would be too large."""
         found: list[Any] = []
         frame: ValueFrame | None = self
         for _ in range(MOST_NESTED):
@@ -154,8 +154,8 @@ class ValueFrame:
 
     @property
     def exact(self) -> Exact:
-        """The complete object or array as a hashable value, if its values are stored. If one of
-        them is unknown, the result equals no other value."""
+        """The complete object or array as a hashable value; its values must have been stored. If
+        one of its values is unknown, the result equals nothing else."""
         if self.is_vague:
             return object()
         found, parts = [], self.parts
@@ -179,8 +179,8 @@ class ValueFrame:
         return other
 
     def named(self, name: str, member: Member | None = None) -> ValueFrame:
-        """Return a copy of the object after one more name, whose value is then the current value.
-        member: the rules for that value, if already known."""
+        """Return a copy of the object in which the value of property ``name`` begins. member: the
+        rules for that value, if already known."""
         other = self.copy()
         if member is None:
             member = self.table.place.property(name)
@@ -192,22 +192,22 @@ class ValueFrame:
         return other
 
     def at_item(self) -> ValueFrame:
-        """Return a copy in which the next item is the current value."""
+        """Return a copy of the array in which the next item has begun."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += 1
         other._record(self.count, member, member.place.start, is_whole=False)
         return other
 
     def opened(self, vector: Vector) -> ValueFrame:
-        """Return a copy of the frame with new verdicts on the value that is being written."""
+        """Return a copy with ``vector`` as the verdicts on the value that is being written."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         other._record(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
     def filled(self, vector: Vector, value: Exact) -> ValueFrame:
-        """Return a copy in which the current value is complete. vector: the verdicts on it; value:
-        needed only if values are stored."""
+        """Return a copy in which the current value is complete. vector: the rules' verdicts on the
+        value; value: needed only if values are stored."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         key, member, _ = self.open
@@ -233,7 +233,7 @@ class ValueFrame:
         return other
 
     def stretched(self, num_more: int) -> ValueFrame:
-        """Return a copy of the array with ``num_more`` more items, which are unknown."""
+        """Return a copy of the array with ``num_more`` further items of unknown value."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
         other._record(other.count, member, member.place.start, is_whole=True)
@@ -249,11 +249,11 @@ class ValueFrame:
         return other
 
     def is_evaluated_by(self, number: int, key: Key) -> bool:
-        """Whether a rule evaluates this member or item (see ``unevaluatedItems``)."""
+        """Whether rule ``number`` evaluates the member or item, as for ``unevaluatedItems``."""
         return number in self._member(key).evaluators or self.may_contain(number, key)
 
     def may_contain(self, number: int, key: Key) -> bool:
-        """Whether item ``key`` may match the ``contains`` of a rule, which then evaluates it."""
+        """Whether item ``key`` may match a rule's ``contains`` and so be evaluated by the rule."""
         rule = self.table.place.rules[number]
         if rule.elements.contained is None or not rule.elements.contained_is_evaluated:
             return False
@@ -275,8 +275,8 @@ class ValueFrame:
         is_whole: bool,
         is_judged: bool = True,
     ) -> None:
-        """Record the verdicts on a member or item. is_whole: its value is complete; is_judged:
-        update the verdicts on the frame afterwards."""
+        """Record the verdicts ``vector`` on the value of a member or item. is_whole: the value is
+        complete; is_judged: also update the verdicts on the object or array itself."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:
@@ -300,8 +300,8 @@ class ValueFrame:
 
 
 def with_news(frame: ValueFrame) -> ValueFrame:
-    """Update the frames around a new frame with its verdicts, as far as these change anything
-    there. Returns the frame."""
+    """Pass the verdicts on a new frame to the frames around it, up to the first where they change
+    nothing. Returns ``frame``."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
         vector = child.vector

@@ -1,8 +1,8 @@
-"""Finds the JSON parts of a text by their openings (the texts before them), and checks them.
+"""Finds the JSON parts of a text and checks each against its schema.
 
-The grammar limits the text between the parts, and requires JSON after each opening. If several
-schemas may apply to a part, as for calls of several tools, one of their checkers must accept it.
-"""
+A part begins after an opening, a fixed text such as the beginning of a tool call. The grammar
+limits the text between the parts. If several schemas may apply to a part, as for calls of several
+tools, the part must satisfy one of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Return the checkers for JSON that begins after ``text``. scope: last scope before it."""
+        """Return the checkers for JSON after an opening. scope: the beginning of its call."""
         return [
             checker
             for each in self._openings
@@ -91,7 +91,7 @@ class Located:
 
     @property
     def least_quotes(self) -> int:
-        """Always 0, because another part with a stricter checker may begin."""
+        """Always 0, so that each text is checked: it may begin a part with a stricter checker."""
         return 0
 
     @property
@@ -116,8 +116,8 @@ class Located:
         return True
 
     def _parts(self, data: bytes, at: int) -> int:
-        """Read JSON with each checker that may apply. Returns the next index, or -1 if none accepts
-        it."""
+        """Feed the bytes from ``at`` on to each checker that may apply to this JSON part. Returns
+        the index of the next byte, or -1 if no checker accepts them."""
         alive, ends, is_text, why = [], [], True, ""
         for state in self._states:
             is_new = state.is_untouched
@@ -141,7 +141,7 @@ class Located:
         return -1
 
     def _byte(self, data: bytes, at: int) -> int:
-        """Read one byte that may belong to a JSON part, or to a longer opening."""
+        """Read one byte of a JSON part or longer opening. Returns the next index, or -1."""
         end = self._parts(data[: at + 1], at)
         longer = [(text, done + 1) for text, done in self._longer if text[done] == data[at]]
         self._longer = [(text, done) for text, done in longer if done < len(text)]
@@ -179,7 +179,7 @@ class Located:
         self._longer += [(other, len(text)) for other in self._layout.longer[text]]
 
     def _between(self, new: bytes) -> int:
-        """Return how many of the new bytes belong to a separator between two JSON parts."""
+        """Return how many of the new bytes belong to the separator between two JSON parts."""
         assert self._after is not None, "a part has ended"
         num_before, text = len(self._after), self._after + new
         for each in self._layout.between:

@@ -1,8 +1,6 @@
 """The rules that apply together to one value (a place), and their verdicts on the value.
 
-A verdict is final if it is ``True`` or the name of the keyword that failed. It is ``None`` as long
-as both are possible.
-"""
+A verdict is ``True``, the name of the keyword that failed, or ``None`` while both are possible."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ class Member:
     """The rules that apply to a property with a certain name, or to an item at a certain index."""
 
     def __init__(self, place: Place, demands: Sequence[tuple[int, str, Rule]]) -> None:
-        """place: the rules for the value. demands: for each of its root rules, the number of the
-        outer rule that contains it, the keyword there, and the root rule."""
+        """place: the rules for the value. demands: for each of its root rules, (number of the outer
+        rule that contains it, keyword in the outer rule, root rule)."""
         self.place = place
         slots = {rule: slot for slot, rule in enumerate(place.roots)}
         found = [(number, keyword, slots[rule]) for number, keyword, rule in demands]
@@ -53,7 +51,7 @@ class Place:
     def __init__(
         self, roots: tuple[Rule, ...], places: PlaceIndex, musts: tuple[bool, ...] = ()
     ) -> None:
-        """musts: for each of ``roots``, whether the whole text is invalid if this rule fails."""
+        """musts: for each root rule, True if the whole text is invalid when that rule fails."""
         self.roots = roots
         self.is_must = all(musts) and bool(musts)
         self.places = places
@@ -74,7 +72,7 @@ class Place:
         self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
 
     def _must(self, musts: tuple[bool, ...]) -> frozenset[int]:
-        """Return the numbers of the rules whose failure makes the whole text invalid."""
+        """Return the numbers of the rules that must hold for the whole text to be valid."""
         found: set[int] = set()
         waiting = [rule for rule, must in zip(self.roots, musts, strict=False) if must]
         while waiting:
@@ -85,7 +83,7 @@ class Place:
         return frozenset(found)
 
     def table(self, kind: str) -> PlaceTable:
-        """Return the functions that judge values of this kind by these rules."""
+        """Return the functions that check a value of this kind against the rules."""
         if kind not in self._tables:
             self._tables[kind] = PlaceTable(self, kind)
         return self._tables[kind]
@@ -108,7 +106,7 @@ class Place:
         return Scalar(self.table(kind_of(value)), value).vector
 
     def on_others(self, kind: str) -> Vector:
-        """Return the verdicts of the root rules on a value of this kind that no schema lists."""
+        """The root rules' verdicts on any value of this kind that the schema does not list."""
         return Scalar(self.table(kind), OTHER).vector
 
     def on_listed(self, value: Exact) -> Vector:
@@ -127,12 +125,12 @@ class Place:
 
     @cached_property
     def is_endless(self) -> bool:
-        """Whether the rules allow at least ``MANY`` values, by a cheap estimate."""
+        """Whether the rules allow at least ``MANY`` values, as far as a quick estimate shows."""
         return all(num_values(rule) >= MANY for rule in self.roots)
 
     @cached_property
     def has_value(self) -> bool:
-        """Whether any value satisfies the rules of this place."""
+        """Whether any value at all satisfies these rules."""
         return self.is_easy or any(self._has_value(kind) for kind in KINDS)
 
     def _has_value(self, kind: str) -> bool:
@@ -143,7 +141,7 @@ class Place:
         return kind in ("object", "array") or self.own_options(kind) != []
 
     def own_options(self, kind: str) -> list[Exact] | None:
-        """Return the listed strings or numbers that are allowed; ``None`` if others are too."""
+        """The allowed values if the schema lists all of them (as in ``enum``), else ``None``."""
         if kind not in self._options:
             found, listed = None, self.listed(kind)
             if listed and not _may_hold(self.on_others(kind)):
@@ -153,7 +151,7 @@ class Place:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the grammar enforces all demands on strings, numbers and literals."""
+        """Whether the grammar alone enforces all rules for strings, numbers and literals."""
         lists = [rule for rule in self.rules if rule.values is not None]
         return len(lists) <= 1 and not any(
             rule.one_of or rule.negated is not None or rule.condition is not None
@@ -174,7 +172,7 @@ class Place:
 
     @cached_property
     def is_of_whole_numbers(self) -> bool:
-        """Whether numbers must be integers, with other demands that no grammar enforces."""
+        """Whether numbers must be integers, and meet rules that the grammar cannot enforce."""
         own = [self.rules[number] for number in self.must]
         is_whole = any(rule.types is not None and "number" not in rule.types for rule in own)
         return is_whole and not (self.is_plain and self.is_must)
@@ -186,7 +184,7 @@ class Place:
 
     @cached_property
     def is_easy(self) -> bool:
-        """Whether no rule obviously limits the values to a few."""
+        """True if no rule limits the values to a few, according to a quick test."""
         return not any(_is_narrow(rule) for rule in self.rules)
 
     def listed(self, kind: str) -> list[Exact]:
@@ -201,7 +199,7 @@ class Place:
 
     @cached_property
     def others(self) -> Member:
-        """The rules for properties whose names no schema has."""
+        """Return the rules for a property whose name the schema does not mention."""
         demands = [
             (number, keyword, rule)
             for number in self.named
@@ -266,22 +264,22 @@ class Place:
 
 
 class PlaceIndex:
-    """All places of a schema, which are made when they are needed."""
+    """Creates each ``Place`` (the rules for one value) of a schema on first use, and caches it."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """Return the ``Place`` of these rules: the same object for equal arguments. musts: for each
-        root, whether the whole text is invalid if this rule fails."""
+        """Return the ``Place`` of these rules, the same object for equal arguments. musts: for each
+        rule, True if the whole text is invalid when it fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
         return self._places[key]
 
     def note_scalar(self) -> None:
-        """Count a cached value, and clear the caches of all places once there are too many."""
+        """Count a cached verdict. If there are too many, clear the caches of all places."""
         self._num_scalars += 1
         if self._num_scalars > MOST_SCALARS:
             for place in self._places.values():
@@ -312,13 +310,13 @@ class PlaceTable:
 
     @cached_property
     def vector(self) -> Vector:
-        """The verdicts of the root rules on a value of which only the kind is known."""
+        """The root rules' verdicts on a value of this kind, as far as the kind alone decides."""
         if self.kind in ("object", "array"):
             return tuple([self.start[number] for number in self.place.ends])
         return Scalar(self, UNKNOWN).vector
 
     def _is_watchful(self, rule: Rule) -> bool:
-        """Whether a rule for objects or arrays has demands that the grammar cannot enforce."""
+        """Whether the grammar cannot enforce all that a rule demands of objects or arrays."""
         at, start = self.place.numbers, self.start
         if any(each is not None for each in (rule.negated, rule.condition)) or rule.values:
             return True
@@ -338,7 +336,7 @@ class PlaceTable:
         return bool(is_bound) or any(each is not None for each in others)
 
     def _quiet(self) -> frozenset[str]:
-        """Return the names that do not affect which other names are required or allowed."""
+        """Names whose presence does not change which other names are required or allowed."""
         loud: set[str] = set()
         for number, rule in enumerate(self.place.rules):
             own, is_must = rule.members, number in self.place.must
@@ -358,7 +356,7 @@ class PlaceTable:
         return frozenset(self.place.known_names) - loud
 
     def judge(self, frame: Any) -> None:
-        """Update the verdicts of all rules on a frame, those of a rule's parts before its own."""
+        """Update the verdicts of all rules on a frame, starting with the innermost rules."""
         verdicts = frame.verdicts
         for number, parts in self.rows:
             if verdicts[number] is None:
@@ -375,7 +373,7 @@ _TYPES = {"number": {"number", "integer"}}
 
 
 class Scalar:
-    """A complete string, number or literal, judged by the same functions as a ``ValueFrame``."""
+    """A complete string, number or literal, in a form that ``PlaceTable.judge`` accepts."""
 
     is_over = True
     vector: Vector
@@ -400,7 +398,7 @@ def _of_all(parts: tuple[Judge, ...], frame: Any) -> Verdict:
 
 
 def _at_once(rule: Rule, kind: str) -> Verdict:
-    """Return the rule's verdict on all values of this kind; ``None`` if it depends on the value."""
+    """Return the rule's verdict if it is the same for all values of this kind, else ``None``."""
     if rule.is_false:
         return "false"
     if rule.types is not None and not rule.types & _TYPES.get(kind, {kind}):
@@ -415,7 +413,7 @@ def _may_hold(vector: Vector) -> bool:
 
 
 def _is_narrow(rule: Rule) -> bool:
-    """Whether the rule may allow only a few values, or none."""
+    """Whether the rule may limit a value to few choices, or to none."""
     if rule.is_false or rule.one_of or rule.lists:
         return True
     if rule.negated is not None or rule.condition is not None:
@@ -424,7 +422,7 @@ def _is_narrow(rule: Rule) -> bool:
 
 
 def _in_order(roots: Sequence[Rule]) -> list[Rule]:
-    """Return the roots and all rules that they apply to the same value, each after its parts."""
+    """List ``roots`` and all rules that they apply to the same value, inner rules first."""
     found: dict[Rule, None] = {}
     waiting = [(rule, False) for rule in reversed(roots)]
     while waiting:

@@ -31,8 +31,8 @@ def without_looks(pattern: str) -> list[str] | None:
 
 
 def excluded_by(pattern: str) -> list[tuple[str, str]]:
-    """Return two patterns for each leading ``(?!...)``: what it excludes, and the whole pattern
-    without its leading look-aheads."""
+    """Return two patterns for each leading ``(?!...)``: what it excludes, and what follows all
+    leading look-aheads."""
     found, rest = [], pattern.removeprefix("^")
     while (look := re.match(r"\(\?([=!])", rest)) is not None:
         end = closing(rest)
@@ -65,7 +65,7 @@ def _is_choice(pattern: str) -> bool:
 
 
 def _negated(inner: str) -> str | None:
-    """Return a pattern for texts that start with no match; ``None`` if unsupported."""
+    """A pattern for texts that start with no match of ``inner``; ``None`` if unsupported."""
     if (anywhere := re.fullmatch(r"\.\*(\\?[^\w\s]|\w)(\\?[^\w\s]|\w)?", inner)) is not None:
         return _not_within(*anywhere.groups())
     if (chars := re.fullmatch(r"\[((?:\\.|[^\]\\^])(?:\\.|[^\]\\])*)\]", inner)) is not None:
@@ -95,7 +95,7 @@ def _not_within(first: str, second: str | None) -> str:
 
 @dataclass
 class Words:
-    """A node in a tree of forbidden words: whole texts, or beginnings of texts."""
+    """A node in a tree of words that a text must not start with, or must not equal."""
 
     following: dict[str, Words] = field(default_factory=dict)
     is_beginning: bool = False  # a text must not start with the word that ends here
@@ -109,7 +109,7 @@ class Words:
         at.is_beginning = at.is_beginning or not is_whole
 
     def pattern(self) -> str:
-        """Return a pattern for what may follow the letters that lead to this node."""
+        """A pattern for what may follow the letters up to this node without a forbidden word."""
         ways = [] if self.is_whole else [""]
         chars = "".join(map(re.escape, self.following))
         ways.append(f"[^{chars}]{_ANY}" if chars else rf"[\s\S]{_ANY}")

@@ -18,7 +18,7 @@ LAST = 1 << 30  # a rank after all keywords of a schema
 
 @dataclass
 class NameGroup:
-    """A value of ``unevaluatedProperties``, and the property names to which it does not apply."""
+    """An ``unevaluatedProperties`` schema, and the property names to which it does not apply."""
 
     others: Any  # the schema of all other properties
     covers_all: bool = False
@@ -32,7 +32,7 @@ class NameGroup:
 
 
 class SchemasByName:
-    """The schemas that apply to each property of an object, for one combination of choices."""
+    """Finds the schemas for each property of an object, given one choice from every ``anyOf``."""
 
     def __init__(self, reading: SchemaReading) -> None:
         self._by_name: dict[str, list[Any]] = {}
@@ -64,8 +64,8 @@ class SchemasByName:
         return [*found, *(each.others for each in self._groups if not each.covers_all)]
 
     def of_pattern(self, pattern: str, group: Sequence[str]) -> list[Any]:
-        """Return the schemas of properties whose names match ``pattern``. group: the pattern, and
-        all patterns that may match one of the same names."""
+        """Return the schemas that apply to properties whose names match ``pattern``. group:
+        ``pattern`` and all other patterns that such a name may match."""
         found: list[Any] = []
         for part in self._general:
             patterns = named(part.schema.get("patternProperties"))
@@ -80,8 +80,8 @@ class SchemasByName:
 
 
 def close(reading: SchemaReading) -> Schema | None:
-    """Forbid properties that the reading neither names nor requires. Does nothing if it names none
-    or has a keyword for these. Returns the added schema, which must be kept alive, or ``None``."""
+    """Add a schema that forbids unnamed properties, unless none is named or a keyword decides on
+    them. Returns it (the caller must keep it alive), or ``None`` if nothing was added."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
     keywords = {key for schema in schemas for key in schema}
     held = any(UNEVALUATED in holder for holder in reading.holders.values())
@@ -102,8 +102,8 @@ def close(reading: SchemaReading) -> Schema | None:
 
 
 def _group(others: Any, number: int, parts: Sequence[SchemaPart]) -> NameGroup:
-    """Collect the names to which a schema's ``unevaluatedProperties`` does not apply. others: the
-    value of this keyword; number: the ``id()`` of the schema; parts: all schemas of the object."""
+    """Make the group of names that a schema's ``unevaluatedProperties`` does not cover. others:
+    this keyword's value; number: the ``id()`` of the schema; parts: all schemas of the object."""
     found = NameGroup(others)
     for part in parts:
         if number not in part.holders or part.is_silent:

@@ -106,7 +106,7 @@ def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
 
 
 def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
-    """Return patterns for llguidance, all of which must match; [] if it supports none."""
+    """Translate a pattern into patterns for llguidance that must all match; [] if impossible."""
     written = of_rust(pattern)
     if is_taken(written):
         return [written]
@@ -126,7 +126,7 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
 
 
 def _excludes_nothing(pattern: str) -> bool:
-    """Whether a look-ahead excludes nothing that the rest of the pattern could match."""
+    """Whether some leading ``(?!...)`` excludes no text that the rest of the pattern matches."""
     return any(no_text_matches(of_rust(each), of_rust(rest)) for each, rest in excluded_by(pattern))
 
 

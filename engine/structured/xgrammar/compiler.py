@@ -163,7 +163,7 @@ class XGrammarMatcher:
         return tokenized(self._tokenizer, text, recent, most)
 
     def _take(self, tokens: Sequence[int]) -> int:
-        """Advance past the tokens up to the first refused one. Returns how many were accepted."""
+        """Advance the matcher until it refuses a token. Returns the number of accepted tokens."""
         for index, token in enumerate(tokens):
             if not self._is_text(token) or not self._matcher.accept_token(token):
                 return index
@@ -180,7 +180,7 @@ class XGrammarMatcher:
 
 
 def wrong_in(grammar: Grammar) -> str:
-    """Compile a grammar for a vocabulary of bytes. Returns the error, or ""."""
+    """Return the reason why xgrammar refuses a grammar, or "" if it accepts it."""
     try:
         source = source_of(grammar)
         tokens = [bytes([each]) for each in range(256)]

@@ -98,8 +98,8 @@ class Platform(Protocol):
         ...
 
     def recording(self) -> AbstractContextManager[None]:
-        """Context in which graphs are captured: all graphs that exist at one time must be captured
-        in one context. At its end, memory that only warm-up runs used is freed."""
+        """Context in which graphs are captured. Graphs that exist at the same time must be captured
+        in the same context. At its end, memory that only warm-up runs used is freed."""
         ...
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:

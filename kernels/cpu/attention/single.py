@@ -1,11 +1,8 @@
-"""Attention for single query tokens, which is bound by reading the cache.
+"""Attention for single query tokens, whose speed is limited by reading the cache.
 
-An item is one token and a stretch of its sequence's keys, computed head by head. Results equal
-those of `kernels.cpu.attention.chunk` bit for bit: products and sums have the same order. Rows are
-only the query heads of a KV head, and values are read directly from their blocks.
-
-If a sequence has several stretches, each item stores its sums, and the last one to finish adds all
-sums in order."""
+An item is one token and a stretch of its sequence's keys. Products and sums have the order of
+`kernels.cpu.attention.chunk`, so the results are bit-identical. If a sequence has several
+stretches, each item stores its sums, and the last one to finish adds all sums in order."""
 
 from __future__ import annotations
 
@@ -100,8 +97,8 @@ def _score(q, keys, scores, count, group):
 
 @njit(inline="always")
 def fetch(p, item, head, span, size):
-    """Prefetch what is read after the keys of `span` (position, number): their values, then the
-    item's next keys, in this head or the next. size: bytes of a key."""
+    """Prefetch what is read after the keys of `span` (position, number): first their values, then
+    the item's next keys, in this head or the next. size: bytes of a key."""
     table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
     _fetch_span(p, (table, head), span, size, half)
     base = span[0] + span[1]
@@ -115,8 +112,8 @@ def fetch(p, item, head, span, size):
 
 @njit(**INLINE)
 def _fetch_span(p, place, span, size, offset):
-    """Prefetch the memory ``offset`` bytes after each key of `span` (position, number). place:
-    block table and KV head; size: bytes of a key."""
+    """Prefetch the memory ``offset`` bytes after each key of `span` (first position, number of
+    keys). place: (block table, KV head); size: bytes of a key."""
     (table, head), (base, count) = place, span
     block, done = p[7], 0
     while done < count:
@@ -129,8 +126,9 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, for each query head g of a KV head. place:
-    (the body's parameters, item); arrays: (scores, acc). The last four arguments are literals."""
+    """Add the attention output of an item's keys: acc[g] += scores[g] @ values, for each query head
+    g of KV head `head`. place: (the body's parameters, item); arrays: (scores, acc). The last four
+    arguments are literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
@@ -148,12 +146,12 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
 
 @njit(**EXACT)
 def leave(p, place, sums, added, factors, token):
-    """Write the outputs of an item's token. If the token has several items, store the item's sums;
-    the last item to finish adds the sums of all and writes the outputs.
+    """Write the outputs of a token, if this item is its only one. Otherwise store the item's sums;
+    the token's last item to finish adds all sums and writes the outputs.
 
-    place: the item and its index; sums: scratch memory for the token's sums; added: the item's
-    sums; factors: as for `fold`. Sums are (outputs [heads, head_dim], sum of weights [heads],
-    largest score [heads])."""
+    place: (item, its index); sums: scratch memory for the token's sums; added: the item's sums;
+    factors: as for `fold`. Sums are (outputs [heads, head_dim], sum of weights [heads], largest
+    score [heads])."""
     (item, index), (acc, total, largest), planned = place, added, i64(p[8], (ROOM + 3,))
     seq, shared, (heads, head_dim) = item[0], item[5], acc.shape
     begin(sums)

@@ -112,8 +112,8 @@ class Stretches:
         )
 
     def settle(self, stretch: Stretch) -> None:
-        """Apply the executed steps of ``stretch``, the last result of ``find``, to the scheduler's
-        state."""
+        """Update the scheduler for the executed steps of ``stretch``, which ``find`` returned
+        last."""
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
@@ -197,9 +197,8 @@ class Stretches:
         return self._roster.running_rows.columns, self._settler.appender.running_members()
 
     def _first_step(self) -> Step | None:
-        """The state of the next step after each running request got one token.
-
-        ``None`` if the token budget is too small, or if a waiting request might be scheduled."""
+        """Return the next step, in which each running request gets one token; ``None`` if the token
+        budget is too small for that, or if a waiting request might be scheduled."""
         roster, guard, view = self._roster, self._guard, self._view
         step = Step(0, self._scheduler.config.max_num_batched_tokens, roster)
         limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
@@ -225,7 +224,7 @@ class Stretches:
         return step
 
     def _order(self) -> list[int]:
-        """The rank position of each running request, by ascending row in the request table."""
+        """The place in rank order of each running request, by ascending row in its table."""
         roster, seated = self._roster, self._roster.running_rows
         if self._version == seated.version and not self._guard.dynamic:
             return self._places
@@ -247,8 +246,8 @@ class Stretches:
             seated.add_full_step(step)
 
     def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
-        """Report the shape and duration of each finished step to the policy's view, for its cost
-        model. ``num_before``: the number of steps in flight before the stretch."""
+        """Report each finished step's shape and duration to the policy's view, from which its cost
+        model learns. ``num_before``: the number of steps in flight before the stretch."""
         view, seconds = self._view, stretch.seconds
         first = -num_before
         if self._guard.overrides("on_step"):
@@ -268,11 +267,11 @@ def shape_of(step: tuple[Stretch, int], seconds: float) -> StepShape:
 
 
 class RepeatedWaits(WaitLedger):
-    """A ledger of waiting times that can be updated for many steps in one call."""
+    """A ledger of waiting times by cause, which one call can update for many steps."""
 
     def close_each(self, times: Sequence[float], cause: str) -> None:
-        """Charge the waiting time up to each of these step times (seconds) to ``cause``. The sums
-        are bit-identical to those of one ``close`` call per step."""
+        """Add the waiting time up to the last of ``times`` (steps, in seconds) to the total of
+        ``cause``. The sum is bit-identical to that of one ``close`` call per step."""
         self.close(times[0], cause, ())
         since, total = times[0], self._totals.get(cause, 0.0)
         for now in times:

@@ -18,8 +18,8 @@ NO_TIMES: Times = np.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Growth:
-    """The KV blocks that requests get during a stretch of decode steps, one list entry per
-    block."""
+    """The KV blocks that requests get during a stretch of decode steps: parallel lists with one
+    entry per block."""
 
     steps: list[int] = field(default_factory=list)  # 0 for the first step of the stretch
     places: list[int] = field(default_factory=list)  # index of the request within the stretch
@@ -29,12 +29,12 @@ class Growth:
 
 @dataclass(eq=False, slots=True)
 class Stretch:
-    """A run of decode steps in each of which the same requests get one token, and nothing else
+    """Successive decode steps in which the same requests get one token each, and nothing else
     happens.
 
-    The scheduler sets ``max_steps``; the executor computes the times of the steps and thereby their
-    number. If other steps were in flight before, they finish first, so the steps that finish during
-    a stretch are not those that are planned during it.
+    The scheduler sets ``max_steps``; the executor computes when each step begins and ends, and
+    thereby their number. Steps in flight before the stretch finish first, so the steps that finish
+    in the stretch are not the ones planned in it.
 
     ``slots``, ``generations`` and ``starts`` [requests] are those of the first plan, as in
     ``StepPlan``; ``starts`` grows by 1 per step. No step is planned at or after ``until`` (seconds
@@ -73,7 +73,7 @@ class Stretch:
 
     @property
     def num_planned(self) -> int:
-        """The number of steps planned during the stretch: ``num_steps`` or one more."""
+        """The number of steps planned in the stretch. The last one may not finish in it."""
         return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
@@ -101,8 +101,8 @@ class Stretch:
         return map(self.plan, range(self.num_planned))
 
     def shape(self, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """The shape of the step at this index, with ``seconds`` as its duration. A negative index
-        means a step that was in flight before the stretch."""
+        """The shape of the step at this index of the stretch, with ``seconds`` as its duration. A
+        negative index means a step launched before the stretch."""
         count = len(self.rows)
         context = int(self.starts.sum(dtype=np.int64)) + index * count
         return StepShape(count, count, count, context, context + count, seconds)

@@ -39,8 +39,8 @@ def because(causes: Mapping[str, float], most: int | None = None) -> str:
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:
-    """The periods in which the request at index ``place`` was queued; only the first one if the run
-    has no history."""
+    """Return the periods in which the request at index ``place`` was queued. Without a history of
+    the run, periods after a preemption are missing."""
     if run.history is not None:
         return run.history.stays[place]
     requests = run.requests
@@ -86,8 +86,8 @@ class States:
         return found
 
     def _seated(self, place: int, start: float, end: float) -> Iterator[State]:
-        """The states from ``start`` to ``end`` (seconds) of the request at index ``place``, which
-        is running for all of that time."""
+        """Yield the states from ``start`` to ``end`` (seconds) of a request that holds a seat all
+        the time. ``place``: the request's index."""
         first = float(self._run.requests.times("first")[place])
         steps = self._run.steps
         if steps is None or place not in self._spans:
