@@ -29,8 +29,8 @@ MOST_PART_ROWS = 4096
 
 
 class Tile(NamedTuple):
-    """The tile of one attention program (rows: query tokens x heads; keys per step), and its warps
-    and pipeline stages."""
+    """Launch settings of an attention program: rows (query tokens x heads) and keys of its tile,
+    warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -54,12 +54,12 @@ class Shares(NamedTuple):
     least_keys: int
 
     def most_items(self, num_seqs: int) -> int:
-        """Returns the maximum number of work items: one per share and one per sequence, since a
-        share with keys of several sequences is divided into an item for each."""
+        """Returns the maximum number of work items for ``num_seqs`` sequences: a share with keys of
+        several sequences is divided into one item per sequence."""
         return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
-        """Returns the maximum number of work items with only a part of a sequence's keys."""
+        """Returns the maximum number of work items that have only a part of a sequence's keys."""
         return self.most_items(min(num_seqs, self.num))
 
 
@@ -214,7 +214,7 @@ def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile
 
 
 def split_tile(arch: str, kind: Kind, tile: Tile) -> Tile:
-    """Returns the prefill tile to use instead of `tile` if keys are split, with as many rows."""
+    """Returns the prefill tile to use if keys are split; it has as many rows as `tile`."""
     rows = _SPLIT_PREFILL.get(arch, {}).get(kind, {})
     return Tile(tile.rows, *rows[tile.rows]) if tile.rows in rows else tile
 

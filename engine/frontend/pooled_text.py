@@ -132,7 +132,7 @@ class PooledOutputs(OutputProcessor):
 
 
 class PooledText:
-    """Sequences whose text other processes make, by core id. Not thread-safe."""
+    """Sequences whose texts detokenizer processes make, keyed by core id. Not thread-safe."""
 
     def __init__(self, pool: TextPool, wake: Callable[[], None]) -> None:
         self._queues = pool.detokenizers
@@ -163,8 +163,8 @@ class PooledText:
     def add(
         self, core_id: str, token_ids: list[int], is_last: bool, reading: SequenceUpdate
     ) -> None:
-        """Queue tokens of a sequence for ``send``. ``reading``: the update that waits for the
-        text."""
+        """Queue tokens of a sequence until ``send`` sends them to its detokenizer process.
+        ``reading``: the update that waits for their text."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
         self._waiting[stream.queue_index].append(ReadTask(stream, token_ids, is_last, deliver))
@@ -177,8 +177,8 @@ class PooledText:
                 self._queues[index].put(tasks)
 
     def take(self) -> list[tuple[SequenceUpdate, TextDelta]]:
-        """Return the updates whose texts arrived. Raises ``EngineDeadError`` if the processes were
-        given up."""
+        """Return the updates whose texts have arrived. Raises ``EngineDeadError`` if the
+        detokenizer processes were given up."""
         self._has_come.clear()
         texts: list[tuple[SequenceUpdate, TextDelta]] = []
         while self._come:
@@ -211,7 +211,7 @@ class PooledText:
 
 
 class TextStream:
-    """The tokens of a sequence that its detokenizer has read. Used by the detokenizer's thread."""
+    """The tokens of a sequence that its detokenizer process has read."""
 
     def __init__(
         self, number: int, queue_index: int, prompt_token_ids: list[int], wish: TextWish
@@ -226,8 +226,8 @@ class TextStream:
         self._counts = array("i")  # number of ids in each call
 
     def opening(self, process_number: int) -> KnownText | None:
-        """What a process must load before it can continue this sequence, ``None`` if it holds the
-        sequence's state already. Processes are numbered in the order of their starts."""
+        """Return what the detokenizer process must load before it can continue this sequence;
+        ``None`` if it has done so already. Processes are numbered in the order of their starts."""
         if process_number == self._process_number:
             return None
         self._process_number = process_number

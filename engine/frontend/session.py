@@ -200,8 +200,8 @@ class Session:
             stats_log.after_step(is_idle=not self.has_unfinished)
 
     def _step_core(self) -> list[CoreOutputs]:
-        """Run a step of the core. If the core has died, returns [] while there are texts of earlier
-        steps to wait for, then raises."""
+        """Run a step of the core and return its outputs. If the core has died, return [] while
+        texts of earlier steps are still to come, then raise."""
         try:
             return self.client.step()
         except EngineDeadError:
@@ -210,8 +210,8 @@ class Session:
             return []
 
     def _stop_in_core(self) -> None:
-        """Abort in the core the sequences that ended in this process, for instance at a stop
-        string. If an interrupt ends this call, the next call repeats it."""
+        """Abort sequences in the core that this process has ended, for instance at a stop string.
+        If an interrupt ends this call, the next call repeats it."""
         if ended := self.outputs.ended_here():
             self.client.abort(ended)
             self.outputs.forget_ended_here()

@@ -24,8 +24,8 @@ LENGTH = struct.Struct("<I")
 
 
 class Program:
-    """A process that runs ``module.main(descriptor)``: it reads the message ``start`` from
-    ``descriptor``. File descriptors ``fds`` are inherited under the same numbers."""
+    """A new process that runs ``module.main(descriptor)``; it reads the message ``start`` from the
+    pipe ``descriptor``. It inherits the file descriptors ``fds`` under the same numbers."""
 
     def __init__(self, module: str, start: bytes, fds: Sequence[int] = ()) -> None:
         theirs, self._ours = os.pipe()
@@ -82,7 +82,7 @@ class Program:
 
 
 def start_message(descriptor: int) -> bytes:
-    """Read the start message, in the program. From here on the program ends with its parent."""
+    """Called in the new process: read the start message. From then on, it ends with its parent."""
     (length,) = LENGTH.unpack(_read(descriptor, LENGTH.size))
     message = _read(descriptor, length)
     # SIGIO's default action: a Python handler would wait for library calls, which take minutes.

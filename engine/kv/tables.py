@@ -43,8 +43,8 @@ class KVRequest(Protocol):
 
 
 class PrefixEnd(NamedTuple):
-    """Why a prefix hit is not longer. ``reason`` is empty if every full block was found; ``age``:
-    seconds since the next block was evicted, None if it was not evicted."""
+    """Why a cached prefix is not longer. ``reason`` is empty if every full block was found;
+    ``age``: seconds since the first missing block was evicted, None if it was not evicted."""
 
     reason: str = ""
     age: float | None = None
@@ -57,7 +57,7 @@ WHOLE = PrefixEnd()
 class PrefixHit:
     """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
 
-    ``num_remote``: later tokens that a KV source can load; if ``asynchronous``, the request waits.
+    ``num_remote``: later tokens that a KV source can load; if ``asynchronous``, a request waits.
     """
 
     num_tokens: int
@@ -107,8 +107,8 @@ class Allocation:
 
 
 class Deltas(NamedTuple):
-    """Changed entries of block tables, as columns: entry ``indices[i]`` of the table of request
-    ``rows[i]`` and group ``groups[i]`` (empty: a single group) is now block ``blocks[i]``."""
+    """Changed block table entries: number ``indices[i]`` of the request in row ``rows[i]`` and of
+    group ``groups[i]`` is now ``blocks[i]``. ``groups`` is empty if there is only one."""
 
     rows: array[int]
     indices: array[int]
@@ -194,7 +194,7 @@ class BlockTables:
         return deltas
 
     def num_outside(self, allocation: Allocation, position: int) -> int:
-        """Number of blocks that ``trim`` with this position would return to the pool."""
+        """Number of blocks that ``trim`` to this position would return to the pool."""
         refs = self._pool.num_refs
         return sum(
             refs[allocation.tables[g][index]] == 1
@@ -203,7 +203,7 @@ class BlockTables:
         )
 
     def num_kept(self, tables: Sequence[Sequence[int]], position: int) -> int:
-        """Number of blocks in use in ``tables`` that a query at ``position`` or later may read."""
+        """Blocks in ``tables`` that requests use and queries from ``position`` on may read."""
         refs = self._pool.num_refs
         kept = sum(refs[block] > 0 for table in tables for block in table if block)
         return kept - sum(
@@ -226,7 +226,7 @@ class BlockTables:
     def num_exclusive(
         self, allocations: Sequence[Allocation], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Number of blocks that only these requests use, except blocks of the tables ``keep``."""
+        """Number of blocks that only these requests use, without those in the tables ``keep``."""
         lost: dict[int, int] = {}
         for allocation in allocations:
             for block in live_blocks(allocation.tables):

@@ -105,7 +105,7 @@ class RowsEmbedding(nn.Embedding):
 
 
 def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
-    """Make an embedding call ``rows`` for its vectors, converted to `dtype`, and drop its table."""
+    """Make an embedding get its vectors from ``rows``, in dtype `dtype`, and drop its own table."""
     origin = type(table)
     # A subclass may scale the rows that nn.Embedding returns, so it inherits from RowsEmbedding,
     # too.

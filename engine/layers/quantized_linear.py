@@ -53,7 +53,7 @@ class Fp8Linear:
         return y if self.bias is None else y.add_(self.bias)
 
     def product(self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """rows [M, in] float8_e4m3fn, scales [M, 1] float32 -> [M, out] of ``dtype``."""
+        """Multiply by the weight: rows [M, in] float8_e4m3fn, scales [M, 1] float32 -> [M, out]."""
         columns = self.values.T
         if dtype is torch.bfloat16:  # torch supports row scales only for bfloat16 outputs
             return torch._scaled_mm(

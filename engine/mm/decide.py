@@ -39,7 +39,7 @@ class Entry:
 
 
 class EncoderCache:
-    """The encoder outputs by content hash. Sizes are in tokens, each with one embedding."""
+    """A cache of encoder outputs by content hash. Sizes are in tokens (one embedding each)."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -62,7 +62,7 @@ class EncoderCache:
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Start to use the item's entry, which is created if missing; idle ones may be evicted."""
+        """Start to use an item's entry. If missing, it is added, and unused ones may be evicted."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)
@@ -77,7 +77,7 @@ class EncoderCache:
         return use
 
     def end(self, use: Use) -> None:
-        """End a use. An entry without users stays until its space is needed."""
+        """End a request's use of an entry. An unused entry stays until its space is needed."""
         if use.is_over:
             return
         use.is_over = True
@@ -216,8 +216,8 @@ class EncoderBudget(Resource):
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The position at which a chunk [start, upto) must end: at the first media item that
-        exceeds this step's encoder tokens or the cache, else at ``upto``."""
+        """Where a chunk [start, upto) must end: before the first media item that does not fit in
+        this step's encoder budget or in the cache, or at ``upto`` if all fit."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left

@@ -1,11 +1,11 @@
 """Attention functions that transformers calls as ``attention_interface(module, q, k, v, mask,
 ...)``.
 
-``TRIAL`` records the arguments of each layer's call; its mask is a blank tensor with the mask's
-rule as an attribute. ``PAGED`` writes K and V to the paged cache and attends over it; transformers
-builds no mask for it.
+``TRIAL`` records the arguments of each layer's call; it gets a blank mask tensor, whose attribute
+``rule`` is the mask function. ``PAGED`` writes K and V to the paged cache and attends over it; it
+gets no mask.
 
-An attribute of each module refers to its model's state, so several models can be loaded.
+Each attention module refers to the state of its own model, so several models can be loaded.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class AttentionStep:
         return self._places[meta.group]
 
     def next_layer(self) -> tuple[torch.Tensor, AttentionMeta]:
-        """Go to the next layer. Returns its cache [blocks, 2, Hkv, block, D] and metadata."""
+        """Return the KV cache [blocks, 2, Hkv, block, D] and the metadata of the next layer."""
         call = self.num_calls
         self.num_calls += 1
         return self._kv[call], self._attn[call]
@@ -234,7 +234,7 @@ class PagedState:
 
     @contextmanager
     def during(self, attn: Sequence[AttentionMeta], kv: list[torch.Tensor]) -> Iterator[None]:
-        """Context of one forward pass; all layers must call attention in it."""
+        """Set ``step`` during one forward pass, in which every attention layer must be called."""
         self.step = AttentionStep(attn, kv)
         try:
             yield
@@ -270,7 +270,7 @@ def attend(
 
 
 def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rearrange [1, H, N, D] to [N, H, head_dim]; the heads are padded with zeros."""
+    """Rearrange [1, H, N, D] to [N, H, head_dim], padding each head with zeros to ``head_dim``."""
     rows = heads[0].transpose(0, 1)
     missing = head_dim - rows.shape[-1]
     return nn.functional.pad(rows, (0, missing)) if missing else rows

@@ -35,7 +35,7 @@ MOVED = NUM_TOKENS - 1
 
 @dataclass(frozen=True)
 class Findings:
-    """Properties of a module found by a trial."""
+    """What the trial found out about a model's module."""
 
     layers: tuple[AttentionLayer, ...]
     backbone: nn.Module
@@ -95,8 +95,8 @@ def _run(
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> TrialRun:
-    """Call a module; record its attention calls and the output of its backbone: the first of
-    ``backbones`` that is called. ``positions``: ``None`` for 0, 1, 2, ..."""
+    """Run a module. Record its attention calls and the output of its backbone, which is the first
+    of ``backbones`` that it calls. ``positions``: ``None`` for 0, 1, 2, ..."""
     calls: list[AttentionCall] = []
     outputs: dict[nn.Module, Any] = {}
     device = next(module.parameters()).device
@@ -204,8 +204,8 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
-    """Raise ``Misfit`` if the results of a token that was not moved differ between the runs. order:
-    index in the first run of each token of the second."""
+    """Raise ``Misfit`` if a token that was not moved has different results in the two runs. order:
+    for each token of the second run, its index in the first."""
     if [call.module for call in first.calls] != [call.module for call in second.calls]:
         raise Misfit("the number of its attention calls depends on its input")
     pairs = [(first.hidden, second.hidden)]

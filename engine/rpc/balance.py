@@ -1,8 +1,8 @@
 """Balancer: chooses a core for each request, by cached prefix and load.
 
 The decision depends only on which requests were sent to which core. A prompt goes to the core that
-was sent the longest prefix of it before, unless that core has much more work than the others; else
-to the core with the least work. (Cache-aware load balancing, like SGLang's router.)
+has received the longest prefix of it before, unless this core has much more work than the others;
+then it goes to the core with the least work. (Like SGLang's cache-aware router.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIN_LEAD_TOKENS = 2048  # smaller differences in work are ignored
 
 
 class Balancer:
-    """Chooses among ``num_cores`` cores. ``end`` must be called at the end of every request.
+    """Chooses one of ``num_cores`` cores for each request. ``end`` must be called when one ends.
 
     ``max_remembered``: number of prompt blocks to remember; the oldest are dropped first.
     """

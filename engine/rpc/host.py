@@ -3,8 +3,8 @@
     data socket ────> the loop, in the thread that calls ``serve``: reads messages and runs steps
     control socket ─> the control thread, which never waits for a step: health, shutdown
 
-Only the loop uses the core and the data socket. The control thread and signal handlers set the end
-in ``Ending`` and wake the loop.
+Only the loop uses the core and the data socket. To end it, the control thread and signal handlers
+set a state in ``Ending`` and wake the loop.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ORPHANED = 70  # exit status if these times were exceeded
 class EngineCoreHost:
     """Serves ``core`` at ``address`` until an end is requested; ``close`` must be called, too.
 
-    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if it is
-    impossible to listen at the address.
+    ``directory``: the directory of socket files, which is removed at the end. Raises
+    ``ConfigError`` if it is impossible to listen at the address.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class EngineCoreClient(CoreClient):
 
     @property
     def pids(self) -> list[int]:
-        """The process id of the core if this client owns it, for monitoring."""
+        """The core's process id, for monitoring; [] if this client does not own the core."""
         return [] if self._child is None else [self._child.pid]
 
     @classmethod
@@ -348,8 +348,8 @@ class ClientProtocol:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """Make the messages that add these requests. Also returns the errors of requests that
-        cannot be encoded, by the request's index."""
+        """Make the messages that add these requests to the core. Also returns the errors of
+        requests that cannot be encoded, by index in ``requests``."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):
@@ -383,7 +383,7 @@ class ClientProtocol:
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def request_stats(self) -> bytes | None:
-        """The message of a ``stats`` call; ``None`` if the last such call has no answer yet."""
+        """Make the message of a ``stats`` call; ``None`` while the previous one is not answered."""
         if self._stats_call is not None:
             return None
         self._stats_call, frame = self.call("stats", ())
@@ -393,7 +393,7 @@ class ClientProtocol:
         return self._encoder.encode(Bye())
 
     def take_batches(self, send: Callable[[bytes], object]) -> list[CoreOutputs]:
-        """Take all received outputs, in order, and return their credits to the core."""
+        """Take all received outputs, in order, and let the core send as many further batches."""
         self._num_unpaid += len(self.unread)
         batches, self.unread = self.unread, []
         for batch in batches:
@@ -466,7 +466,7 @@ class ClientProtocol:
 
 
 def refused(part: Part, reply: Reply) -> dict[int, Exception]:
-    """The errors of requests that the core did not accept, by their index in the user's call."""
+    """The errors of requests that the core refused, by their index in the call of ``submit``."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
 
@@ -481,7 +481,7 @@ def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
 
 
 def _check_counts(batch: CoreOutputs) -> None:
-    """Raise ``WireError`` if the numbers of rows and tokens do not match."""
+    """Raise ``WireError`` if a batch's numbers of requests and of tokens contradict its counts."""
     num_rows, counts = len(batch.request_ids), batch.counts
     if counts is None:
         is_right = len(batch.token_ids) == num_rows

@@ -115,8 +115,8 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """Set new ranks, given as arrays, and sort. ``ranks[k]``: number k of each request's rank,
-        in the queue's present order; ``by_row``: the request in each row of the table."""
+        """Set new ranks from arrays, and sort the queue. ``ranks[k]``: element k of each request's
+        rank, in the queue's present order; ``by_row``: the request in each row of the table."""
         if not self._reqs:
             return
         rows = self.rows
@@ -194,8 +194,8 @@ class WaitLedger:
         self._refused: dict[int, tuple[Request, str]] = {}  # by row: individual causes since then
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
-        """Record that a request starts to wait. ``own``: the cause of this whole wait; ``None``:
-        the cause is shared by the queue and may change with each plan."""
+        """Record that a request starts to wait. ``own``: the cause of its wait; ``None``: the cause
+        that all queued requests share, which may change with each plan."""
         req.history.wait_from = now
         req.history.own_cause = own
         if own is None:
@@ -219,8 +219,8 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """Set the cause that waiting requests share until the next plan. ``refused``: requests that
-        wait for another cause, and that cause."""
+        """Set the cause that all queued requests share until the next plan, except ``refused``:
+        pairs of a request and its own cause."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)
@@ -246,7 +246,7 @@ class WaitLedger:
         return totals
 
     def _charge_own(self, req: Request, now: float) -> None:
-        """Move the time since the last plan from the shared cause to the request's own cause."""
+        """Charge the time since the last plan to a request's own cause, not the shared one."""
         history, (_, cause) = req.history, self._refused[req.row]
         seconds = now - self._since
         for name, change in ((cause, seconds), (self._cause, -seconds)):
@@ -295,7 +295,7 @@ class Roster:
         return self.running[len(self.running) - 1] if len(self.running) else None
 
     def requests(self, rows: Rows) -> list[Request]:
-        """The requests in these rows of the table."""
+        """The requests in these rows of the request table."""
         return cast(list[Request], self.by_row[rows].tolist())
 
     def running_prompts(self) -> list[Request]:
@@ -308,7 +308,7 @@ class Roster:
         return list(self.prompts.values())
 
     def add(self, req: Request, now: float) -> None:
-        """Add a new request to the queue. Its rank must be set."""
+        """Add a new request, whose rank must be set, to the queue."""
         self._enqueue(req)
         self.waits.enter(req, now)
         if missing := self.table.num_rows - len(self.by_row):
@@ -317,7 +317,7 @@ class Roster:
         self.by_id[req.request_id] = req
 
     def seat(self, req: Request, now: float) -> None:
-        """Start a request: move it from the queue to a seat."""
+        """Start a queued request: give it a slot of the worker."""
         self.waits.leave(req, now)
         self._dequeue(req)
         self.block_holders.pop(req.row, None)
@@ -336,7 +336,7 @@ class Roster:
         self._enqueue(req)
 
     def park(self, req: Request, now: float, cause: str, *, holds: bool = False) -> None:
-        """Take a request out of the queue until ``wake``. ``holds``: whether it has blocks."""
+        """Take a request out of the queue until ``wake``. ``holds``: whether it has KV blocks."""
         self.waits.leave(req, now)
         self.waits.enter(req, now, own=cause)
         self.waiting.remove(req)
@@ -401,8 +401,8 @@ class Roster:
 
 
 class RunningColumns:
-    """The table rows of the running requests, ascending, and values of these rows that stay
-    constant while the same requests run."""
+    """The table rows of the running requests, in ascending order, and values of these rows that
+    stay constant while the same requests run."""
 
     def __init__(self, rows: Rows, table: Table) -> None:
         self.rows = rows
@@ -414,9 +414,9 @@ class RunningColumns:
 class RunningRows:
     """The table rows of the running requests; ``list`` has them in ascending order.
 
-    ``version`` changes when a request starts or stops running. It is recorded for each full step
-    (its plan contains all running rows). If it is still the same when the step's result arrives,
-    the same requests run, and cached arrays can be reused.
+    ``version`` changes when a request starts or stops running. It is recorded for each step whose
+    plan contains all running requests (a full step). If it is still the same when the step's result
+    arrives, arrays cached for these requests can be reused.
     """
 
     def __init__(self, table: Table) -> None:
@@ -436,7 +436,7 @@ class RunningRows:
 
     @property
     def columns(self) -> RunningColumns:
-        """The columns of all running rows, cached until ``version`` changes."""
+        """Arrays with values of all running requests, cached until ``version`` changes."""
         if self._columns is None:
             self._columns = RunningColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
@@ -448,11 +448,11 @@ class RunningRows:
         return np.array(sorted(rows), dtype=np.intp)
 
     def add_full_step(self, step: int) -> None:
-        """Record that the plan of this step contains all running rows."""
+        """Record that this step's plan contains all running requests."""
         self._full_steps[step] = self.version
 
     def pop_full_step(self, step: int) -> bool:
-        """Forget this step. True if its plan contains exactly the requests that run now."""
+        """Forget a finished step. True if exactly the requests that run now were in its plan."""
         return self._full_steps.pop(step, -1) == self.version
 
     def is_full_step(self, step: int) -> bool:

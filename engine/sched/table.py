@@ -90,7 +90,7 @@ class Users:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """The length that an array needs to be indexed by user numbers."""
+        """The length that an array indexed by user numbers must have."""
         return len(self._names)
 
     def enter(self, name: str) -> int:
@@ -107,7 +107,7 @@ class Users:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one request less. The number of a user without requests is reused."""
+        """Count one request less of a user. The number of a user without requests is reused."""
         self._counts[number] -= 1
         if not self._counts[number]:
             del self._numbers[self._names[number]]
@@ -115,10 +115,10 @@ class Users:
 
 
 class Facts:
-    """Columns of the table that only policies read, and times of output tokens.
+    """Columns of the request table that only policies read, and times of output tokens.
 
-    ``ranks``: column k has number k of each rank, if the policy returns ranks as arrays. ``own``:
-    the policy's own columns by name (``view.own``).
+    ``ranks[k]``: element k of each request's rank, if the policy returns ranks as arrays. ``own``:
+    the columns that the policy has defined, by name (``view.own``).
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -151,21 +151,21 @@ class Facts:
             own.at[row] = own.default
 
     def leave(self, row: int) -> None:
-        """Clear the row of an ended request."""
+        """Remove an ended request's row from the counts of its user."""
         if (user := self.user.at[row]) >= 0:
             self.users.leave(user)
             self.user.at[row] = -1
 
     def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
-        """Set the token times of rows with new tokens. ``started``: indices in ``rows`` of requests
-        whose tokens are the first since they started to run."""
+        """Set the times of the last token, to ``now``, and of the first. ``started``: indices in
+        ``rows`` of requests that may have got their first token."""
         self.last_token.all[rows] = now
         if started:
             first, begun = self.first_token.all, rows[started]
             first[begun[np.isnan(first[begun])]] = now
 
     def stamp_one(self, row: int, now: float) -> None:
-        """Set the token times of one row with new tokens."""
+        """Set the times of a request's last token and, if it is not set, of its first."""
         self.last_token.at[row] = now
         if isnan(self.first_token.at[row]):
             self.first_token.at[row] = now
@@ -197,7 +197,7 @@ class Table:
     """One row for each unfinished request. A row is freed when its request has ended and no step in
     flight contains it.
 
-    Counts are in tokens. ``num_tokens``: prompt, and output of settled steps. ``num_pending``: to
+    Counts are in tokens. ``num_tokens``: prompt, and output that has arrived. ``num_pending``: to
     be sampled by steps in flight. ``num_computed``: KV computed, or being computed by steps in
     flight. ``limit``: length at which the request ends. ``generation``: increases whenever the row
     gets a new request or restarts, so that outdated results can be recognized.
@@ -237,7 +237,7 @@ class Table:
         return len(self.alive.at)
 
     def take(self, num_prompt: int) -> int:
-        """Allocate a row with a new generation for a request with ``num_prompt`` prompt tokens."""
+        """Allocate a row for a request with ``num_prompt`` prompt tokens and initialise it."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -250,22 +250,22 @@ class Table:
         return row
 
     def give_back(self, row: int) -> None:
-        """Free a row that no step in flight contains any more."""
+        """Free the row of an ended request that no step in flight contains any more."""
         self.alive.at[row] = 0
         self.facts.leave(row)
         self._free.append(row)
 
     def advance(self, rows: NDArray[np.intp], num_steps: int = 1) -> Counts:
-        """Count that a step (or each of ``num_steps`` steps) computes one token of each row and
-        samples the next one. Returns the new ``num_computed`` of the rows."""
+        """Count that a step computes one token of each row and samples the next one; with
+        ``num_steps``, as many steps. Returns the new ``num_computed`` of the rows."""
         more = ONE if num_steps == 1 else np.int32(num_steps)
         self.num_computed.all[rows] = computed = self.num_computed.all[rows] + more
         self.num_pending.all[rows] += more
         return computed
 
     def bind(self) -> None:
-        """Define ``advance_plain(row, upto)``: a fast ``advance`` for one row, which then has
-        ``upto`` computed tokens. Must be called again when the columns have grown."""
+        """Define ``advance_plain(row, upto)``: a fast ``advance`` for one row, which sets its
+        number of computed tokens to ``upto``. Must be called again when the columns have grown."""
         computed, pending = self.num_computed.at, self.num_pending.at
 
         def advance(row: int, upto: int) -> None:
@@ -275,8 +275,8 @@ class Table:
         self.advance_plain: Callable[[int, int], None] = advance
 
     def advance_one(self, row: int, num_tokens: int) -> bool:
-        """Count that a step computes ``num_tokens`` tokens of one row. Returns whether the step
-        then samples the row's next token."""
+        """Count that a step computes ``num_tokens`` tokens of one request. Returns whether the step
+        then samples the request's next token."""
         self.num_computed.at[row] = upto = self.num_computed.at[row] + num_tokens
         samples = upto >= self.num_tokens.at[row] + self.num_pending.at[row]
         if samples:
@@ -290,7 +290,7 @@ class Table:
         tokens: Iterable[Any],
         num_steps: int = 1,
     ) -> Counts:
-        """Append sampled tokens to each row. Returns the new ``num_tokens`` of the rows.
+        """Append sampled tokens to sequences. Returns the new ``num_tokens`` of their rows.
 
         ``sequences``: the token array of each row. ``tokens``: for each row one token or, with
         ``num_steps`` > 1, an array of ``num_steps`` tokens.
@@ -303,15 +303,15 @@ class Table:
         return known
 
     def append_one(self, row: int, sequence: array[int], tokens: list[int]) -> int:
-        """Append the tokens that a step sampled for one row: several, if drafts were accepted.
-        Returns the row's new ``num_tokens``."""
+        """Append the tokens that a step sampled for one request: several, if drafts were accepted.
+        Returns the request's new ``num_tokens``."""
         sequence.extend(tokens)
         self.num_tokens.at[row] = known = self.num_tokens.at[row] + len(tokens)
         self.num_pending.at[row] -= 1
         return known
 
     def launch(self, rows: NDArray[np.intp]) -> None:
-        """Count a launched step that contains these rows."""
+        """Count one step in flight more for each of these requests."""
         if len(rows) > FEW:
             self.in_flight.all[rows] += ONE
         else:
@@ -319,7 +319,7 @@ class Table:
                 self.in_flight.at[row] += 1
 
     def land(self, rows: NDArray[np.intp]) -> None:
-        """Count the result, or failure, of the oldest step in flight that contains these rows."""
+        """Count one step in flight less for each request, when its result or failure arrives."""
         if len(rows) > FEW:
             self.in_flight.all[rows] -= ONE
         else:
@@ -327,15 +327,15 @@ class Table:
                 self.in_flight.at[row] -= 1
 
     def take_back(self, rows: NDArray[np.intp], num_tokens: Counts) -> None:
-        """Subtract rejected drafts: the last ``num_tokens`` computed tokens of each row."""
+        """Subtract rejected drafts: the last ``num_tokens`` computed tokens of each request."""
         self.num_computed.all[rows] -= num_tokens
 
     def start_from(self, row: int, num_computed: int) -> None:
-        """Set the number of tokens whose KV is available when a row starts."""
+        """Set how many of a request's tokens have KV already when it starts."""
         self.num_computed.at[row] = num_computed
 
     def restart(self, row: int) -> None:
-        """Count no token of the row as computed. Results of steps in flight are then outdated."""
+        """Count no token of a request as computed, and make results of steps in flight invalid."""
         self.generation.at[row] += 1
         self.num_computed.at[row] = self.num_pending.at[row] = 0
 

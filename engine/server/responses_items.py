@@ -35,7 +35,7 @@ LEFT_OUT = (
 
 
 def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Convert items to messages, joining consecutive ones of the assistant. Raises ``ApiError``."""
+    """Convert input items to messages; join consecutive assistant items. Raises ``ApiError``."""
     if given is None:
         return []
     if isinstance(given, str):

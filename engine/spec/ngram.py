@@ -20,10 +20,10 @@ BULK = 64  # from this many tokens on numpy is faster than a loop
 
 
 class NgramProposer:
-    """Proposes the tokens that followed the last ``min_size`` to ``max_size`` tokens earlier.
+    """Proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
-    The cost of a step depends on the number of new tokens, not on the length of the text: n-grams
-    are stored in hash tables, about 100 bytes per token of a running request.
+    At least ``min_size`` and at most ``max_size`` tokens must match. A step's cost depends on the
+    number of new tokens, not on the length of the text. Needs about 100 bytes per token.
     """
 
     def __init__(self, min_size: int, max_size: int, *, base: int = BASE) -> None:
@@ -61,7 +61,7 @@ class NgramPlaces:
         self._last: tuple[int, list[int]] = (0, [])  # end and hashes of the last lookup
 
     def enter(self, tokens: array[int]) -> None:
-        """Add all new n-grams of a growing text that are followed by a token."""
+        """Add all new n-grams of a growing text, except those that end where the text ends."""
         first, end = self._num_entered + 1, len(tokens)
         if end - first > BULK:
             self._enter_many(tokens, first, end)
@@ -75,8 +75,8 @@ class NgramPlaces:
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
-        """Find an earlier occurrence of the longest possible n-gram at the end of the text. Returns
-        the index after its last earlier occurrence; ``None`` if there is none."""
+        """Find the longest n-gram at the end of the text that also occurs earlier. Returns the
+        index after its last earlier occurrence; ``None`` if there is none."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes
@@ -114,7 +114,7 @@ class NgramPlaces:
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
-    """Copy ``num_tokens`` tokens from index ``at`` on, repeating them if the text ends before."""
+    """Copy ``num_tokens`` tokens from index ``at`` on; at the text's end, start again at ``at``."""
     drafts = tokens[at : at + num_tokens].tolist()
     period = len(tokens) - at
     while len(drafts) < num_tokens:

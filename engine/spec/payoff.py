@@ -1,10 +1,9 @@
 """Payoff: measures the fixed cost of drafts in a step, and decides whether a step has drafts.
 
 A step with drafts waits for the step before it, may not use a recorded graph, and takes more work
-on the host: 0 to 20 ms, which the cost model does not include, since it is linear in the size of a
-step. So this cost is measured, from the end of a step to the end of the next. Numbers of running
-requests are measured in classes, a power of two each; a class that lacks measurements uses those of
-the nearest class.
+on the host: 0 to 20 ms that the cost model, which is linear in the size of a step, does not
+include. This cost is measured, from the end of a step to the end of the next. Numbers of running
+requests are grouped by powers of two; a group without measurements uses those of the nearest one.
 
 Drafts that are not worth their cost are still tried within a small budget (one token per request
 plus 1 % of all tokens), to notice when acceptance changes. All requests do so in the same step.
@@ -37,14 +36,14 @@ class DraftStepKind(NamedTuple):
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The median of these durations, or the minimum of a few, as the first may include
+    """The median of these durations; if they are few, the minimum, as the first may include
     compiling."""
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 
 
 @dataclass
 class TrialCredit:
-    """The number of tokens that may still be lost by trying drafts, shared by a whole engine."""
+    """How many tokens an engine may still lose by trying drafts."""
 
     tokens: float = MOST_CREDIT
 
@@ -67,8 +66,8 @@ class DraftLoad:
         self.num_seqs = 1  # number of running requests now
 
     def may_draft(self) -> bool:
-        """Whether the next step may have drafts. Call this once per step. False to measure a step
-        without drafts, and for some steps after drafts that were not worth their cost."""
+        """Whether the next step may have drafts. Call this once per step. False while steps without
+        drafts are measured, and for some steps after drafts that were not worth their cost."""
         if self._looks:
             self._looks -= 1
             return False
@@ -82,9 +81,9 @@ class DraftLoad:
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def is_worth(self, expected: float, num_steps: int = 1) -> bool:
-        """Whether to use drafts that are expected to yield ``expected`` tokens: because they are
-        worth their cost, or as a try, whose loss is taken from the credit. num_steps: steps that a
-        try slows down."""
+        """Whether to use drafts that are expected to yield ``expected`` tokens: True if that is
+        worth their cost, or if the credit allows a try, whose loss it then pays. num_steps: steps
+        that a try slows down."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
@@ -101,7 +100,7 @@ class DraftLoad:
         return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
 
     def cost(self) -> float:
-        """The fixed cost of drafts in a step, divided by the duration of a step without drafts."""
+        """The fixed extra time of a step with drafts, divided by the time of a step without."""
         if not self.is_measured:
             known = (other for other in self._others() if other.is_measured)
             nearest = next(known, None)
@@ -110,7 +109,7 @@ class DraftLoad:
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
     def price(self) -> float:
-        """The cost of one more draft of the worker, divided by the duration of a step."""
+        """The fixed cost per draft that the worker proposes, divided by the duration of a step."""
         if not self._wished or not self.is_measured:
             return 0.0
         return self.cost() * len(self._wished) / sum(self._wished)
@@ -151,14 +150,14 @@ class Payoff:
         return load
 
     def settled(self, num_seqs: int, now: float, kind: DraftStepKind, *, is_busy: bool) -> None:
-        """Measure a step of decodes that ended at ``now``, in s. is_busy: another step follows."""
+        """Record the time of a decode step. now: its end, in s; is_busy: another step follows."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
-        """Skip a step that computed prompts or failed, and ended at ``now``. is_busy: another step
-        follows."""
+        """Record the end of a step that is not measured, as it computed prompts or failed. is_busy:
+        another step follows."""
         self._last = now if is_busy else None
 
     # -- helpers

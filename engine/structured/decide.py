@@ -46,8 +46,8 @@ class Matcher(Protocol):
         """
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens of the only text that can follow, tokenized after the
-        tokens ``recent``; empty if several texts can follow. Changes nothing."""
+        """Return the next tokens, at most ``most``, if the grammar allows only one text; else
+        empty. recent: the tokens before. Changes nothing."""
 
 
 class Compilation(Protocol):
@@ -77,8 +77,8 @@ class GrammarCompiler(Protocol):
 
 
 class CompiledAtOnce:
-    """A ``GrammarCompiler`` that waits for each grammar, for recorded runs: in a replay, the
-    grammar would be ready at another time."""
+    """A ``GrammarCompiler`` that waits until each grammar is compiled, so that a recorded run and
+    its replay start a request in the same step."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -124,7 +124,7 @@ class GrammarsRefused(Resource):
 
 def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
     """Return the resources with ``grammars`` in front, unless one of them handles grammars already.
-    If one of them writes masks, a resource that refuses requests with a grammar takes its place."""
+    If one of them writes masks, ``GrammarsRefused`` is put in front instead."""
     writers = [resource for resource in resources if "masks" in resource.needs]
     if any(resource.serves == GrammarReadiness.serves for resource in resources):
         return tuple(resources)
@@ -134,8 +134,8 @@ def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tup
 class EarlySampling:
     """Decides whether a request's next token is sampled before its mask is made.
 
-    All tokens are sampled early as long as the grammar allows them. When it refuses one, the next
-    tokens wait for their masks: 1 token, and twice as many at each further refusal.
+    If the grammar allows the token, no mask is needed, and the next one is sampled early, too. If
+    not, the next token waits for its mask; after refusals in a row, the next 2, 4, 8 or 16.
     """
 
     MOST = 16  # tokens to wait at most
@@ -184,9 +184,9 @@ class GrammarProgress:
 class GrammarReadiness(Resource):
     """Compiles the grammars of new requests, and makes the token masks of running ones.
 
-    A request leaves the queue until its grammar is ready. It ends with an error if the grammar is
-    invalid, or refuses a sampled token. A mask depends on the last token, so it is made during the
-    forward pass of the next step, once that token is sampled.
+    A request waits outside the queue until its grammar is compiled. It ends with an error if the
+    grammar is invalid or does not allow a sampled token. A request's mask needs its last token, so
+    it is made during the forward pass of the step that samples the next one.
     """
 
     name = "grammar"
@@ -260,8 +260,8 @@ class GrammarReadiness(Resource):
             plan.masks = MaskPart(rows, self._ahead(own))
 
     def masks(self, plan: StepPlan) -> Masks:
-        """Make the masks of this step, except for requests that have ended and those whose early
-        token the grammar allows: checking a token takes a twentieth of the time of a mask."""
+        """Make the masks of this step. None is made for requests that have ended, and for those
+        whose early token the grammar allows."""
         drafts = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
         owners = self._in_need_of_masks(plan)
         num_masks = len(owners) + sum(len(drafts[index]) for index in owners)
@@ -277,8 +277,7 @@ class GrammarReadiness(Resource):
         return Masks(words.reshape(-1), self._num_words, rows)
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """End a request with an error if the grammar refuses its new token. Matchers advance later,
-        when the tokens are final, since another resource may have them computed again."""
+        """End a request with an error if the grammar does not allow its new tokens."""
         if not self._by_row:
             return
         ends = np.cumsum(result.counts)
@@ -295,8 +294,8 @@ class GrammarReadiness(Resource):
         self._compiler.shutdown()
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """Return how many leading drafts the request's grammar allows: 0 if the matcher fails,
-        whose error the next mask or token check then reports."""
+        """Return how many of the drafts, from the first on, the request's grammar allows. 0 if the
+        matcher fails: the next mask or token check reports the error."""
         if not self._is_followed(req):
             return len(drafts)
         try:
@@ -305,8 +304,8 @@ class GrammarReadiness(Resource):
             return 0
 
     def forced(self, req: Request, most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens of the text that the grammar forces, to be used as drafts:
-        the model may tokenize this text differently."""
+        """Return the next tokens, at most ``most``, of the only text that the grammar allows. They
+        are drafts, since the model may tokenize the text differently."""
         if not self._is_followed(req):
             return ()
         try:
@@ -321,7 +320,8 @@ class GrammarReadiness(Resource):
         return own is not None and own.matcher is not None
 
     def _own_rows(self, plan: StepPlan, counts: Column) -> list[tuple[int, Request]]:
-        """Return (row of the plan, request) for requests with a grammar and a count above 0."""
+        """Return (plan row, request) for requests that have a grammar and new tokens
+        (``counts``)."""
         if not self._by_row:
             return []
         own = np.isin(plan.rows, np.fromiter(self._by_row, np.intp, len(self._by_row)))
@@ -330,13 +330,13 @@ class GrammarReadiness(Resource):
         return [(index, req) for index, req in found if req is not None]
 
     def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
-        """Return the rows whose token is sampled before its mask is made; ``None`` for none."""
+        """Return the plan rows of requests whose next token is sampled before its mask is made."""
         found = [i for i, req in own if self._progress[req.request_id].early.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
-        """Return the requests that need a mask, by row of the plan. Those whose early token the
-        grammar allows need none; whether it is allowed is recorded."""
+        """Return the requests that need a mask, by row of the plan. Requests whose early token the
+        grammar allows need none. Records whether early tokens are allowed."""
         part = plan.masks
         assert part is not None, "no row of this plan is masked"
         owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
@@ -389,8 +389,8 @@ class GrammarReadiness(Resource):
         return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
-        """Return why the grammar refuses one of the new tokens, up to the first stop token;
-        ``None`` if it allows them."""
+        """Return why the grammar does not allow one of these tokens, the first stop token being the
+        last that counts; ``None`` if it allows them."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         try:

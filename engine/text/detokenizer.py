@@ -85,8 +85,8 @@ class Detokenizer:
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """Start a new stream of text, since with these ids the old stream would change text that
-        was returned already. Returns the text of the withheld ids and ``token_ids``."""
+        """Decode the withheld ids and ``token_ids`` in a new stream of text, and return their text.
+        The old stream would change text that was returned already."""
         self._pending += token_ids
         text = self.flush()
         context = self._pending
@@ -201,8 +201,8 @@ class TextReader:
             return _no_text(error)
 
     def next_text(self, token_ids: list[int]) -> str | TextDelta:
-        """Read tokens that are not the last. Returns a str, or a ``TextDelta`` with a stop string
-        or an error."""
+        """Return the text that these tokens add; they are not the sequence's last. Returns a
+        ``TextDelta`` at a stop string or an error."""
         detokenizer = self._detokenizer
         try:
             if detokenizer is None:  # a prompt that cannot be decoded is an error in the result too

@@ -43,7 +43,7 @@ class Budget:
         self._ticks = count(1)
 
     def tick(self) -> None:
-        """Raise ``TemplateError`` if no time is left. Only some of the calls read the clock."""
+        """Raise ``TemplateError`` if no time is left. Reads the clock only in some calls."""
         if next(self._ticks) % TICKS == 0 and time.monotonic() > self._end:
             raise TemplateError(f"it runs longer than {self._seconds:g} s, the limit")
 
@@ -111,7 +111,7 @@ class Ticking(NodeTransformer):
         return _filtered(node, BOUNDED)
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        """Check the size of a sum of many terms once, not after each term."""
+        """Make a sum of several terms check its size once, not after each term."""
         last = node
         while isinstance(last.left, nodes.Add):
             last.right = self.visit(last.right)
@@ -154,14 +154,14 @@ def bounded(value: Any) -> Any:
 
 
 def check_numbers(values: Iterable[Any]) -> None:
-    """Raise ``TemplateError`` for a large number among a function's arguments."""
+    """Raise ``TemplateError`` if an integer among a function's arguments is too large."""
     for value in values:
         if isinstance(value, int):
             check_size(abs(value), MAX_NUMBER)
 
 
 def check_format(layout: Any, values: Iterable[Any] = ()) -> None:
-    """Raise ``TemplateError`` if a width in a format, or given in ``values``, is large."""
+    """Raise ``TemplateError`` if a width in a format or in its arguments ``values`` is large."""
     if not isinstance(layout, str):
         return
     if WIDE.search(layout):
@@ -201,7 +201,7 @@ def bounded_replace(text: Any, old: Any, new: Any, num: int | None = None) -> st
 
 
 def bounded_filter(function: Any, *, is_sized: bool) -> Any:
-    """Return a filter with a check of its result's size. is_sized: also check its arguments."""
+    """Make a filter refuse large results and, with ``is_sized``, large numbers among arguments."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if is_sized:

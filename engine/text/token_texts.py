@@ -44,7 +44,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def joins_texts(tokenizer: Tokenizer) -> bool:
-    """Whether decoding joins the texts of tokens; bytes and the first token may differ."""
+    """Whether decoding joins the texts of the tokens, except for bytes and the first token."""
     if tokenizer.decoder is None:
         return False
     parts = flat_parts(tokenizer.decoder)
@@ -62,7 +62,7 @@ def joins_texts(tokenizer: Tokenizer) -> bool:
 
 
 def flat_parts(decoder: Any) -> list[dict[str, Any]]:
-    """Return the settings of a decoder, one dict per part."""
+    """Return the settings of a tokenizer's decoder as a flat list, one dict per part."""
     return _flatten(json.loads(decoder.__getstate__()))
 
 

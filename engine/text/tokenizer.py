@@ -163,7 +163,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> ChatInputs:
-        """Return the template and variables of ``apply_chat_template``. Raises the same errors."""
+        """Return the template and its variables. Raises ``RequestError`` without a template."""
         template = self._template(chat_template, has_tools=tools is not None)
         values = {
             **self.special_tokens,
@@ -451,8 +451,8 @@ class PythonBackend:
 
 
 class WindowStream:
-    """Decodes new ids as the difference between two texts: of the last ids alone, and of the last
-    and the new ids together.
+    """Decodes new ids in their context: decodes the last ids alone, then together with the new ids,
+    and returns the difference of the two texts.
 
     New text is withheld while it ends in an incomplete character."""
 

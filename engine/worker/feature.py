@@ -32,9 +32,9 @@ class Machine(NamedTuple):
 
 
 class Feature:
-    """Base class of extensions of a step's computation: adapters, media, remote KV. Only ``part``
-    must be set, every hook has a default. A failed step is repeated in halves, so ``extend`` may be
-    called again for its rows."""
+    """Base class of extensions of the model's computation: adapters, media, remote KV. Only
+    ``part`` must be set; every hook has a default. The rows of a failed step are tried again in
+    halves, so ``extend`` may be called again for them."""
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
@@ -70,11 +70,11 @@ class Feature:
         of ``mixed_sizes`` tokens."""
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        """Called for each plan, also one without rows. The feature's part of the plan is
-        ``getattr(plan, self.part)``.
+        """Prepare for the step of a plan. Called for each plan, even if it has no rows. The
+        feature's part of the plan is ``getattr(plan, self.part)``.
 
-        Returns the slots whose requests the feature cannot compute, with reasons: only these fail.
-        If it raises, all requests of the step fail."""
+        Returns the reasons why requests cannot be computed, by slot: only these requests fail. If
+        it raises, all requests of the step fail."""
         return None
 
     def touches(self, rows: PlanRows) -> bool:
@@ -85,15 +85,14 @@ class Feature:
         """Add vectors or positions to the forward pass of these rows."""
 
     def profile(self, batch: ForwardBatch) -> None:
-        """Do what ``extend`` does, for the largest possible step of dummy rows, to measure
-        memory."""
+        """Compute the largest possible step of dummy rows as ``extend`` does, to measure memory."""
 
     def follow(self, rows: PlanRows) -> None:
         """Called after each step's rows are sampled and their slots advanced. If it raises, the
         error is logged and the step goes on."""
 
     def drawn(self, rows: PlanRows, hidden: Hidden, tokens: torch.Tensor) -> None:
-        """Called after sampling in a step that no graph computed.
+        """Called after the tokens of a step are sampled, unless the step was a graph.
 
         ``hidden``: the model's output, with the outputs of all features' ``aux_layers`` in order.
         ``tokens``: the token of each sampled row, [R] int32 on the device; negative if it was

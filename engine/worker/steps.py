@@ -1,5 +1,5 @@
-"""Ways to compute a step, and how its results are read. A step is launched kernel by kernel or
-replays a recorded graph: a decode step entirely, any other step in all layers but the last."""
+"""Ways to compute a step and to read its results. Decode steps may be recorded as graphs, other
+steps without their last layer; what is not recorded is launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def section(name: str) -> AbstractContextManager[object]:
 
 
 def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
-    """Advance the slots of a decode step by one token each. ``drawn``: the sampled tokens [R]
-    int32."""
+    """Store the sampled tokens of a decode step in the slots of its sequences. ``drawn``: the
+    tokens [R] int32."""
     step = room.step
     tokens = Drawn(drawn, step.draw_slots, step.draw_starts, None)
     machine.slots.advance(step.slots, step.query_start, tokens)
@@ -76,8 +76,8 @@ class EagerStep:
         is_made_up: bool = False,
         may_take_largest: bool = False,
     ) -> None:
-        """may_take_largest: True if only the sampler reads the logits, so that for greedy sampling
-        the argmax alone is enough."""
+        """may_take_largest: True if only the sampler reads the logits; greedy sampling then needs
+        just their argmax."""
         self._machine = machine
         self._graph = graph
         self._may_take_largest = may_take_largest
@@ -108,14 +108,13 @@ class EagerStep:
         return self.rows
 
     def preview(self, slots: Column) -> Column:
-        """Sample before the grammar masks are known, for the rows whose entry in ``slots`` is not
-        -1. Returns tokens [R] int32. ``draw`` later samples again only the rows in
-        ``drawing.edited``."""
+        """Sample tokens without grammar masks, for rows whose entry in ``slots`` is not -1. Returns
+        tokens [R] int32. ``draw`` later samples only the rows in ``drawing.edited`` again."""
         self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
         return self._early.numpy()
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
-        """Sample from the current logits and advance the slots; returns tokens [R] int32."""
+        """Sample the step's tokens and store them in the slots. Returns tokens [R] int32."""
         step, picked = self._staged.step, self._picked
         tokens = self._tokens(drawing)
         drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
@@ -155,8 +154,8 @@ class EagerStep:
         return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, V] from hidden states. Returns [0, V] if only the argmax is needed and
-        was found without storing logits."""
+        """Compute logits [R, V] from hidden states. Returns [0, V] if the sampler needs only the
+        argmax and the model found it without storing logits."""
         model = self._machine.model
         if self._may_take_largest and self._machine.sampler.wants_largest_only:
             largest = model.largest(hidden)
@@ -205,7 +204,7 @@ class GraphedStep:
         return self.rows
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
-        """Sample from the current logits and advance the slots; returns tokens [R] int32."""
+        """Sample the step's tokens and store them in the slots. Returns tokens [R] int32."""
         self._graphs[1].replay()
         return self._drawn
 
@@ -239,7 +238,7 @@ G = TypeVar("G", GraphedStep, MixedGraph)
 
 
 class BySize(Generic[G]):
-    """Graphs by number of rows. A step runs in the smallest graph that fits, padded to its size."""
+    """Recorded graphs by number of rows. A step is padded to the smallest one that fits."""
 
     def __init__(self, graphs: Sequence[G] = ()) -> None:
         self._graphs: list[G] = sorted(graphs, key=lambda graph: graph.num_rows)
@@ -252,8 +251,8 @@ class BySize(Generic[G]):
 
 
 def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[GraphedStep]:
-    """Record decode steps of these numbers of rows, the largest first, so that smaller graphs reuse
-    its memory."""
+    """Record graphs of decode steps with these numbers of rows. The largest comes first; the
+    smaller ones reuse its memory."""
     if not sizes:
         return BySize()
     most, platform = max(sizes), machine.platform
@@ -268,7 +267,7 @@ def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize
 
 
 def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[MixedGraph]:
-    """Record all layers but the last for steps of these numbers of tokens, the largest first."""
+    """Record graphs of all layers but the last, for steps of these numbers of tokens."""
     if not sizes:
         return BySize()
     graphs: list[MixedGraph] = []
@@ -282,8 +281,8 @@ def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> 
 
 
 class FailedStep(NamedTuple):
-    """A row of the plan that raised an error even when it was computed alone. ``first``: its index
-    in the plan."""
+    """The error of a plan's row that failed even when it was computed alone. ``first``: the row's
+    index in the plan."""
 
     first: int
     message: str
@@ -291,8 +290,8 @@ class FailedStep(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """Rows whose tokens are being copied to the host. ``first``: index in the plan of the first
-    row."""
+    """A range of plan rows whose sampled tokens are being copied to the host. ``first``: index of
+    the first row."""
 
     first: int
     draws: Draws
@@ -306,11 +305,11 @@ class PendingStep(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. ``parts``: the step's rows in order, in several parts if some rows failed.
+    """A launched step. ``parts``: the step's rows in order; one part, or several if some rows
+    failed.
 
-    ``spans``: pairs of marks at the beginning and the end of each period in which the device works
-    on the step. There are several if the step waits for masks, since the device may be idle
-    meanwhile."""
+    ``spans``: (begin, end) marks of each period in which the device works on the step. There are
+    several if the step waits for masks, since the device may be idle meanwhile."""
 
     plan: StepPlan
     spans: list[tuple[Mark, Mark]]
@@ -416,11 +415,11 @@ def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, C
 def _fail(
     part: PendingStep, drawn: Column, valid: list[bool], rows: Column, result: StepResult
 ) -> None:
-    """Enter an error into ``result`` for each sampled row that got no token. ``valid``: for each
-    row of ``part.checked``, whether its logits were valid; ``rows``: plan row of each sampled row.
-    A plan row keeps its first error.
+    """Enter an error into ``result`` for each sampled row that got no token, except after a
+    rejected draft. ``valid``: for each row of ``part.checked``, whether its logits were valid;
+    ``rows``: plan row of each sampled row.
 
-    Errors after a rejected draft are ignored: those rows were not needed."""
+    A plan row keeps its first error."""
     was_valid = dict(zip(part.checked, valid, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
         index, position = int(rows[row]), int(part.draws.positions[row])

@@ -47,9 +47,9 @@ def _put(builder, row, base, offset):
 
 
 def _over_rows(builder, rows, carried, step):
-    """Emit a loop over `rows` (address, stride in bytes, number). `carried`: initial values of the
-    loop's variables; step(offset, values) emits one round and returns their next values. Returns
-    the last values."""
+    """Emit a loop over `rows`: (address, stride in bytes, number of rows). `carried`: initial
+    values of the loop's variables; step(offset, values) emits the loop's body and returns their
+    next values. Returns their last values."""
     _, stride, count = rows
     before = builder.block
     loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
@@ -97,7 +97,7 @@ def _all(number):
 
 
 def _rounded(builder, floats):
-    """Float32 bits rounded to bfloat16 in the upper 16 bits; the lower bits are undefined."""
+    """Round float32 to bfloat16, in the upper 16 bits of words whose lower bits are undefined."""
     if isa.has("avx512bf16"):
         halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
         words = builder.zext(builder.bitcast(halves, ir.VectorType(_I16, LANES)), _WORDS)
@@ -118,9 +118,9 @@ def _pairs(builder, even, odd):
 
 @intrinsic
 def interleave16(typing_context, source, ld_source, target, ld_target):
-    """Interleave pairs of rows of a bfloat16 matrix [16, 32]. The result is two arrays of 8 rows
-    [16 columns, 2], 64 bytes apart: at `target` with the first four of each eight columns, and
-    `ld_target` bytes later with the other four."""
+    """Interleave pairs of rows of a bfloat16 matrix [16, 32]. Writes two arrays [8 pairs, 16
+    columns, 2] with 64 bytes per pair: the first four of each eight columns at `target`, and the
+    other four `ld_target` bytes later."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -160,10 +160,10 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
 
 @intrinsic(prefer_literal=True)
 def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
-    """scores [count, 16] *= factor; then best [16] = maximum of best and each column.
+    """Multiply scores [count, 16] by factor; then best [16] = maximum of best and each column.
 
     scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0 (all rows count), or
-    [2, 16] int32: the first and the end of the rows that count, for each column. NaN is ignored."""
+    [2, 16] int32: for each column, the first row that counts and the end. NaN is ignored."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -180,8 +180,8 @@ def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
 
 @intrinsic(prefer_literal=True)
 def soften_columns(typing_context, scores, stride, count, best, total, bounds):
-    """scores [count, 16] become 2 ** (score - best), or zero in rows that do not count; then each
-    column's sum is added to total [16]. Other arguments are those of `scale_columns`."""
+    """Replace scores [count, 16] by 2 ** (score - best), or by zero in rows outside the bounds;
+    then add each column's sum to total [16]. Other arguments are those of `scale_columns`."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -198,10 +198,10 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 
 def _down_columns(joined, bounds, initial, join, work):
-    """Return the code generator of a loop over rows of 16 scores. Four states, each `initial` at
-    first, take turns at the rows; `join` then merges them into the value at the address in argument
-    number `joined`. bounds: number of the argument with the bounds, or None. work(builder, args,
-    scores, state, is_seen) returns the row to store and the next state."""
+    """Return the code generator of a loop that changes rows of 16 scores and accumulates a state
+    over them. Four states, each `initial` at first, take turns; `join` merges them into the value
+    at the address in argument `joined`. bounds: number of the argument with the bounds, or None.
+    work(builder, args, scores, state, is_seen) returns the row to store and the next state."""
 
     def build(context, builder, signature, args):
         scores, stride, count = args[:3]
@@ -234,8 +234,7 @@ def _greater(builder, one, other):
 
 
 def _between(builder, rows, bounds):
-    """For each of the 16 columns, True if its row number in `rows` is within the column's
-    bounds."""
+    """Emit a comparison: is each column's row number in `rows` within the bounds of the column?"""
     first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
@@ -253,9 +252,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Compute factors that merge two partial softmax sums of 16 rows, with the largest scores
-    `largest` and `added`: `shrink` for the first sums, `share` for the second. `largest` becomes
-    the maximum of both. All arguments are addresses of 16 float32."""
+    """Compute factors that merge two partial softmax sums of 16 rows, whose largest scores are
+    `largest` and `added`: `shrink` for the first sum, `share` for the second. `largest` becomes the
+    maximum of both. All arguments are addresses of 16 float32."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)
@@ -271,8 +270,8 @@ def fold_factors(typing_context, largest, added, shrink, share):
 
 @intrinsic
 def soften_row(typing_context, scores, count, best, first, end):
-    """Scores at an address become 2 ** (score - best), or zero outside [first, end). Returns the
-    sum of the results, added in the order of `soften_columns`. count: number of vectors of 16
+    """Replace the scores at an address by 2 ** (score - best), or by zero outside [first, end), and
+    return their sum, added in the order of `soften_columns`. count: number of vectors of 16
     scores."""
 
     def build(context, builder, signature, args):
@@ -341,8 +340,8 @@ def _exp2(builder, x):
 
 @intrinsic(prefer_literal=True)
 def transpose16(typing_context, source, ld_source, target, ld_target, size):
-    """Transpose 16 x 16 elements of `size` bytes (a literal, 4 or 2) to words of 4 bytes: bfloat16
-    becomes float32."""
+    """Transpose a 16 x 16 matrix into words of 4 bytes; bfloat16 becomes float32. ld_source,
+    ld_target: row strides in bytes; size: bytes of a source element, a literal 4 or 2."""
     if not isinstance(size, types.Literal):
         return None
 
@@ -374,8 +373,7 @@ def _turned(builder, rows):
 
 
 def _exchange(builder, low, high, step):
-    """A step of a transposition: two rows with their off-diagonal blocks of `step` lanes
-    swapped."""
+    """Emit a step of a transposition: swap off-diagonal blocks of `step` lanes between two rows."""
     first = [j if not j & step else LANES + j - step for j in range(LANES)]
     second = [j + step if not j & step else LANES + j for j in range(LANES)]
     kind = ir.VectorType(_I32, LANES)

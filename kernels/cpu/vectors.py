@@ -171,7 +171,7 @@ class _Float16Tile(_FloatTile):
 
 
 class _PairTile(_FloatTile):
-    """Emits steps of two inputs: a is float32, b has pairs of bfloat16, widened to float32."""
+    """Emits products of float32 in a and bfloat16 in b, two a step; b is widened to float32."""
 
     left_bytes = 8
 
@@ -192,8 +192,7 @@ class _PairTile(_FloatTile):
 
 
 class _DotTile(_FloatTile):
-    """Emits steps of two inputs, bfloat16 in a and b, with one multiply-add instruction for the
-    pair."""
+    """Emits products of bfloat16, two a step, with one multiply-add instruction for both."""
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -216,7 +215,7 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """Emits the steps of `_DotTile` without its instruction, with the additions in the same order:
+    """Emits the products of `_DotTile` without its instruction, with additions in the same order:
     the second product of a pair first."""
 
     @staticmethod
@@ -228,7 +227,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """Emits steps of four inputs: unsigned bytes in a, signed bytes in b, and 32-bit sums."""
+    """Emits products of 8-bit integers, four a step: unsigned bytes of a, signed bytes of b."""
 
     element = _I32
     zero = 0
@@ -300,8 +299,8 @@ class _Tile(NamedTuple):
         return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
 
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
-        """Returns (address of a matrix, byte offset of one vector of a row). matrix: a, b or c;
-        size: bytes of an element."""
+        """Returns the address of a matrix and the byte offset of one vector of a row. matrix:
+        (address, row stride in bytes); size: bytes of an element."""
         address, stride = matrix
         start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
         return address, self.builder.add(start, _I64(vector * self.lanes * size))
@@ -321,8 +320,8 @@ class _Tile(NamedTuple):
 
 
 def _emit_product(builder, kind, args, literals, ahead=None):
-    """Emit a product c += a @ b, divided into tiles that fit the registers. literals: rows, vectors
-    per row, lanes per vector, and whether c is overwritten instead of added to."""
+    """Emit a product c += a @ b, divided into tiles that fit the registers. literals: (rows,
+    vectors per row, lanes per vector, whether to overwrite c instead)."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
@@ -343,9 +342,9 @@ def _product_intrinsic(kind):
 
 
 def _typed_product(kinds, literals):
-    """Returns the Numba signature and the code generator of a product; None if a literal is
-    missing. literals: as in `_emit_product`, and, if there are several kinds of tiles, the index of
-    the kind."""
+    """Returns the Numba signature and the code generator of a product; None if one of `literals` is
+    not a literal. literals: as in `_emit_product`, then the index in `kinds` if there are
+    several."""
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     *values, which = [given.literal_value for given in literals] + [0] * (5 - len(literals))
@@ -400,7 +399,7 @@ def pair_tile_product(  # noqa: PLR0913
 
 @intrinsic(prefer_literal=True)
 def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  # noqa: PLR0913
-    """Add a @ b to c for one panel: a [rows, 2 * depth], b [depth, 64, 2] bfloat16, c [rows, 64].
+    """Add a @ b to c for 64 columns: a [rows, 2 * depth], b [depth, 64, 2] bfloat16, c [rows, 64].
     `how` is as in `pair_tile_product`, `ahead` as in `panel_product`."""
     if not isinstance(how, types.Literal) or not isinstance(rows, types.Literal):
         return None
@@ -531,7 +530,7 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def in_order(typing_context, value):
-    """Returns the same float32, but the compiler does not reassociate sums with it."""
+    """Returns the float32 unchanged, but the compiler does not reorder sums that contain it."""
 
     def build(context, builder, signature, args):
         return _fence(builder, args[0])

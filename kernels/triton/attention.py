@@ -73,7 +73,7 @@ def mixed_launches(
     out: torch.Tensor,
 ) -> list[Launch]:
     """Returns launches of the decode and the prefill kernel for all sequences. On the device, the
-    decode kernel skips those with many query tokens, and the prefill kernel those with few."""
+    decode kernel skips sequences of many query tokens; the prefill kernel skips all others."""
     step, sizes = (q, kv_layer, meta, variant), (len(meta.seq_lens), tuning.MAX_DECODE_TOKENS)
     chunks = cut(q, kv_layer, meta, variant)
     parts = Parts.of(out, chunks.splits)

@@ -24,8 +24,8 @@ def prepare_kernel(  # noqa: PLR0913
     stride_group, stride_seq_group, stride_slots,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, group of layers), plus one per group for the padding tokens. The
-    programs of group 0 also write the tensors that all groups share."""
+    """Fill a step's inputs. There is one program per (sequence, group of layers), plus one per
+    group for padding tokens; those of group 0 also write the tensors that all groups share."""
     seq = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     is_first = group == 0
@@ -75,7 +75,7 @@ def prepare_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["num"])
 def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
-    """One program per TILE new entries: tables[slots[i], places[i]] = blocks[i]."""
+    """Set tables[slots[i], places[i]] = blocks[i] for i < num; TILE entries per program."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + entry, mask=entry < num, other=-1)
     place = tl.load(places + entry, mask=slot >= 0, other=0)

@@ -181,7 +181,7 @@ def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 
 
 def dequantized(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the dequantised matrix [N, K], with its inputs in packed order."""
+    """Returns the dequantised weight [N, K]; its K columns stay in packed order."""
     shape = (packed.num_outputs, packed.num_inputs)
     out = torch.empty(shape, dtype=dtype, device=packed.values.device)
     dequantize_launch(packed, out).run()

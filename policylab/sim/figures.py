@@ -160,7 +160,7 @@ def is_better_small(name: str) -> bool:
 def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None) -> Figures:
     """Compute the figures of a run.
 
-    ``slo``: limits for every request, in place of the requests' own promises. ``period``: the
+    ``slo``: latency limits for every request, in place of the requests' own ones. ``period``: the
     period whose requests count; default: ``period_of(run)``. Raises ``PolicyError`` if defaults
     replaced some of the policy's answers.
     """
@@ -311,7 +311,7 @@ def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> 
 
 
 def _tokens_per_second(run: Run, period: Window) -> float:
-    """Returns the output tokens per second in the period, counted as first tokens plus gaps."""
+    """Returns the output tokens per second in the period."""
     firsts = run.requests.times("first")
     others = _per_second(run.gaps[:, 0], period, run.gaps[:, 2])
     return _per_second(firsts[~np.isnan(firsts)], period) + others

@@ -1,7 +1,7 @@
 """The events, stays in the queue and steps of each request of a run.
 
 The core reports a request's events and total waits by cause with the first output after each start,
-and at its end. What was added to the waits since the last report is divided among the stays in the
+and at its end. The increase of the waits between two reports is divided among the stays in the
 queue that ended in between.
 """
 
@@ -33,7 +33,7 @@ class Stay(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The cause of the longest wait; empty if there is none."""
+        """The cause of most of the waiting time in this stay; empty if no cause is known."""
         return next(iter(self.causes), "")
 
 
@@ -41,8 +41,8 @@ class History:
     """Events, stays in the queue and computed steps of each request, in order of arrival.
 
     ``work`` [n, 4]: spans of consecutive steps in which a request computed the same number of
-    tokens: index of the request, first step, last step, tokens per step. Without a span, a request
-    computed nothing.
+    tokens: index of the request, first step, last step, tokens per step. In steps without a span, a
+    request computed nothing.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class History:
         return len(self.events)
 
     def came(self) -> None:
-        """Add the next request in order of arrival, accepted or refused."""
+        """Add an empty entry for the next request that arrives, accepted or refused."""
         self.events.append([])
         self.stays.append([])
 
@@ -77,7 +77,7 @@ class History:
         self._known[place] = (len(events), dict(waits))
 
     def ended(self, place: int, time: float) -> None:
-        """Record the end of the request at index ``place``, and of its stay if it was queued."""
+        """Record the end of the request at index ``place`` and of its stay in the queue, if any."""
         own, stays = self.events[place], self.stays[place]
         if own and own[-1][0] != "scheduled":
             _, waits = self._known.get(place, (0, {}))
@@ -91,13 +91,13 @@ class History:
         self._known.pop(place, None)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields each request's events and stays as plain data, for ``read``."""
+        """Yields each request's events and stays in the queue as plain data, for ``read``."""
         for place, (events, stays) in enumerate(zip(self.events, self.stays, strict=True)):
             yield {"place": place, "events": events, "stays": [list(stay) for stay in stays]}
 
     @classmethod
     def read(cls, rows: Iterable[dict[str, Any]], work: Sequence[Sequence[int]]) -> History:
-        """Returns the history with the events and stays in ``rows`` and the spans in ``work``."""
+        """Rebuild a history. ``rows``: what the method ``rows`` yielded; ``work``: the spans."""
         found = cls()
         for row in rows:
             found.events.append([(name, time) for name, time in row["events"]])
@@ -107,7 +107,7 @@ class History:
 
 
 def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
-    """Yields the stays in the queue that begin and end in these events, without causes."""
+    """Yields the stays in the queue that begin and end within these events, with no causes."""
     since: Event | None = None
     for event in events:
         if event[0] == "scheduled" and since is not None:
@@ -118,9 +118,9 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Divide the waits ``added`` since the last report (seconds by cause) among the stays that
-    ended since. A stay after a preemption gets the preemption wait closest to its length; the last
-    such stay gets all that remain. Other stays get the waits with other causes."""
+    """Divide waits since the last report among the stays in the queue that ended since. added:
+    seconds by cause. A stay after a preemption gets the preemption cause whose wait is closest to
+    its length; the last one gets all that remain. Other stays get the other causes."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
@@ -177,8 +177,8 @@ class ProcessedWork:
                 self._counts[slot] = 0
 
     def spans(self, places: Mapping[str, int]) -> Cells:
-        """Returns all spans [n, 4], as in ``History.work``, in order of their first step.
-        ``places``: index of each request, by request id."""
+        """Returns the spans of all requests, in order of their first step, as rows of
+        ``History.work``. ``places``: index of each request, by request id."""
         self._close(range(len(self._ids)))
         found = [(places[name], *span) for name, *span in self._spans]
         found.sort(key=lambda span: (span[1], span[0]))

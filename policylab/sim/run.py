@@ -118,8 +118,8 @@ class Run:
 
     @property
     def not_own(self) -> str:
-        """Why the run has no figures: default answers or plans replaced those of the policy. Empty
-        if its figures are valid."""
+        """Why the run has no figures: some answers or plans of the policy were replaced by
+        defaults. Empty if none was."""
         faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
         reasons = []
         if faults:

@@ -149,8 +149,7 @@ class _WorstSearch:
         self._defaults = {name: choice(start, name) for name in self._knobs}
 
     def climb(self) -> Found:
-        """Search by hill climbing until its share of the time is up; returns the worst case
-        found."""
+        """Search by hill climbing for a share of the total time. Returns the worst case found."""
         best = here = self._tried(self._hunt.start)
         in_vain = 0
         while self._knobs and self._goes_on(SHARE_SEARCHED):
@@ -179,7 +178,7 @@ class _WorstSearch:
         return replace(best, num_tries=len(self._scores))
 
     def _simpler(self, case: WorstCase, name: str) -> Iterator[WorstCase]:
-        """Yield simpler cases: with the knob ``name`` at its start value or one value nearer to it;
+        """Yield simpler cases: with the knob ``name`` at its start value or one step nearer to it;
         for "num_requests", with fewer requests."""
         now = choice(case, name)
         if name == NUM_REQUESTS:
@@ -196,8 +195,8 @@ class _WorstSearch:
                 yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
 
     def _drawn(self, case: WorstCase, *, restarts: bool) -> WorstCase:
-        """A random valid case: a neighbour of ``case``, or with ``restarts`` a variant of the
-        hunt's start. If ``NUM_DRAWS`` draws are invalid, ``case`` or the start itself."""
+        """Return a random valid case: a neighbour of ``case`` or, with ``restarts``, a variant of
+        the hunt's start case. If ``NUM_DRAWS`` draws are invalid, returns the case to be varied."""
         dice, knobs = self._dice, self._knobs
         case = self._hunt.start if restarts else case
         for _ in range(NUM_DRAWS):
@@ -222,7 +221,7 @@ class _WorstSearch:
         return values[min(max(place, 0), len(values) - 1)]
 
     def _made(self, case: WorstCase, turned: Mapping[str, Any]) -> Iterator[WorstCase]:
-        """Yield the case with these knob values if it is valid; otherwise nothing."""
+        """Yield the case with the knobs ``turned`` to these values, or nothing if it is invalid."""
         try:
             for name, value in turned.items():
                 case = _with(case, name, value)

@@ -6,12 +6,12 @@ from engine.sched import Admission, Policy, Request, SchedView
 
 
 class PastFuture(Policy):
-    """Starts a request if the expected peak of future memory use fits. Order of arrival.
+    """Starts a request only if the estimated peak of memory use fits. Order of arrival.
 
-    The output length of a request is sampled from recently finished outputs that are longer than
-    its own so far; if there is none, the configured predictor is used.
+    Output lengths are sampled from recently finished outputs that are longer than the request's own
+    so far; if there is none, the configured predictor is used.
 
-    ``reserve``: share of the blocks left free for errors of the sample (0 to below 1).
+    ``reserve``: share of the KV blocks kept free for errors of the estimate (0 to below 1).
     """
 
     def __init__(self, reserve: float = 0.03) -> None:

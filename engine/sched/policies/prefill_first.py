@@ -1,4 +1,4 @@
-"""Prompts before decodes (Orca: Yu et al., OSDI 2022, as the first vLLM batched)."""
+"""Prompts before decodes, as in Orca (Yu et al., OSDI 2022) and in the first version of vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PrefillFirst(Policy):
     """While a prompt can run, only prompts run; decodes pause and keep their KV.
 
     The time to first token is short but the time between tokens long: the baseline that chunked
-    prefill improves upon. Order of arrival. Seats and KV memory limit how long decodes can pause.
+    prefill improves upon. Order of arrival. Decodes pause at most until seats or KV run out.
     """
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:

@@ -6,7 +6,7 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
 class Sarathi(Policy):
-    """Computes all decodes in each step, and fills it up with chunks of prompts. Order of arrival.
+    """Computes all decodes in each step, and fills it up with prompt chunks, in order of arrival.
 
     A decode therefore waits at most for a step of ``step_tokens`` tokens.
 

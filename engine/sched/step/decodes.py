@@ -1,10 +1,10 @@
 """Fast path for decodes that need no call of a policy hook or a resource.
 
 A running request is plain if it has one token left to compute and no resource watches it. If the
-policy overrides no hook for single requests, and the budget and the free blocks suffice for all
-decodes, all plain requests get their token at once, by numpy operations. Otherwise they get it one
-by one in the policy's order, and only their counts are updated at once. A serial request, which
-only one step in flight may contain, waits until its last token is known. The plans equal those of
+policy overrides no hook for single requests, and the token budget and the free blocks suffice for
+all decodes, all plain requests get their token at once, by numpy operations. Otherwise they get it
+one by one in the policy's order, and only their counts are updated at once. A serial request, of
+which only one step may be in flight, waits until its last token is known. The plans equal those of
 the general path.
 """
 
@@ -32,7 +32,7 @@ ROW_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
 class DecodeFastPath:
-    """Grants one token each to plain rows: decodes that no hook or resource must see."""
+    """Gives one token to each running decode for which no hook or resource must be called."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class DecodeFastPath:
         self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
-        """Grant a token to all plain rows at once and return True, if their order does not matter.
+        """Give a token to all plain rows at once and return True, if their order does not matter.
 
-        Their order may matter if a policy hook is called for single rows, or if tokens or blocks
-        are scarce. If it does, return False and mark the plain rows in ``table.plain``: they must
-        be granted through ``granter``. Few rows are not marked.
+        It may matter if a policy hook is called for single requests, or if tokens or blocks are
+        scarce. Then return False and mark the plain rows in ``table.plain``: they must get their
+        tokens through ``granter``. If there are few rows, they are not marked.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -99,8 +99,8 @@ class DecodeFastPath:
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
         """Return three masks over the running requests, and their numbers of computed tokens. The
-        masks: the decodes that can have a token; the plain rows among them; the serial rows that
-        wait for their last token (``None`` without resources)."""
+        masks: decodes that can have a token; the plain ones of these; serial requests that wait for
+        their last token (``None`` without resources)."""
         table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -115,8 +115,8 @@ class DecodeFastPath:
         return decode, plain, held, computed
 
     def _grant_few(self, step: Step) -> bool:
-        """Do ``grant_plain`` in a loop, for few rows. Returns False if the budget or the free
-        blocks do not suffice."""
+        """Do the work of ``grant_plain`` in a loop, for few requests. Returns False if the token
+        budget or the free blocks do not suffice."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
@@ -158,11 +158,11 @@ class DecodeFastPath:
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
-        """Get a block for each row in ``growing``, preempting other requests if none is free.
+        """Get a KV block for each row in ``growing``, preempting other requests if none is free.
 
-        ``rows``: the plain rows; ``held``: rows that wait for their last token. Rows are served in
-        rank order and cannot be preempted after their turn. Returns those of ``rows`` that can have
-        a token.
+        ``rows``: the plain rows; ``held``: serial rows, which wait for their last token. Blocks are
+        given in rank order; a row cannot be preempted after its turn. Returns those of ``rows``
+        that can have a token.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}
@@ -187,10 +187,10 @@ class DecodeFastPath:
         return kept
 
     def granter(self, step: Step) -> Callable[[Request], None]:
-        """Return a function that grants one token to a row marked by ``grant_plain``, unless the
-        row was offered its token or preempted in this step.
+        """Return a function that gives one token to a request marked by ``grant_plain``, unless it
+        was offered a token or preempted in this step already.
 
-        Call ``write_back`` after the last row: it advances the rows' counts.
+        Call ``write_back`` after the last request: it updates the counts.
         """
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered = table.considered.at
@@ -232,7 +232,7 @@ class DecodeFastPath:
         return True
 
     def write_back(self, step: Step) -> None:
-        """Advance the counts of the rows that were granted through ``granter``."""
+        """Update the counts of the requests that got a token from the function of ``granter``."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
             if not self._has_on_grant:
@@ -240,8 +240,8 @@ class DecodeFastPath:
             step.plain.clear()
 
     def rest(self, step: Step) -> list[Request]:
-        """Running requests that were not granted in bulk: decodes, then prompts, both in rank
-        order."""
+        """Running requests that this step has not offered a token yet: decodes, then prompts, both
+        in rank order."""
         rows = self._roster.running_rows.columns.rows
         if len(step.plain_rows) == len(rows):
             return []

@@ -36,8 +36,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Number of free blocks that a waiting ``req`` must leave to running prompts. 0 with a
-    configured watermark, or if there are too few blocks for all and no headroom is kept."""
+    """Number of free blocks that a waiting ``req`` must leave to running prompts. 0 if a watermark
+    is configured, or if there are too few blocks for all and ``keeps_headroom`` is False."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -48,7 +48,7 @@ def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """Number of blocks still needed by running prompts that the waiting ``req`` may not preempt."""
+    """Blocks still needed by those running prompts that the waiting ``req`` may not preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
@@ -57,7 +57,7 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 
 
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
-    """How many of ``num_tokens`` tokens a running request can get blocks for; at least 1.
+    """Limit a running request's next ``num_tokens`` tokens to the KV blocks it can get; at least 1.
 
     A prompt chunk is cut only if preemption cannot free enough blocks. Drafts are cut if their
     blocks would be needed by other requests.
@@ -79,9 +79,9 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 
 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
-    """Requests that may be preempted for ``req``: they hold blocks and were not offered tokens yet.
+    """Requests that ``req`` may preempt: they hold blocks and were not offered tokens in this step.
 
-    A running request that the policy has paused for several steps may always be preempted.
+    Every running request that was offered none for ``PAUSED_STEPS`` steps is included.
     """
     may_take = policy.outranks if req.is_waiting else policy.takes_blocks
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index

@@ -1,7 +1,7 @@
 """Streamed text for parsers that are generators.
 
-A parser yields events, and ``None`` where it needs more text. It can set ``mark`` to a position to
-which it may rewind: the text after the mark is kept.
+A parser yields events, and ``None`` where it needs more text. It may set ``mark`` to a position to
+which it can go back later; the text from there on is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TextSource:
         self.mark = self.at
 
     def give_back(self) -> int:
-        """Rewind to the mark and remove it. Returns the number of characters that were rewound."""
+        """Go back to ``mark`` and remove it. Returns the number of characters gone back."""
         assert self.mark is not None
         num = self.at - self.mark
         self.at, self.mark = self.mark, None
@@ -87,8 +87,8 @@ class TextSource:
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Match ``pattern`` at the position and skip the match; ``None`` if there is no match. The
-        pattern must also match each beginning of a text that it matches."""
+        """Match ``pattern`` at the position and move behind the match; ``None`` if there is no
+        match. The pattern must match not only complete texts but also each of their beginnings."""
         yield from self.peek()
         while True:
             match = pattern.match(self.text, self.at)
@@ -100,8 +100,8 @@ class TextSource:
         return match
 
     def standing(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """Return the first of ``literals`` that begins at position + ``offset``; "" if none
-        does."""
+        """Return the first of ``literals`` that the text has at the position + ``offset``; "" if it
+        has none there."""
         while True:
             rest = None
             for literal in literals:
@@ -126,8 +126,8 @@ class TextSource:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """Return the first of ``literals`` that follows white space at ``offset``; "" if none does,
-        ``END`` at the end of the answer."""
+        """Return the first of ``literals`` that comes after white space at ``offset``; "" if none
+        does, ``END`` if the answer ends first."""
         char, offset = yield from self.look(offset)
         if not char:
             return END
@@ -156,7 +156,7 @@ class Literals:
         return match
 
     def safe_end(self, source: TextSource) -> int:
-        """After ``search`` found nothing: the position before which no literal can begin."""
+        """The position before which no literal can begin. Call it after ``search`` found none."""
         end = len(source.text)
         if source.is_ended:
             return end

@@ -61,7 +61,7 @@ class Checker:
 
 
 class CheckerState:
-    """The state of checking one text. It cannot be used any more after a failure."""
+    """The state of checking one JSON text. It cannot be used any more after a failure."""
 
     __slots__ = ("buffer", "checker", "escape", "frame", "is_first", "mode", "options", "why")
 
@@ -85,8 +85,7 @@ class CheckerState:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes that the checker may refuse here, while it allows all others; ``None``: it may
-        refuse any byte."""
+        """The only bytes that the checker may refuse at this position; ``None`` for all bytes."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
@@ -100,8 +99,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """A text with fewer quotation marks than this is allowed here, unless it is invalid in any
-        JSON."""
+        """A valid JSON text with fewer quotation marks than this is allowed from here on."""
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():
@@ -112,8 +110,8 @@ class CheckerState:
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string or name which must not be repeated here. The caller
-        must check each: such a text is a dead end unless the grammar allows a longer string."""
+        """Texts that would make the current string or name equal to one that must not be repeated.
+        Each is a dead end unless the grammar allows a longer string; the caller must check this."""
         text, mode = self.buffer, self.mode
         if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []
@@ -126,8 +124,8 @@ class CheckerState:
         return [each[len(text) :] for each in taken if each.startswith(text)]
 
     def _taken(self) -> list[bytes]:
-        """Return the strings or names used here that must not be repeated; empty if the schema does
-        not limit which others may be used."""
+        """Return the strings or names that were used already and must not be repeated here; empty
+        if the schema does not limit what may be used instead."""
         frame = self.frame
         if self.mode == NAME:
             names = frame.names if frame.table.place.has_names and self.buffer else ()
@@ -193,7 +191,7 @@ class CheckerState:
         return at + 1 if mode == STRING else at
 
     def _name(self, data: bytes, at: int) -> int:
-        """Read bytes of a property's name, or spaces before it."""
+        """Check bytes of a property's name, or spaces before it. Returns the next index."""
         if self.buffer:
             return self._text(data, at)
         byte = data[at]
@@ -304,8 +302,8 @@ class CheckerState:
         return self._judged()
 
     def _learn(self, kind: str, word: Exact) -> bool:
-        """Begin a string, number or literal. word: the value of a literal. Returns False if no
-        value of this kind may begin here."""
+        """Record that a value of JSON type ``kind`` begins. word: its value, if it is a literal
+        such as true. Returns False if the schema allows no such value here."""
         # All digits begin the same kind, and a mask tries each of them.
         learned = self.frame.learned
         if (kind, word) not in learned:
@@ -314,8 +312,8 @@ class CheckerState:
         return not self.why
 
     def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
-        """Begin a value of this kind. Returns the frame after its beginning, the only texts that
-        the value may have (``None``: any), and why it must not begin ("" if it may)."""
+        """Begin a value of type ``kind``. Returns the new state of the enclosing object or array,
+        the only allowed texts (``None``: any), and why it is forbidden ("" if allowed)."""
         frame, ahead = self.frame, self.checker.ahead
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.table(kind).vector
@@ -389,8 +387,8 @@ class CheckerState:
     def _after_value(
         self, frame: ValueFrame, vector: Vector, value: Exact
     ) -> tuple[ValueFrame, str]:
-        """Return the frame after a value, and why the text cannot go on ("" if it can). vector: the
-        rules' verdicts on the value."""
+        """Return the state of the enclosing object or array after a value, and why the text is then
+        invalid ("" if it is valid). vector: the rules' verdicts on the value."""
         filled = with_news(frame.filled(vector, value))
         verdict = verdict_of(filled)
         if isinstance(verdict, str):
@@ -431,7 +429,7 @@ def _decoded(text: bytes) -> str | None:
 
 
 def _unescaped(text: bytes) -> bytes:
-    """Decode a string without an incomplete escape at its end."""
+    """Decode a JSON string that may be unfinished; an incomplete escape at its end is dropped."""
     quote = text[:1] if text.startswith(b'"') else b""
     rest = text[len(quote) :]
     for cut in range(7):

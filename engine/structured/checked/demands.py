@@ -1,7 +1,7 @@
-"""Makes functions (judges) that check the demands of a rule on a value while it is written.
+"""Makes functions ("judges") that check a value by one rule of its schema while it is written.
 
-A judge takes a ``ValueFrame`` or a ``Scalar``, and returns a verdict. The verdicts of the rules
-that were judged before are in ``verdicts`` of that argument.
+A judge takes the value's state, a ``ValueFrame`` or a ``Scalar``, and returns a verdict. The state
+has the ``verdicts`` of the rules that were judged before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Numbers = dict[Rule, int]  # the index of each rule of a place
 
 
 def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Judge, ...]:
-    """Make the functions that judge values of this kind by one rule, the cheap ones first."""
+    """Make the functions that check values of type ``kind`` by one rule, the cheap ones first."""
     found: list[Judge] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)
@@ -202,16 +202,16 @@ def _most_properties(most: int) -> Judge:
 
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
-    """Return the names of the properties whose values the rule limits; ``None`` if it may limit the
-    values of any property."""
+    """Return the names of the only properties whose values the rule limits; ``None``: it may limit
+    any property."""
     others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
     is_open = rule.members.patterns or any(each is not None for each in others)
     return None if is_open else tuple(rule.members.properties)
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Judge:
-    """Make a function that judges members or items by a rule. number: the rule's index; names: the
-    only properties that the rule limits (``None``: it may limit any)."""
+    """Make a function that judges an object or array by its members. number: index of the rule;
+    names: the only properties that the rule limits (``None``: it may limit any)."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -323,8 +323,8 @@ def _contains(rule: Rule, number: int) -> Judge:
 
 
 def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
-    """Make a function that fails if a member or item is invalid by the schema of ``keyword``, such
-    as ``unevaluatedItems``, and no other part of the rule evaluates it."""
+    """Make a function that fails if a member or item is invalid by the schema of ``keyword`` (such
+    as ``unevaluatedItems``) and is not evaluated by another part of the rule."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:
@@ -339,7 +339,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
 
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
-    """Whether a part of the rule that has not failed evaluates this member or item."""
+    """Whether another part of the rule evaluates this member or item; failed parts do not count."""
     if frame.may_contain(numbers[rule], key):
         return True
     waiting = _contributing(rule, numbers, frame)
@@ -367,7 +367,7 @@ def _contributing(rule: Rule, numbers: Numbers, frame: Any) -> list[Rule]:
 
 
 def names_members(rule: Rule) -> bool:
-    """Whether the rule limits the values of properties."""
+    """Whether a rule of the schema has subschemas for the properties of an object."""
     others = (rule.members.additional, rule.members.unevaluated)
     return bool(
         rule.members.properties or rule.members.patterns or any(each is not None for each in others)

@@ -41,8 +41,8 @@ class _FewReader:
         return self._at == len(self._text)
 
     def ways(self, *, is_outermost: bool = False) -> list[str]:
-        """Parse alternatives and list all their texts. Raises ``ManyError`` for an outermost ``|``,
-        which would separate the pattern's anchors too."""
+        """Parse alternatives and list all texts that they match. Raises ``ManyError`` if they are
+        many, or for a ``|`` outside all groups, which would separate the pattern's anchors."""
         found = self._sequence()
         while self._takes("|"):
             if is_outermost:

@@ -73,8 +73,8 @@ class CheckedMatcher:
         return tokens[: self.num_allowed(tokens)] if len(tokens) else tokens
 
     def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
-        """Clear the bits of tokens in ``state.pressing`` that are dead ends. Returns True if the
-        mask is then empty. before: the drafts before this mask."""
+        """Clear the bits of allowed tokens after which no token can follow. Returns True if no bit
+        is left. before: the drafts before the token that this mask is for."""
         if not (pressing := state.pressing):
             return False
         bits = words.view(np.uint32)

@@ -11,14 +11,13 @@ from engine.structured.checked.vocabulary import Skipped, Stops, Vocabulary
 
 
 class Following(Protocol):
-    """The state of a checker in a text, implemented by ``CheckerState`` and ``Located``."""
+    """The state of a JSON checker after some text, with which further bytes are checked."""
 
     why: str
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes that the checker may refuse here, while it allows all others; ``None``: it may
-        refuse any byte."""
+        """The only bytes that the checker may refuse at this position; ``None`` for all bytes."""
 
     @property
     def skips(self) -> bytes:
@@ -26,13 +25,12 @@ class Following(Protocol):
 
     @property
     def least_quotes(self) -> int:
-        """A text with fewer quotation marks than this is allowed here, unless it is invalid in any
-        JSON."""
+        """A valid JSON text with fewer quotation marks than this is allowed from here on."""
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string which must not be repeated here. The caller must check
-        each: such a text is a dead end unless the grammar allows a longer string."""
+        """Texts that would make the current string equal to one that must not be repeated. Each is
+        a dead end unless the grammar allows a longer string; the caller must check this."""
 
     @property
     def may_end(self) -> bool:
@@ -42,11 +40,11 @@ class Following(Protocol):
         """Return an independent copy."""
 
     def feed(self, data: bytes) -> bool:
-        """Check more bytes. Returns False, and sets ``why``, if no valid text begins so."""
+        """Check more bytes. Returns False, and sets ``why``, if the text so far is invalid."""
 
 
 class Narrowing:
-    """Searches a mask for forbidden tokens, by walking the tree of the tokens' bytes."""
+    """Finds tokens in a mask that a checker forbids, by walking the tree of the tokens' bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -54,8 +52,8 @@ class Narrowing:
         self.why = ""
 
     def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
-        """Return the token ids that the mask ``words`` allows and the checker forbids; ``why`` is
-        the reason for one of them. without: token ids to leave out."""
+        """Return the ids of tokens that the mask ``words`` allows and the checker forbids, and set
+        ``why`` to the reason for one of them. without: token ids to leave out."""
         skipped = Skipped(state.stops, state.skips, state.least_quotes)
         ranks = self._vocabulary.candidates(words, without, skipped)
         self._look(ranks, 0, state)
@@ -63,8 +61,9 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Check tokens and collect the forbidden ones. ranks: indices of the tokens in sorted
-        order; the first ``depth`` bytes of all these tokens are equal and were fed to ``state``."""
+        """Check tokens and collect the forbidden ones. ranks: indices of the tokens, sorted by
+        bytes. Their first ``depth`` bytes are equal, and ``state`` is the checker's state after
+        these bytes."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):
@@ -90,7 +89,7 @@ class Narrowing:
             at = after
 
     def _left(self, ranks: list[int], depth: int, state: Following) -> list[int]:
-        """Return the ranks of the tokens that have bytes after ``depth`` to be checked."""
+        """Return the ranks of the tokens whose bytes from ``depth`` on must be checked."""
         if state.stops is not None:
             last_stops = self._vocabulary.last_stops(state.stops).data
             return [rank for rank in ranks if last_stops[rank] >= depth]

@@ -106,7 +106,7 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _check_arrays(one: Schema, other: Schema) -> None:
-    """Raise ``SchemaError`` for items keywords of both schemas, unless these are only ``items``."""
+    """Raise ``SchemaError`` if both schemas limit array items, unless by ``items`` alone."""
     keys = {"items", "prefixItems", "unevaluatedItems"}
     if (
         (one.keys() | other.keys()) & keys != {"items"}
@@ -120,8 +120,8 @@ def _check_arrays(one: Schema, other: Schema) -> None:
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
-    """Return the merged properties. To a property that only one schema names, the other schema
-    applies its ``additionalProperties``."""
+    """Return the merged properties. A property that only one schema lists must also be valid by the
+    ``additionalProperties`` of the other."""
     if "unevaluatedProperties" in found and "additionalProperties" in found:
         raise SchemaError(
             "unevaluatedProperties next to additionalProperties is not enforced by xgrammar: leave "

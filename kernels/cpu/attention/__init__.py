@@ -48,36 +48,36 @@ def single_kernel(
 
 @cache
 def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Kernel for single query tokens in float32 arithmetic. sizes: bytes of a query and of a cache
-    element."""
+    """A kernel for sequences of one query token, in float32 arithmetic. sizes: bytes of a query
+    element and of a cache element."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single query tokens in bfloat16, which computes all heads together. how: a key of
-    ``paired.HOW`` that uses tiles."""
+    """A kernel for sequences of one query token in bfloat16, which multiplies all heads together.
+    group: query heads per KV head; how: a key of ``paired.HOW`` that uses tiles."""
     return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single query tokens in bfloat16. how: a key of ``paired.HOW`` that uses dot
-    products."""
+    """A kernel for sequences of one query token in bfloat16. group: query heads per KV head; how: a
+    key of ``paired.HOW`` that uses dot products."""
     return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single query tokens in bfloat16, if `tiled_single_kernel` does not support the
-    block and head size. how: a key of ``paired.HOW`` that uses tiles."""
+    """A kernel for sequences of one query token in bfloat16, for block and head sizes that
+    `tiled_single_kernel` does not support. how: a key of ``paired.HOW`` that uses tiles."""
     return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
 
 def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
-    """The kernel for sequences of several query tokens. Parameters are those of `single_kernel`."""
+    """The kernel for sequences of several query tokens, with the parameters of `single_kernel`."""
     if sizes == (2, 2) and paired is not None:
         return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
@@ -85,13 +85,13 @@ def chunk_kernel(
 
 @cache
 def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Kernel for several query tokens in float32 arithmetic."""
+    """A kernel for sequences of several query tokens, in float32 arithmetic."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for several query tokens in bfloat16. how: a key of ``paired.HOW``."""
+    """A kernel for sequences of several query tokens in bfloat16. how: a key of ``paired.HOW``."""
     return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
 
 
@@ -102,9 +102,9 @@ def paged_attention(
     variant: AttentionOptions,
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
-    """Paged attention on the CPU, see kernels.ops.paged_attention. q: contiguous, float32 or
-    bfloat16; sinks: float32. paired (for tests): how to multiply bfloat16, a key of
-    ``paired.HOW``."""
+    """Paged attention on the CPU; see kernels.ops.paged_attention. q: contiguous, float32 or
+    bfloat16; sinks: float32; paired: how to multiply bfloat16, a key of ``paired.HOW`` (for
+    tests)."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()

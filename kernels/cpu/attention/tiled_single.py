@@ -1,18 +1,19 @@
 """Attention for single query tokens in bfloat16, on processors with AMX tiles.
 
-Items and outputs are those of `kernels.cpu.attention.single`, where widening keys and summing
-across lanes take as long as reading memory. Here the left operand is a tile of 16 keys of a head,
-read directly from their block. The right operand has one query head per column. Up to 16 query
-heads share a tile of scores, to which each KV head adds the scores of its own query heads.
+Work items and outputs are those of `kernels.cpu.attention.single`, which spends as much time on
+widening keys and summing across lanes as on reading memory. Here the left operand is a tile of 16
+keys of a head, read directly from their block. The right operand has one query head per column. Up
+to 16 query heads share a tile of scores, to which each KV head adds the scores of its own query
+heads.
 
 So scores are [keys, query heads], and the softmax runs down columns. All scores of an item are
 stored before its values are read, in interleaved pairs of rows. Queries are not scaled, weights are
 rounded to bfloat16, and sums are float32. Results equal those of `kernels.cpu.attention.paired` bit
 for bit: products and sums have the same order.
 
-A *run* is 16 keys, and a *unit* is two runs, the keys of one tile of weights. Units are counted
-from the start of the stretch, so which keys are summed together depends only on their positions.
-Keys outside the item have weight zero and zero values."""
+A *run* is 16 keys, and a *unit* is the 32 keys of one tile of weights. Units begin at multiples of
+32 keys, so which keys are summed together depends only on their positions. Keys outside the item
+have weight zero and zero values."""
 
 from __future__ import annotations
 
@@ -48,14 +49,14 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def fits(head_dim: int, block: int, how: str | None) -> bool:
-    """True if ``how`` (a key of ``paired.HOW``) uses tiles, and head size and block size suit
-    them."""
+    """True if ``how``, a key of ``paired.HOW``, uses tiles, and they suit head size and block
+    size."""
     return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
 
 
 def tiled_single_body(head_dim: int, group: int, how: int):
-    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
-    head. how: a value of ``paired.HOW`` that uses tiles."""
+    """Make the function (see `kernels.cpu.native`) of `tiled_single_kernel`. how: a value of
+    HOW."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
 
     def body(row):
@@ -105,9 +106,9 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _turn(p, item, q, shape):
-    """Copy a token's queries to the columns of q [tile, pairs, 16]: query head h becomes column h %
-    16 of tile h // 16 + its KV head. So all heads of a tile share a KV head and a tile of scores (h
-    // 16). shape: (query heads per KV head, head size)."""
+    """Copy a token's queries to the columns of q [tile, pairs, 16]: query head h of KV head k
+    becomes column h % 16 of tile h // 16 + k, so that all columns of a tile have the same KV head.
+    shape: (query heads per KV head, head size)."""
     group, head_dim = shape
     heads = p[5] * group
     pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
@@ -119,7 +120,7 @@ def _turn(p, item, q, shape):
 
 @njit(**INLINE)
 def _place(p, item, places, head_dim):
-    """Write to `places` the address of each run of 16 keys of the item, in the first KV head. The
+    """Write to `places` the address of every 16th key of the work item, in the first KV head. The
     last address is repeated up to a multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
@@ -133,9 +134,9 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """Compute scores [key, query head] of all keys before `end`, and prefetch what is read next.
-    arrays: (q, scores); places: address of each run of 16 keys; heads: (number of KV heads, block
-    size); shape: (query heads per KV head, head size); soft: a literal."""
+    """Compute scores [key, query head] of all keys before `end`, and prefetch further keys or the
+    first values. arrays: (q, scores); places: address of every 16th key; heads: (number of KV
+    heads, block size); shape: (query heads per KV head, head size); soft: a literal."""
     q, scores = arrays
     (kv_heads, block), (group, head_dim) = heads, shape
     size, line = head_dim * _CELL, scores.shape[1] * 4
@@ -205,9 +206,9 @@ def _weigh(arrays, room, span, numbers, sums):
 
 @njit(inline="always")
 def _add(own, room, arrays, places, numbers, group, soft):
-    """acc[h] = weights of query head h @ values. room: address of scratch memory for two units of
-    32 values; arrays: (weights, acc, scratch memory for 16 values, 16 zeros); numbers: (span of the
-    item's keys, block size, padded number of query heads); soft: a literal."""
+    """acc[h] = weights of query head h @ values. room: address of scratch memory for 64 values;
+    arrays: (weights, acc, scratch memory for 16 values, 16 zeros); numbers: (span of the item's
+    keys, block size, padded number of query heads); soft: a literal."""
     weights, acc, edge, blank = arrays
     span, block, width = numbers
     kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
@@ -246,10 +247,10 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Copy the values of 32 keys (unit `u`) in one KV head, in pairs, to tiles at address `base`,
-    and prefetch those of the next head. span: (first, end) of the item's keys; rooms: (scratch
-    memory for 16 values, 16 zeros); numbers: (offset of values from keys, block size, first
-    column)."""
+    """Copy the values of 32 keys of a KV head to tiles at address `base`, in pairs, and prefetch
+    those of the next head. u: number of the 32 keys; span: (first, end) of the item's keys; rooms:
+    (scratch memory for the values of 16 keys, as many zeros); numbers: (offset of values from keys,
+    block size, first column)."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):
@@ -270,8 +271,8 @@ def _pair_up(base, places, u, span, rooms, numbers):
 
 @njit(**INLINE)
 def _keep(source, low, high, edge):
-    """Copy rows [low, high) of the 16 values at address `source` to `edge`; its other rows become
-    zero."""
+    """Copy the values of keys [low, high) of the 16 keys at address `source` to `edge`, and zeros
+    for the other keys."""
     values = u16(source, edge.shape)
     for i in range(_RUN):
         row, kept = values[i], edge[i]
@@ -284,8 +285,8 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Copy 64 columns of sums from tiles 0 to 3 to `acc`, from column `column` on, in the usual
-    order of columns. room: scratch memory; rows: (first row of `acc`, number of rows)."""
+    """Copy a product of 64 columns from tiles 0 to 3 to `acc`, from `column` on, in original order.
+    room: scratch memory; rows: (first row of `acc`, number of rows)."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)
@@ -297,8 +298,7 @@ def _leave(own, room, acc, rows, column, soft):
 
 @njit(**INLINE)
 def _order(source, target, head_dim):
-    """Copy up to 64 float32 from `source` to `target` in their original order: `interleave16` puts
-    the first four of each eight columns before the others."""
+    """Copy up to 64 float32 from `source` to `target`, undoing the order of `interleave16`."""
     num = min(head_dim // _STEP, 2)
     parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
     for n in range(num):

@@ -224,8 +224,8 @@ def _requests_of(subject: Subject) -> tuple[object, ...]:
 
 
 def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
-    """For each figure, its difference between two single runs. Without an interval, the verdict can
-    only be "equal" or "undecided"."""
+    """For each figure, its difference between two single runs. As a single pair gives no confidence
+    interval, the verdict can only be "equal" or "undecided"."""
     found = {}
     for name in NAMES:
         one, other = ours.value(name), theirs.value(name)

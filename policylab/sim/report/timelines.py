@@ -156,7 +156,7 @@ def _gantt(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
-    """A bar chart of preemptions per hundred steps, grouped by KV pool usage."""
+    """A bar chart of preemptions per hundred steps by KV pool usage. place: index of the run."""
     run = subject.run
     if run.steps is None or run.history is None or not len(run.steps):
         return
@@ -177,7 +177,7 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def promises(subject: Subject) -> bool:
-    """True if the run's policy is VTC, which bounds the service gap between users."""
+    """True if the run's policy bounds how far the service of users differs: only VTC does."""
     return subject.run.policy.partition("(")[0] == "vtc"
 
 

@@ -1,8 +1,8 @@
 """Random lengths of prompts and outputs, in tokens.
 
 The length distribution of a trace is given by quantiles, with the logarithm of the length linear in
-between. The shortest length extends the line from P25 to P5 down to P0. A value for P99.9, and if
-needed one for P97, are chosen so that the mean is that of the trace."""
+between. The shortest length (P0) continues the line from P25 to P5. P99.9, and if needed P97, are
+chosen so that the distribution has the mean of the trace."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class Quantiles:
     def _solved(
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
-        """Find the x between ``low`` and ``high`` at which the increasing function ``mean_at``
-        gives the trace's mean; if there is none, the nearer end. ``else_`` is returned instead if
-        it also fits."""
+        """Find the x in [low, high] at which the increasing function ``mean_at`` equals the trace's
+        mean; if there is none, the nearer end. Returns ``else_`` instead if ``mean_at(else_)``
+        fits."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):
