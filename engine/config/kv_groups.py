@@ -31,8 +31,8 @@ class Group:
         return max(0, position - self.window + 1) // block_size
 
     def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
-        """Indexes of table entries that are not null and that no query at ``position`` or later
-        reads."""
+        """Range of table indices whose blocks can be freed, since no query at ``position`` or later
+        reads them."""
         before = first = min(self.first_needed(position, block_size), len(table))
         while first and table[first - 1] != NULL_BLOCK:
             first -= 1

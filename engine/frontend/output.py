@@ -385,8 +385,8 @@ class RequestState:
         self._num_running -= 1
 
     def note(self, index: int, report: Started | Finished) -> None:
-        """Store the latest report on one sequence, and sum the request's metrics over its
-        sequences."""
+        """Store the latest report on the sequence ``index``, and update the request's metrics,
+        which are sums over its sequences."""
         self._reports[index] = report
         metrics, every = self.metrics, self._reports.values()
         metrics.num_preemptions = sum(each.num_preemptions for each in every)

@@ -80,7 +80,7 @@ class PrefixEnds:
         return bare
 
     def _lost(self, chain: Sequence[bytes], num_found: int) -> PrefixEnd | None:
-        """Return the reason if the block after the hit was evicted, ``None`` if it was not."""
+        """Return the reason if the block after the prefix hit was evicted, otherwise ``None``."""
         cache, next_block = self._cache, chain[num_found : num_found + 1]
         if len(self._groups) == 1:
             age = cache.evictions.age(next_block[0])

@@ -49,7 +49,7 @@ class RMSNorm:
         self.add_one = add_one
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, H] -> a new tensor [N, H]."""
+        """Return the RMS norm of the vectors x [N, H], as a new tensor."""
         return kernels.rms_norm(x, self.weight, self.eps, add_one=self.add_one)
 
 
@@ -65,8 +65,8 @@ class ResidualNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [N, H] -> (input of the next sublayer, new residual stream), both [N, H].
-        ``residual`` is ``None`` before the first sublayer."""
+        """Add x [N, H] to the residual (``None`` before the first sublayer) and normalise. Returns
+        the next sublayer's input and the new residual, both [N, H]."""
         norm = self.norm
         if norm is None:
             total = x if residual is None else x + residual
@@ -100,8 +100,8 @@ class Attention:
         kv_layer: torch.Tensor,
         wanted: Wanted | None = None,
     ) -> torch.Tensor:
-        """x [N, H] -> [N, H], or [R, H] for the R wanted tokens. Writes K and V of all N tokens to
-        ``kv_layer``."""
+        """Compute the attention sublayer: x [N, H] -> [N, H], or [R, H] for the R tokens in
+        ``wanted``. Writes K and V of all N tokens to ``kv_layer``."""
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
@@ -140,7 +140,7 @@ class MixtureOfExperts:
         self.renormalize = renormalize
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, H] -> [N, H]. Tokens are grouped by expert, so each expert runs once."""
+        """Mixture of experts: x [N, H] -> [N, H]. Each expert runs once, on all its tokens."""
         weights, chosen = self.route(x)
         order = chosen.flatten().argsort(stable=True)  # [N * top_k], by expert
         rows = order // self.top_k

@@ -442,8 +442,8 @@ def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
 
 
 def _empty(schemas: list[Schema]) -> set[str]:
-    """The JSON types that no value can have, because the schemas' minimum exceeds their maximum,
-    for a number or for the length of a string."""
+    """The JSON types without valid values: a minimum exceeds a maximum, for numbers or for the
+    length of strings."""
     found: set[str] = set()
     if _is_empty(schemas, ("minLength",), ("maxLength",)):
         found.add("string")

@@ -66,8 +66,8 @@ class ObserverGuard:
         self._is_reported = False
 
     def run(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """Call the observer and return its result; ``None`` if it fails or was stopped by a
-        failure."""
+        """Call the observer and return its result; ``None`` if it fails, or failed before and was
+        stopped."""
         if self.is_stopped:
             return None
         try:

@@ -280,8 +280,8 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """True if ``req`` may preempt ``other``. Called for a waiting ``req`` if
-        ``waiting_may_preempt`` is set, and by the default ``takes_blocks`` for a running one."""
+        """True if ``req`` may preempt ``other``. ``req`` is waiting (with ``waiting_may_preempt``),
+        or runs and lacks blocks (from the default ``takes_blocks``)."""
         return self.precedes(req, other)
 
     def takes_blocks(self, req: Request, other: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Step: the state of a step while it is planned: its budgets, and the tokens granted so far."""
+"""The state of a step while it is planned: its budgets, and the tokens granted so far."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Start over with step number ``index`` and a budget of ``max_tokens`` tokens."""
+        """Reset this state for step ``index``, with a budget of ``max_tokens`` tokens."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -116,7 +116,7 @@ class Step:
         return Cause.POLICY if self.num_free_seats else Cause.SEATS
 
     def close(self, cause: str) -> None:
-        """Close admission for this step, for this cause."""
+        """Admit no further waiting request in this step. ``cause``: the reason to report."""
         if self.admission_open:
             self.admission_open, self.closed_by = False, cause
 
@@ -127,9 +127,9 @@ class Step:
     def record(
         self, req: Request, num_tokens: int, *, is_new: bool, is_prompt: bool, samples: bool
     ) -> None:
-        """Record that the request is granted ``num_tokens`` tokens. ``is_new``: it starts with
-        them; ``is_prompt``: it was still in its prompt; ``samples``: its next token is sampled
-        after them."""
+        """Record that the request is granted ``num_tokens`` tokens. ``is_new``: it starts in this
+        step; ``is_prompt``: it is still computing its prompt; ``samples``: a token is sampled for
+        it."""
         self.tokens_left -= num_tokens
         self.grants.append((req, num_tokens))
         if is_prompt:

@@ -297,8 +297,8 @@ def with_system_in_user(messages: Messages) -> Messages:
 
 
 def with_some_user(messages: Messages) -> Messages:
-    """If there is no user message, insert an empty one, or turn the system message into one if it
-    is the only message."""
+    """If there is no user message, insert an empty one; a lone system message becomes a user
+    message."""
     roles = {message["role"] for message in messages}
     if "user" in roles:
         return messages

@@ -1,9 +1,7 @@
-"""KeptDrafts: which tokens have KV of the draft model, by sequence and by block.
+"""Records which tokens have KV of the draft model, for each sequence and each block.
 
-A prefix hit is valid for the model and the draft model, since they use the same block numbers. But
-the draft model computes a sequence only when it drafts for it. Therefore it first computes the
-tokens that it lacks, which may include those of a prefix hit.
-"""
+The draft model uses the block numbers of the model, but it computes a sequence only to draft for
+it. Before that it must compute all tokens that it lacks, even those of a prefix hit."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ class KeptDrafts:
 
 
 def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
-    """A plan's changes to block tables of the first KV group: slots, indices in the tables, block
+    """Return a plan's changes to block tables of the first KV group: slots, table indices, block
     numbers."""
     columns = (plan.block_slots, plan.block_indices, plan.block_ids)
     if plan.block_groups is None:

@@ -65,7 +65,7 @@ def _grammars(
 ) -> Iterator[NamedGrammar]:
     """Yield the grammar under this name, then the grammars that it refers to.
 
-    is_spacing: if the grammar has a whitespace pattern, enforce only this pattern."""
+    is_spacing: enforce only the grammar's whitespace pattern, if it has one."""
 
     def of_value(schema: Any, name: str) -> NamedGrammar:
         if is_spacing and grammar.whitespace is not None:

@@ -189,11 +189,10 @@ class StepKind(NamedTuple):
 
 
 def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepKind]:
-    """Steps that together launch every kernel variant, for any number of heads.
+    """Return kinds of steps that together launch every variant of the kernels.
 
-    Kernels differ by the next power of two of a chunk's rows (tokens x query heads per KV head), by
-    the number of tokens (experts, quantised products), and by the number of parts into which keys
-    are split, which depends on the number of sequences and their lengths."""
+    Variants depend on the number of tokens, the query rows of a prompt chunk, and the number of
+    parts into which the keys of sequences are split."""
     most = min(max_num_tokens, max_model_len)
     powers = [1 << bit for bit in range(max_num_tokens.bit_length())]
     rows = [1 << bit for bit in range(MAX_PREFILL_ROWS.bit_length())]

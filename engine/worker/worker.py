@@ -67,7 +67,7 @@ logger = logging.getLogger("engine.worker")
 class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Executor``.
 
-    ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's half of each
+    ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's part of each
     feature."""
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelWorker:
         return self._layout
 
     def load(self) -> ModelFacts:
-        """Load the weights and allocate the tables of the slots. Raises ``ConfigError``."""
+        """Load the weights and allocate memory for the requests' state. Raises ``ConfigError``."""
         config, platform, sched = self.config, self.platform, self.config.scheduler
         is_cpu, device = platform.shares_memory, platform.device.type
         dtype = compute_dtype(config.model, self._info, device)
@@ -304,7 +304,7 @@ class ModelWorker:
             feature.allocate(num_blocks)
 
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Sizes of the graphs to record, ascending: rows of decode steps, tokens of mixed steps."""
+        """Sizes of the graphs to record: rows of decode steps, tokens of steps with prompts."""
         gpu, sched = self.config.gpu, self.config.scheduler
         if not self.driver.runner.machine.model.can_be_recorded:
             return [], []

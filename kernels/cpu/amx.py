@@ -32,9 +32,9 @@ _TILE = ROWS * ROW_BYTES
 
 
 def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
-    """Return the signature and the code generator of a tile operation. given: all argument types,
-    those in `literals` must be literals, and the last one is the literal `soft`. If it is true,
-    calls of `soft_body` are generated, otherwise AMX instructions by emit(builder, args)."""
+    """Return the signature and the code generator of a tile operation. given: types of all
+    arguments, of which those in `literals` must be literals; the last argument is `soft`. If it is
+    true, `soft_body` is called, otherwise emit(builder, args) generates AMX instructions."""
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     is_soft = literals[-1].literal_value
@@ -101,7 +101,7 @@ def zero(typing_context, state, tile, soft):
 
 @intrinsic(prefer_literal=True)
 def load(typing_context, state, tile, address, stride, soft):
-    """tile[row] = the 64 bytes at address + row * stride."""
+    """Load a tile: each row is read as 64 bytes from address + row * stride."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloadd64"
@@ -112,7 +112,7 @@ def load(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def load_once(typing_context, state, tile, address, stride, soft):
-    """Like `load`, for data that is read only once: it evicts no other data from the cache."""
+    """Load a tile like `load`, but without evicting other data from the cache."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloaddt164"

@@ -1,7 +1,6 @@
 """Edits of logits on the CPU; see `kernels.reference.logits`. Logits are contiguous float32.
 
-Skips rows without options and, for penalties, blocks of the vocabulary with no token that
-occurred."""
+Skips rows without options. Penalties skip parts of the vocabulary of which no token occurred."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ class Kernel:
         return text
 
     def run(self, threads: int, *parameters: int) -> None:
-        """Run the body with up to ``threads`` threads. The body finds ``parameters[0]`` at index 1
-        of its parameters, after the item counter."""
+        """Run the body with up to ``threads`` threads. Its array of parameters has the item counter
+        at index 0, and ``parameters`` from index 1 on."""
         if threads > TEAM.size:
             TEAM.grow(threads)
         if not self._address:

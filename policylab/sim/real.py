@@ -177,7 +177,7 @@ class _RealRun:
         }
 
     def finish(self) -> Run:
-        """Serve all requests to their ends."""
+        """Serve the run until all its requests have ended, and return its results."""
         source, engine = self._source, self._engine
         tokens_of([Span("", 1)])  # draws the table of all texts before the clock starts
         self._start = self._clock()

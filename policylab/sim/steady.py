@@ -6,12 +6,12 @@ such that the rest has the smallest standard error of its mean. This is done for
 token and for the number of requests in the engine at each arrival; the longer warm-up is used.
 
 *Overloaded*: the queue grows without end, so means would depend on the length of the run. The
-arrivals after the first fifth are divided into eight parts. The run is overloaded if the mean
-number of requests in the engine is larger in the later part in at least 24 of the 28 pairs of
-parts, and grows from the first part to the last by at least 6 % of the arrivals in between. (At 1.1
-times the capacity it grows by 9 %.) The same test, with thresholds of 15 %, or 50 % for 20 to 79
-requests, is made for each tier, user and priority, and for the quarters of requests with the
-longest prompts and outputs: a scheduler may starve a class while the whole queue hardly grows.
+arrivals after the first fifth are divided into eight parts. The mean number of requests in the
+engine must be larger in the later part in at least 24 of the 28 pairs of parts, and must grow from
+the first part to the last by at least 6 % of the arrivals in between. (At 1.1 times the capacity it
+grows by 9 %.) The same test, with thresholds of 15 %, or 50 % for 20 to 79 requests, is made for
+each tier, user and priority, and for the quarters of requests with the longest prompts and outputs:
+a scheduler may starve a class while the whole queue hardly grows.
 
 *Backlog*: all requests arrived at once, or much faster than any scheduler could serve them. All
 requests count, up to the last token."""
@@ -132,7 +132,7 @@ def _starves(inside: Floats) -> bool:
 
 
 def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
-    """The classes of requests that a scheduler may starve: description, and mask [requests]."""
+    """Yield a description and a mask [requests] for each class of requests that may starve."""
     columns = [(f"of {kind}", requests.text(kind)) for kind in ("tier", "user")]
     columns.append(("of priority", requests.counts("priority")))
     for name, column in columns:

@@ -100,8 +100,8 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
-    """The setup with many seats, so that requests get tokens in bulk; sometimes long prompts are
-    split into small chunks."""
+    """The setup with room for many running requests, and sometimes with long prompts split into
+    small chunks."""
     threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
     config = replace(
         setup.config,
@@ -238,8 +238,7 @@ class RequestMaker:
         return self.shared[:common] + rest
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """Random sampling parameters: stop tokens, and sometimes prompt logprobs, which exclude
-        prefix hits."""
+        """Random sampling parameters: stop tokens, and sometimes prompt logprobs."""
         rng = self.rng
         stops = []
         if "stops" in self.features:
@@ -330,8 +329,7 @@ def draw_troubles(
 
 
 def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
-    """Events that abort most requests with remote KV soon after arrival, while their KV is loading
-    or the load still waits for steps in flight."""
+    """Abort events for most requests that load remote KV, soon after their arrival."""
     return [
         Abort(at=event.at + rng.randint(1, 4), request_ids=[event.request.request_id])
         for event in events

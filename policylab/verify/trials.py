@@ -122,7 +122,7 @@ def _with_way_out(failure: TrialFailure) -> str:
 
 
 def statements(policy: Policy) -> dict[str, str]:
-    """The policy's ``by_design``: reasons by failure. Raises ``ConfigError`` if it is invalid."""
+    """Check and return the policy's ``by_design``. Raises ``ConfigError`` if it is invalid."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
         raise ConfigError(
@@ -242,7 +242,7 @@ def of_fcfs(kind: CrowdKind, num_users: int) -> SeenState:
 
 
 def names_in(policy: Any) -> tuple[str, ...]:
-    """Words in the policy's code that may be user names with special treatment."""
+    """User names that the policy may treat specially: words found in its code."""
     found: dict[str, None] = {}
     cls = type(find_policy(policy, {})) if isinstance(policy, str) else policy
     for base in (cls if isinstance(cls, type) else type(cls)).__mro__:
@@ -383,8 +383,8 @@ def _differs(
 
 
 def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> str:
-    """Text on which parts of the environment the plans depend, found by varying one part at a
-    time."""
+    """Text on which parts of the environment change the policy's plans, found by varying one part
+    at a time."""
     causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:

@@ -43,8 +43,8 @@ class QuantizedModules:
         )
 
     def tensors(self, part: TargetPart) -> dict[str, str]:
-        """Map the suffixes of a quantised weight's tensors, such as ``qweight``, to their names.
-        Raises ``ModelError`` if a tensor is missing or has a wrong shape or type."""
+        """Return the names of the checkpoint tensors that store a quantised weight, by suffix, such
+        as ``qweight``. Raises ``ModelError`` if one is missing or has a wrong shape or type."""
         module, found = module_of(part), {}
         for field in self._form.fields(module, matrix_shape(part)):
             name = self._find(module, field)

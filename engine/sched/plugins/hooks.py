@@ -203,8 +203,8 @@ class PolicyGuard(Policy):
         return ", ".join(self._label[hook] for hook in hooks) + why
 
     def overrule(self) -> Policy:
-        """The default policy, but with the present ranks, for a step in which this policy schedules
-        nothing."""
+        """The default policy with the requests' present ranks, for a step in which this policy
+        schedules nothing."""
         return _Overruled()
 
     def take_rerank(self) -> bool:
@@ -454,7 +454,7 @@ class PolicyGuard(Policy):
     _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """Call a hook of the policy; if it is missing or fails, the default policy's hook."""
+        """Call a hook of the policy or, if it is missing or fails, of the default policy."""
         if hook in self._in_use:
             answer = self._call(hook, wrong, *args)
             if not self._failed:
@@ -503,7 +503,7 @@ class PolicyGuard(Policy):
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Return an error text if ``answer`` has not one rank per request, else ``None``."""
+        """Return an error text unless ``answer`` has exactly one rank per request."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)

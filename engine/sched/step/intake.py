@@ -127,8 +127,8 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
 
 
 class TimerKind(Enum):
-    """What a timer does: wake a deferred request, or end one that has not started, or not finished,
-    by its deadline."""
+    """What a timer does: wake a deferred request, or end a request that missed its deadline to
+    start or to finish."""
 
     WAKE = "wake"
     START_BY = "started"

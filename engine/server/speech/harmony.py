@@ -149,7 +149,7 @@ class HarmonyParser:
         return recipient is None or recipient[1] in ROLES
 
     def _header(self) -> Waits[HarmonyHeader]:
-        """Parse the header at the source's position."""
+        """Parse the message header that begins at the current position."""
         source = self._source
         begin = source.at
         yield from source.accept(self._start)

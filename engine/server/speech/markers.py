@@ -50,7 +50,7 @@ class Markers:
         return text in self._signs
 
     def read(self, text: str) -> str:
-        """Replace each marker in a text by its character, if it is a token."""
+        """Replace each marker that is a single token by its character in the text."""
         for marker, sign in self._signs.items():
             text = text.replace(marker, sign)
         return text

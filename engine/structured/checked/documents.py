@@ -121,8 +121,8 @@ class Document:
             waiting.extend((part, resource) for part in parts(each))
 
     def _entered(self, schema: Schema, resource: SchemaResource) -> SchemaResource:
-        """Return the resource that a schema inside ``resource`` belongs to: a new one if it has an
-        ``$id``."""
+        """Return the resource to which a schema inside ``resource`` belongs: a new one if the
+        schema has an ``$id``."""
         named = schema.get("$id", schema.get("id") if resource.draft <= 4 else None)
         is_hidden = resource.draft <= 7 and "$ref" in schema
         if not isinstance(named, str) or is_hidden:

@@ -119,7 +119,7 @@ class _TooManyError(Exception):
 
 
 class _SchemaWriter:
-    """Writes one document; implements ``arrays.Writes``."""
+    """Rewrites one JSON schema document for llguidance."""
 
     def __init__(self, schema: Any, order: Order, *, is_lenient: bool, is_closed: bool) -> None:
         self._reader = SchemaReader(Document(schema), is_lenient=is_lenient)
@@ -292,7 +292,7 @@ class _SchemaWriter:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Return schemas that together allow exactly these values, if free in any order."""
+        """Return schemas that allow exactly these values, in any property order if that is free."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]

@@ -82,7 +82,7 @@ class _WrittenPart(NamedTuple):
 
 
 class _PatternReader:
-    """Rewrites a pattern from left to right."""
+    """Reads a regular expression from left to right and rewrites it for xgrammar."""
 
     def __init__(self, pattern: str, is_proved: bool) -> None:
         self._text = pattern
@@ -171,7 +171,7 @@ class _PatternReader:
         return int(low), most
 
     def _atom(self) -> _WrittenPart:
-        """Read one character, class or group."""
+        """Read the next character, class or group of the pattern."""
         if self._takes("("):
             return self._group()
         if self._takes("["):
@@ -214,7 +214,7 @@ class _PatternReader:
         return without(ALL, found) if is_negated else found
 
     def _one(self) -> Ranges:
-        """Read one character, or the class of an escape."""
+        """Read one character or escape, and return the characters that it matches."""
         if self._at >= len(self._text):
             raise self.refusal("leaves a class open")
         char = self._here()

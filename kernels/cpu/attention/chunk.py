@@ -121,9 +121,9 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 @njit(**INLINE)
 def row_address(start, index, head, p, size):
-    """Byte offset of a token's query heads of KV head `head` in the queries or the output. The
-    token has this index in the sequence that starts at row `start`. size: bytes of these query
-    heads."""
+    """Byte offset, in the queries or the output, of a token's query heads that share KV head
+    `head`. start: row of the sequence's first token; index: of the token in the sequence; size:
+    bytes of these query heads."""
     return ((np.int64(start) + index) * p[5] + head) * size
 
 
@@ -187,7 +187,7 @@ def _gather_values(p, seq, head, span, values, cell):
 
 @njit(**INLINE)
 def _turn(source, keys, cell):
-    """Copy keys [num, head_dim] at address `source` to the columns of `keys`."""
+    """Copy keys [num, head_dim] at `source` to the columns of `keys`. cell: bytes of a number."""
     k = np.empty(keys.shape[0], np.float32)
     for j in range(keys.shape[1]):
         read_cells(source + j * keys.shape[0] * cell, k, cell)

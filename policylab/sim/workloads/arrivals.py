@@ -213,8 +213,8 @@ class Burst(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Arrivals):
-    """Arrivals like those of a recorded trace with ``natural`` requests per second. Another rate
-    plays the whole pattern faster or slower."""
+    """The arrival pattern of a recorded trace, which has ``natural`` requests per second. For
+    another rate the pattern is played faster or slower."""
 
     natural: float
 

@@ -19,7 +19,7 @@ class TwoUsers(OpenLoop):
     """Two users, ``calm`` and ``flood``, with requests of the same lengths; the user ``flood``
     sends ``self.flood`` times as many as ``calm``.
 
-    Under overload a fair policy gives both the same service, unless a user requests less."""
+    Under overload a fair policy serves both users equally, if both send enough."""
 
     kind: ClassVar[str] = "two-users"
 
