@@ -56,9 +56,8 @@ def new_name(name: str) -> str | None:
 
 
 def find_moved_modules() -> None:
-    """Register the former names with the import system.
+    """Make the import system find modules by their former names.
 
-    They come before all other finders, because an upgrade may leave directories with compiled files
-    at the old places, which would be found as empty packages.
-    """
+    The finder comes before all others, because an upgrade may leave directories with compiled files
+    at the old places, which would be imported as empty packages."""
     sys.meta_path.insert(0, MovedModules())

@@ -9,8 +9,8 @@ from policylab.verify.halves import WRONG, DelayedMatcher, Guide, Halves, NoGuid
 
 
 class SimulatedHalves:
-    """Makes the scheduler-side resources of the real drafters and grammars that a case uses.
-    Compiled grammars are shared by all runs."""
+    """Makes the real drafters and grammars of a case for the scheduler. All runs share the compiled
+    grammars."""
 
     def __init__(self) -> None:
         self._compiler = make_compiler(small_tokenizer, VOCAB_SIZE)
@@ -23,7 +23,7 @@ class SimulatedHalves:
         return Halves(resources, self._guide)
 
     def _guide(self, add: AddRequest) -> Guide:
-        """A matcher of the request's grammar for the checker, separate from the scheduler's own."""
+        """Make a matcher of the request's grammar for the checker; the scheduler has its own."""
         if add.grammar is None or add.grammar == WRONG:
             return NoGuide()
         return self._compiler.submit(add.grammar, add.eos_token_ids).wait()

@@ -117,9 +117,8 @@ class InprocClient(CoreClient):
         return self._live().is_idle
 
     def next_work(self, num_moved: int) -> Work:
-        """Return ``"prefill"`` if the next step may compute prompt tokens, else ``"decode"``.
-        ``num_moved``: requests that got output tokens in the last step; if more are running, some
-        still compute their prompts."""
+        """Return the kind of the next step: ``"prefill"`` if it may compute prompt tokens, else
+        ``"decode"``. ``num_moved``: number of requests that got output tokens in the last step."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 

@@ -1,4 +1,4 @@
-"""Renders conversations to prompts, in text processes where the engine has some."""
+"""Renders conversations to prompts, in text processes if the engine has any."""
 
 from __future__ import annotations
 

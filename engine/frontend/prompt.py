@@ -459,10 +459,10 @@ class PromptEncoder:
         return started
 
     def encode(self, text: str, is_cut: bool, started: StartedIds) -> list[int]:
-        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or is too long
-        and the request does not allow truncation (``is_cut``).
+        """Tokenise a text. Raises ``RequestError`` if that fails, or if the text is too long.
+        is_cut: the request allows truncation, so a long text is no error.
 
-        ``started``: what ``start`` returned for this text; if not ``None``, its result is
+        ``started``: what ``start`` returned for this text; unless ``None``, its result is
         returned."""
         if self._tokenizer is None:
             raise RequestError(
@@ -500,8 +500,8 @@ class PromptEncoder:
         return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
 
     def _encode_together(self, texts: dict[int, str], started: list[StartedIds]) -> None:
-        """Tokenise all texts and put the results into ``started``, at the texts' keys. If one text
-        is invalid, nothing is put there, and ``encode`` will raise the error of that text."""
+        """Tokenise texts in one call and put finished futures into ``started``, at the texts' keys.
+        If a text is invalid, nothing is put there, and ``encode`` will raise the text's error."""
         if self._tokenizer is None or not texts:
             return
         try:
@@ -524,8 +524,7 @@ class PromptEncoder:
             return None
 
     def _fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens in a text; 0 if the text is clearly short
-        enough."""
+        """A lower bound of the number of tokens in a text, from its length; 0 for a short text."""
         if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
             return 0
         most_chars = self._tokenizer.max_chars_per_token

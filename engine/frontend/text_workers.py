@@ -5,8 +5,7 @@
 
 Each process has a thread that sends it batches of tasks and receives the answers. When a process
 dies or hangs, its thread starts another and sends the tasks again, one at a time, to find the input
-that causes the crash. An input fails once it has caused ``MAX_DEATHS`` crashes.
-"""
+that causes the crash. An input fails once it has caused ``MAX_DEATHS`` crashes."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Task(ABC):
 
     @abstractmethod
     def is_wanted(self) -> bool:
-        """False if the result is no longer needed."""
+        """True while the task's result is still needed."""
 
     @abstractmethod
     def job(self, process_number: int) -> Job:
@@ -137,10 +136,10 @@ class PromptTask(Task):
 
 
 class TextPool:
-    """``size`` tokenizer and ``size`` detokenizer processes. Thread-safe.
+    """A pool of ``size`` tokenizer and ``size`` detokenizer processes. Thread-safe.
 
-    A process is killed if a batch takes longer than ``hang_seconds`` plus its bytes divided by
-    ``slowest`` (bytes per second). A failed start is tried again after ``retry_seconds``. Futures
+    For a batch of b bytes, a process may take ``hang_seconds`` + b / ``slowest`` seconds; then it
+    is killed. A process that could not be started is tried again after ``retry_seconds``. Futures
     raise ``RequestError`` for an input that cannot be processed, ``RefusedError`` while no process
     can be started, and ``EngineDeadError`` once the pool is closed."""
 
@@ -248,8 +247,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Return tasks to the front of the queue. If the first one caused a crash, all tasks with
-        its owner go to the end."""
+        """Return tasks to the front of the queue. If the first of them has crashed a process, all
+        tasks of its owner go to the end of the queue."""
         with self.lock:
             tasks = [*tasks, *self._tasks]
             culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
@@ -477,7 +476,7 @@ class TextWorker:
         return how
 
     def _give_up(self, why: str) -> None:
-        """Fail tasks for the next ``retry_seconds``; a task after that starts a process again."""
+        """Refuse tasks for ``retry_seconds``; after that, a task starts a process again."""
         message = f"the {self.name} {why}"
         logger.error("%s", message)
         if not self.started.done():
@@ -491,8 +490,8 @@ class TextWorker:
 
 
 class TextProcess:
-    """A spawned text process and the socket to it. ``start``: returns the start message, given the
-    file descriptor of the process's end of the socket.
+    """A tokenizer or detokenizer process, and the socket to it. ``start``: makes the start message,
+    which names the process's file descriptor of the socket.
 
     Raises ``OSError`` or ``ConfigError`` if the system cannot start it."""
 

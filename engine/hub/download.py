@@ -91,8 +91,8 @@ class Download:
         return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
-        """Fetch missing files and return their directory. It belongs to a newer commit than
-        ``commit`` if the revision has moved meanwhile."""
+        """Fetch missing files and return the directory of the repository's files. If the revision
+        has moved since ``commit`` was looked up, this is the directory of the newer commit."""
         repository = self.repository
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)

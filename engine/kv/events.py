@@ -24,8 +24,8 @@ class Publisher(Protocol):
 
 
 class EventLog:
-    """Collects cache events and publishes them as one batch per step. Subscribers should keep a set
-    of hashes: a hash may be ``stored`` again, and is ``removed`` once no block has it."""
+    """Collects events of the prefix cache and publishes them as one batch per step. A hash may be
+    ``stored`` again and is ``removed`` when no block has it, so subscribers should keep a set."""
 
     def __init__(
         self, publisher: Publisher, *, block_size: int, clock: Callable[[], float]

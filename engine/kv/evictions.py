@@ -24,7 +24,7 @@ class Latest(Generic[Value]):
         return len(self._new.keys() | self._old.keys())
 
     def get(self, key: bytes, default: Other) -> Value | Other:
-        """The latest value of this hash; the default if it has none, or if it was forgotten."""
+        """The latest value of a hash; ``default`` if it has none, or if the map has dropped it."""
         return self._new[key] if key in self._new else self._old.get(key, default)
 
     def put(self, key: bytes, value: Value) -> None:
@@ -42,8 +42,8 @@ class Latest(Generic[Value]):
 
 
 class Evictions:
-    """The times at which hashes were evicted last, in seconds. ``now`` is the present time, which
-    the scheduler sets in each step."""
+    """The time at which each block hash was last evicted, in seconds. ``now``: the present time,
+    which the scheduler sets in each step."""
 
     def __init__(self, num_blocks: int) -> None:
         self.now = 0.0

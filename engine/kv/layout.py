@@ -28,7 +28,7 @@ class PagedKV:
 
     @property
     def stored_dim(self) -> int:
-        """Elements stored for a key, and also for a value: the shorter of the two is padded."""
+        """Elements stored for a key, and for a value, of one head; the shorter one is padded."""
         return max(self.head_dim, self.value_dim)
 
     @property
@@ -120,7 +120,7 @@ MOST_PADDED = 1.025  # most memory of a request of full length, relative to what
 
 def one_group(layers: Sequence[LayerCache], block_size: int) -> KVLayout:
     """The layout with a single group, in which every layer keeps the KV of all tokens. Raises
-    ``ConfigError`` as ``make_layout`` does."""
+    ``ConfigError`` if no layer stores KV, or if one stores something that is not supported."""
     return _one_group(_owners(layers), layers, FULL, block_size)
 
 
@@ -134,12 +134,10 @@ def make_layout(
     """Divide the layers into groups, and assign each layer a part of its group's blocks.
 
     Layers of a group have the same window and, if windows differ, the same bytes per token. All
-    blocks have the same size; groups of smaller layers divide a block into more parts. Larger
-    blocks make fewer groups, and so fewer block tables, but leave more parts unused. The size is
-    chosen for few groups, while a request of ``max_model_len`` tokens takes at most ``MOST_PADDED``
-    times the memory that its layers store. Groups of full attention come first.
-
-    Raises ``ConfigError`` if a layer keeps something that is not supported."""
+    blocks have the same size. It is chosen to make few groups, and so few block tables, while a
+    request of ``max_model_len`` tokens takes at most ``MOST_PADDED`` times the memory that its KV
+    needs. Groups of full attention come first. Raises ``ConfigError`` if a layer keeps something
+    that is not supported."""
     owners = _owners(layers)
     kinds: dict[Kind, list[int]] = {}
     for index, layer in owners.items():
@@ -206,7 +204,8 @@ def _one_group(
 def _of_all(
     places: Mapping[int, tuple[int, int]], layers: Sequence[LayerCache]
 ) -> list[tuple[int, int]]:
-    """Group and part of every layer, from those of the layers that store their own KV."""
+    """Return (group, part of a block) for every layer: for one that reads the KV of an earlier
+    layer, those of that layer. ``places``: the pairs of the layers that store KV."""
     sources = [
         layer.source if isinstance(layer, SharedKV) else index for index, layer in enumerate(layers)
     ]
@@ -222,7 +221,7 @@ def _choose_bytes(counts: Mapping[Kind, int], max_model_len: int) -> int:
         return sum(-(-count * kind[1] // block) for kind, count in counts.items())
 
     def held(block: int) -> int:
-        """Bytes of a request of ``max_model_len`` tokens, with ``block`` bytes per token."""
+        """Bytes that a request of maximum length takes; ``block``: a block's bytes per token."""
         tokens_held = {kind: min(kind[0] or max_model_len, max_model_len) for kind in counts}
         return sum(
             -(-count * kind[1] // block) * block * tokens_held[kind]

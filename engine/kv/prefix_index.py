@@ -129,10 +129,10 @@ def media_runs(
     media: Sequence[MediaItem], block_size: int, first: int, before: int
 ) -> list[tuple[int, int, bytes]]:
     """Split the blocks [first, before) into ranges, so that media items begin only in the first
-    block of a range. Returns (start, end, key) for each range.
+    block of a range. Returns (first block, end, key) for each range.
 
-    The key encodes hash, offset and length of the items that begin in the range; b"" without items.
-    Items must be sorted by offset."""
+    The key is made of hash, offset and length of the items that begin in the range; b"" if there
+    are none. ``media`` must be sorted by offset."""
     inside = [item for item in media if first <= item.offset // block_size < before]
     begins = {
         block: msgspec.msgpack.encode(list(items))
@@ -143,7 +143,7 @@ def media_runs(
 
 
 def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """The cache keys of block hashes in one group of layers: a hash has one key per group."""
+    """Make the prefix-cache keys of blocks in one group of layers from their hashes."""
     return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
 
 

@@ -2,8 +2,7 @@
 
 A policy that sorts a long queue by cached prefix needs the lengths of all requests in each step,
 while a step caches and evicts few blocks. A length stays valid until a block of the hit is evicted
-or the first block after it is cached.
-"""
+or the first block after it is cached."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ IntArray = NDArray[np.int64]
 
 
 class Hit:
-    """A cached block that is part of prefix hits. ``rows``: batch rows whose hit ends with this
-    block; ``parent``, ``children``: hashes of the blocks before and after it in these hits."""
+    """A cached block in prefix hits. ``rows``: rows of the requests whose hit ends with this block;
+    ``parent``, ``children``: hashes of the blocks before and after it in the hits."""
 
     __slots__ = ("children", "parent", "rows")
 
@@ -29,8 +28,8 @@ class Hit:
 
 
 class PrefixWatch:
-    """The cached prefix length (``tokens``) of each row. The prefix cache calls it when blocks are
-    added or removed; the lengths that depend on these blocks become invalid."""
+    """The number of cached prefix tokens (``tokens``) of the request in each row. The prefix cache
+    reports blocks that it adds or removes; lengths that depend on these become invalid."""
 
     def __init__(self) -> None:
         self.tokens: IntArray = np.zeros(0, dtype=np.int64)
@@ -41,8 +40,8 @@ class PrefixWatch:
         self._where: dict[int, tuple[bytes | None, bytes | None]] = {}  # row -> end, awaited
 
     def stale(self, rows: Rows, arrivals: IntArray, known: IntArray) -> NDArray[np.bool_]:
-        """Return a mask of the ``rows`` whose length must be looked up. ``arrivals`` and ``known``:
-        arrival numbers and token counts of the requests that have these rows now."""
+        """Return a mask of the ``rows`` whose prefix length must be looked up again. ``arrivals``,
+        ``known``: arrival number and token count of the request in each row."""
         if rows.size and (missing := int(rows.max()) + 1 - len(self.tokens)) > 0:
             missing += len(self.tokens)
             self.tokens = np.concatenate([self.tokens, np.zeros(missing, dtype=np.int64)])
@@ -53,12 +52,13 @@ class PrefixWatch:
         return is_stale
 
     def remember(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
-        """Store that ``num_tokens`` of the ``known`` tokens of a row's request are cached."""
+        """Store that ``num_tokens`` of a row's request are cached. ``arrival``: arrival number of
+        the request; ``known``: its number of tokens."""
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
     def watch_prefix(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
-        """Invalidate the row's length when one of the first ``num_hit`` blocks is evicted, or the
-        block after them is cached. ``hashes``: those of the request's full blocks."""
+        """Watch a row's prefix hit of ``num_hit`` blocks: its length becomes invalid when one of
+        them is evicted or the next block is cached. ``hashes``: of the request's full blocks."""
         self._forget(row)
         end = hashes[num_hit - 1] if num_hit else None
         awaited = hashes[num_hit] if num_hit < len(hashes) else None
@@ -81,7 +81,7 @@ class PrefixWatch:
         self._hits[end].rows.add(row)
 
     def published(self, hashes: Sequence[bytes]) -> None:
-        """Invalidate the rows whose prefix hits these newly cached blocks may extend."""
+        """Invalidate the prefix length of rows whose hits these new cached blocks may extend."""
         awaited = self._awaited
         if not awaited.keys().isdisjoint(hashes):
             for block_hash in hashes:

@@ -52,7 +52,7 @@ def make_linear(
 
 
 def is_cpu(device: torch.device) -> bool:
-    """True for the CPU, except in tests where it stands in for a GPU (Triton's interpreter)."""
+    """Whether the device is a CPU; False in tests in which the CPU runs a GPU's Triton kernels."""
     return device.type == "cpu" and not CPU_TENSORS.are_interpreted
 
 

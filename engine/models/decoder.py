@@ -32,7 +32,7 @@ class Sublayer:
         self.multiplier = multiplier
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply output norm and factor to the output x [N, H], in place if possible."""
+        """Apply the output norm and factor, if any, to the sublayer's output x [N, H], in place."""
         if self.norm_out is not None:
             x = self.norm_out(x)
         return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
@@ -61,8 +61,8 @@ class DecoderBlock:
         kv_layer: torch.Tensor,
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer. x [N, H]: output of the previous layer, not yet added to ``residual``.
-        Returns the new x and residual, only for the rows of ``wanted`` if it is given."""
+        """Compute one decoder layer. x [N, H]: output of the layer before, not yet added to
+        ``residual``. Returns the new x and residual, only for the rows of ``wanted`` if given."""
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, meta, kv_layer, wanted))
         if wanted is not None:
@@ -150,7 +150,7 @@ class NativeDecoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states [N, H] of all tokens, as replays of a recorded step may need any rows."""
+        """Hidden states [N, H] of all tokens: a replay of a recorded step may need other rows."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:

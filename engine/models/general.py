@@ -8,8 +8,7 @@ Whether a model works that way is checked by inspection and a trial run, not by 
     general_trial      runs a few tokens and checks that only attention relates them
     general_rope       makes rotary frequencies independent of the batch
 
-Importing this module imports transformers, which takes seconds.
-"""
+Importing this module imports transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -220,7 +219,8 @@ def _no_progress_bar() -> Iterator[None]:
 def _tried(
     causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
 ) -> GeneralModel:
-    """Run the trial on a module. Raises ``Misfit`` if the model cannot use our attention."""
+    """Make the engine's model from ``causal``. Raises ``Misfit`` if a trial with a few tokens
+    fails."""
     text = causal.config.get_text_config(decoder=True)
     try:
         findings = run_trial(causal, text.vocab_size, max_model_len)

@@ -90,8 +90,7 @@ class StoredWeights:
         """Match targets with the checkpoint's tensors, before any is read. Raises ``ModelError``
         for tensors that are missing, unused or of another shape.
 
-        form: the format of quantised modules, if there are any.
-        """
+        form: the format of quantised modules, if there are any."""
         self._checkpoint = checkpoint
         self._modules = None if form is None else QuantizedModules(checkpoint, form)
         self._parts = {target.name: self._choose(target) for target in targets}
@@ -121,7 +120,8 @@ class StoredWeights:
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
-        """The first alternative whose tensors all exist. Raises ``ModelError`` if there is none."""
+        """Choose how a target is stored: its first way whose tensors are all in the checkpoint.
+        Raises ``ModelError`` if there is none."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way
@@ -138,7 +138,7 @@ class StoredWeights:
         return self._modules is not None and self._modules.holds(part)
 
     def _names(self, part: TargetPart) -> list[str]:
-        """Names of the tensors that store a part. Raises ``ModelError`` for a wrong shape."""
+        """Names of the tensors that store ``part``. Raises ``ModelError`` if the shape is wrong."""
         if self._modules is not None and self._modules.holds(part):
             return list(self._modules.tensors(part).values())
         stored = self._checkpoint.tensors[part.name]
@@ -168,16 +168,15 @@ class StoredWeights:
 
 
 class RandomWeights:
-    """Random weights, which depend only on target and seed.
+    """Random weights, which depend only on the seed and the target's name.
 
-    One run of normal numbers is repeated in a tensor, because drawing billions of
-    numbers would take minutes. Its length is prime, so that no two rows are equal.
-    """
+    A tensor repeats one sequence of random numbers, because drawing billions of numbers would take
+    minutes. The sequence has a prime length, so that no two rows of a tensor are equal."""
 
     RUN = 1_048_573
 
     def __init__(self, seed: int, norm_weight: float = 1.0) -> None:
-        """norm_weight: mean of norm weights; 0 if differences from one are stored."""
+        """norm_weight: mean of norm weights; 0 for a model that stores them minus one."""
         self._seed = seed
         self._norm_weight = norm_weight
 

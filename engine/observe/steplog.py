@@ -4,8 +4,7 @@
 
 Lengths and checksums (CRC-32) are four bytes, little-endian; the data is msgpack. A record is one
 call of the scheduler with the clock readings made in it. Plans and results are columns of int32; a
-column that can be derived from the previous plan is left out.
-"""
+column that can be derived from the previous plan is left out."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ LENGTH_BYTES = CHECKSUM_BYTES = 4
 
 
 class Header(msgspec.Struct, array_like=True):
-    """Configuration of the scheduler. ``scheduler`` and ``cache``: fields of its options."""
+    """The header of a step log. ``scheduler``, ``cache``: the engine's options for these two."""
 
     format: int
     version: str  # engine version
@@ -96,7 +95,7 @@ class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
 
 class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
     """A decision that the scheduler based on measured times, in the call of the next record. A
-    replay repeats the decision, because recomputed times may be rounded differently."""
+    replay reads it from the log, because recomputed times may be rounded differently."""
 
     times: list[float]  # none
     step: int
@@ -104,9 +103,9 @@ class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
 
 
 class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
-    """A call of ``schedule``, which returned a plan. ``rows``, ``counts``: ``None`` if equal to the
-    previous plan's; ``starts``: ``None`` if equal to its starts plus counts. ``digest``: a hash of
-    all other fields."""
+    """A call of ``schedule`` that returned a plan. A column that follows from the previous plan is
+    ``None``: ``rows`` and ``counts`` if equal, ``starts`` if equal to its starts plus counts.
+    ``digest``: hash of the plan's other fields."""
 
     times: list[float]
     step: int
@@ -245,8 +244,7 @@ class StepLogWriter:
     opened.
 
     The file only contains complete records. If the disk is full, ``write`` or ``close`` raises
-    ``OSError`` once, and the log ends with the last complete record.
-    """
+    ``OSError`` once, and the log ends with the last complete record."""
 
     def __init__(self, path: str | Path, header: Header) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -292,7 +290,8 @@ class StepLogWriter:
             raise
 
     def _last_complete(self, frames: list[bytes], begun: int) -> int:
-        """The file position after the last complete one of ``frames``, which start at ``begun``."""
+        """The file position after the last of ``frames`` that was written completely. ``begun``:
+        file position of the first of them."""
         ends = accumulate(map(len, frames), initial=begun)
         return max(end for end in ends if end <= self._num_written)
 

@@ -34,10 +34,9 @@ logger = logging.getLogger("engine.core")
 class ManyCoresClient(CoreClient):
     """A client of several cores; each request runs on one of them, chosen by ``Balancer``.
 
-    If a core dies, its requests end with an error and the other cores continue; with ``start``, it
-    is restarted. The client is dead when no core is left. Utilities are called on all cores. Raises
-    ``ConfigError`` for cores that do not run the same model.
-    """
+    If a core dies, its requests end with an error and the other cores continue; ``start``, if
+    given, restarts the core. The client is dead when no core is left. Raises ``ConfigError`` for
+    cores that do not run the same model."""
 
     def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
         self._cores = list(cores)
@@ -131,8 +130,9 @@ class ManyCoresClient(CoreClient):
         return self._counters.add_to(sum_of(known))
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a utility on all cores. Returns the combined answers: the sum of statistics, all
-        traces, True if all return True; else the answer of the first core.
+        """Call a utility on all cores. Statistics are added, traces are joined, and
+        ``reset_prefix_cache`` returns whether all cores succeeded; else the first core's answer is
+        returned.
 
         Raises ``RestartingError`` while all cores are being restarted."""
         self.check_alive()
@@ -169,8 +169,8 @@ class ManyCoresClient(CoreClient):
         return {places[index]: error for index, error in refused.items()}
 
     def _of_all(self, name: str, *args: Any) -> list[Any]:
-        """Call a utility on all cores and return their answers. The first error is raised after all
-        cores were called, since a core that was restarted may fail alone."""
+        """Call a utility on all cores and return their answers. If it fails on some cores, the
+        first error is raised after all cores were called."""
         answers = []
         errors: list[EngineError] = []
         for index in list(self._alive):
@@ -245,7 +245,7 @@ class ManyCoresClient(CoreClient):
         return RestartingError("the core has died and is being started again", seconds)
 
     def _join(self) -> None:
-        """Use the cores whose restart has ended. Raises ``EngineDeadError`` if no core is left."""
+        """Take restarted cores into use. Raises ``EngineDeadError`` if no core is left."""
         if self._over is not None:
             raise EngineDeadError(str(self._over)) from self._over.__cause__
         if self._restarts is None or not self._restarts.is_pending:
@@ -298,8 +298,8 @@ class ManyCoresClient(CoreClient):
             self._poller.register(each, zmq.POLLIN)
 
     def _take(self) -> list[CoreOutputs]:
-        """The outputs received from all cores. Raises the error for the death of the last core only
-        when all outputs have been returned."""
+        """The outputs received from all cores. After the death of the last core, it raises the
+        error only when no outputs are left to return."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         try:
@@ -317,8 +317,8 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """The outputs received from all cores. The last core's death is stored to be raised
-        later."""
+        """The outputs received from all cores. If the last core has died, the error is stored, so
+        that ``_take`` can raise it after the outputs."""
         batches, self._lost = self._lost, []
         for index in list(self._alive):
             try:

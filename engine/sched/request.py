@@ -1,8 +1,7 @@
 """Request: the identity, constants and history of one request.
 
-Its changing numbers are read from its row of the scheduler's table. Only ``move`` changes the
-status.
-"""
+Numbers that change are stored in the scheduler's table, in the request's row. Only ``move`` changes
+the status."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def as_array(tokens: list[int]) -> array[int]:
 class Request:
     """A sequence to generate: ``tokens`` has the prompt and the output of finished steps.
 
-    Only the scheduler changes a request. It exists until no step in flight contains it.
-    """
+    Only the scheduler changes a request. It exists until no step in flight contains it."""
 
     __slots__ = (
         "add",
@@ -210,12 +208,12 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that steps in flight will sample."""
+        """Number of tokens that steps in flight will sample."""
         return self.table.num_pending.at[self.row]
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that the next step could compute; 0 once the last one is being sampled."""
+        """Number of tokens that the next step could compute; 0 if the last one is being sampled."""
         table, row = self.table, self.row
         upto = table.num_tokens.at[row] + table.num_pending.at[row]
         return 0 if upto >= table.limit.at[row] else upto - table.num_computed.at[row]
@@ -232,7 +230,7 @@ class Request:
 
     @property
     def considered(self) -> int:
-        """Number of the last step that offered this request tokens or preempted it."""
+        """Number of the last step in which this request was offered tokens or was preempted."""
         return self.table.considered.at[self.row]
 
     @property
@@ -241,7 +239,7 @@ class Request:
 
     @property
     def is_serial(self) -> bool:
-        """True if a resource requires that only one step in flight contains the request."""
+        """True if a resource requires that at most one step in flight contains the request."""
         return self.table.flags.at[self.row] & SERIAL != 0
 
     @property
@@ -268,7 +266,7 @@ class End(NamedTuple):
 
 
 def start_of(req: Request, index: int, now: float) -> Started:
-    """Message that the request at ``index`` of the outputs has started, with its history so far."""
+    """Make the message that a request has started. ``index``: its index in the outputs."""
     history = req.history
     return Started(
         index,
@@ -288,7 +286,8 @@ def end_of(
     stop_reason: int | None = None,
     end: End | None = None,
 ) -> Finished:
-    """Message that the request at ``index`` of the outputs ended. ``end``: why it ended early."""
+    """Make the message that a request has ended. ``index``: its index in the outputs; ``end``: why
+    it ended early."""
     history = req.history
     return Finished(
         index,

@@ -129,8 +129,8 @@ class View:
         return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
 
     def is_short(self, num_more: int = 0) -> bool:
-        """True if free blocks may not suffice for running prompts, for decodes without a token in
-        this step, and for ``num_more`` further blocks per KV group."""
+        """True if the free blocks may not suffice for running prompts, for decodes that this step
+        has not scheduled yet, and for ``num_more`` further blocks per KV group."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -204,7 +204,7 @@ class View:
         self.unread.append((StepShape.of, plan, seconds))
 
     def read_steps(self) -> None:
-        """Pass the recorded steps to the cost model and to ``last``."""
+        """Update ``last`` and the cost model with the steps recorded since the last call."""
         while self.unread:
             shape_of, step, seconds = self.unread.popleft()
             if seconds or not self.unread:  # a step without a time is read only if it is the last
@@ -212,7 +212,7 @@ class View:
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:
-        """True if this object is one of the unfinished requests."""
+        """True if ``req`` itself, not a copy, is one of the scheduler's unfinished requests."""
         return self._roster.by_id.get(req.request_id) is req
 
     def start_of(self, req: Request) -> int:

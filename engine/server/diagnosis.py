@@ -39,8 +39,7 @@ def read_from(given: Any, kind: type[T], path: str = "") -> T:
 def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
     """Raise an ``ApiError`` that names what in ``given`` does not fit the type ``kind``.
 
-    path: where ``given`` is in the body; why: msgspec's message, used if there is no better one.
-    """
+    path: where ``given`` is in the body; why: msgspec's message, used if there is no better one."""
     if isinstance(given, dict) and (struct := _struct_of(kind)) is not None:
         _refuse_fields(given, struct, path)
     for arm in _arms(kind):
@@ -62,7 +61,7 @@ def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
 
 
 def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str) -> None:
-    """Raise ``ApiError`` for an unknown field, a missing or a wrong one, if there is any."""
+    """Raise ``ApiError`` for the first field that is unknown, missing or wrong, if there is one."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     before = f"{path}." if path else ""
     for name in given:
@@ -79,7 +78,8 @@ def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str)
 
 
 def unknown_field(name: str, known: Any, before: str = "") -> ApiError:
-    """The error for an unknown field. ``before``: the path of its object with a dot, or empty."""
+    """The error for an unknown field. ``known``: names of the valid fields; ``before``: path of the
+    object that has the field, with a dot at its end; empty for the body itself."""
     same = [other for group in SAME if name in group for other in group & {*known}]
     near = f"; did you mean {same[0]!r}?" if len(same) == 1 else did_you_mean(name, known)
     return ApiError(
@@ -111,7 +111,7 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def _parts(given: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """Each item of a list or dict as (suffix of its path, value, type); [] for other values."""
+    """Return (path suffix, value, type) of each item of a list or dict; [] for other values."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list and isinstance(given, list):
         return [(f"[{place}]", item, inner[0]) for place, item in enumerate(given)]

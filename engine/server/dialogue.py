@@ -65,8 +65,7 @@ class ChatModel:
         like special tokens are encoded as plain text.
 
         ``options`` are those of ``Tokenizer.apply_chat_template``; continues: the prompt ends with
-        the text of the last message. Raises ``RequestError`` if the template raises an error.
-        """
+        the text of the last message. Raises ``RequestError`` if the template raises an error."""
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
         if (await self.loaded()).chat_format.is_generic:
@@ -112,7 +111,7 @@ class LoadedChatModel(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """The new part of one sequence, parsed into ``events``; ``turn``: its whole answer so far."""
+    """The ``events`` that one output adds to a sequence's answer; ``turn``: the answer so far."""
 
     completion: CompletionOutput
     events: list[Event]
@@ -200,9 +199,9 @@ class ChatGeneration:
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
-        """The prompt for the parser, which looks in it whether the model is thinking. If the client
-        has begun the answer, the prompt's text is only a marker: thinking begins, or thinking
-        ends."""
+        """The prompt as the parser needs it, to find out whether the model is thinking. If the
+        client has begun the answer, only the marker for that is returned: thinking begins, or
+        thinking ends."""
         thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt
@@ -244,7 +243,8 @@ def check_body(body: ChatRequest) -> None:
 
 
 def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The variables for the chat template. Raises ``ApiError`` for one that the server sets."""
+    """The variables that a request gives to the chat template. Raises ``ApiError`` if one of them
+    is a variable that the server sets."""
     if wrong := sorted({*OWN_FIELDS} & {*(given or {})}):
         raise field_error(
             "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"

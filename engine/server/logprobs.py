@@ -51,7 +51,7 @@ def chat_logprobs(
 
 
 class LogprobEntry(NamedTuple):
-    """A token and log-probabilities ``at`` its position (``None`` for a prompt's first token)."""
+    """A token and the log-probabilities at its position; ``None`` at a prompt's first token."""
 
     token: int
     at: Position | None
@@ -61,7 +61,7 @@ class TextLogprobs:
     """Collects the log-probabilities of one streamed text in the format of completions."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
-        """num: most likely tokens per position; offsets: character offsets of generated tokens."""
+        """num: number of likely tokens to return per position; offsets: of tokens in the text."""
         self._num = num
         self._names = names
         self._offsets = offsets
@@ -88,8 +88,8 @@ class TextLogprobs:
         self._num_shown += len(text)
 
     def of(self, completion: CompletionOutput) -> dict[str, list[Any]]:
-        """The log-probabilities of tokens whose text is complete after this output. Tokens of text
-        that may begin a stop string are returned later, or never."""
+        """Return the log-probabilities of the tokens whose text is complete after this output.
+        Tokens whose text may begin a stop string are returned by a later call, or never."""
         offsets = self._offsets
         self._num_shown += len(completion.text)
         offsets.add_text(completion.text)

@@ -56,7 +56,7 @@ class SlowReaders:
         self._stalled: dict[Connection, StalledWrite] = {}
 
     async def watch(self) -> None:
-        """Check all connections regularly until cancelled."""
+        """Check for clients that stop reading and for too much unread output until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._timeout / 4))
             try:
@@ -65,7 +65,7 @@ class SlowReaders:
                 logger.exception("slow readers could not be checked")
 
     def look(self, now: float) -> None:
-        """Check all connections once; now: the current time of a monotonic clock, in seconds."""
+        """Cut clients that stopped reading, and limit unread output; now: monotonic seconds."""
         self._bound_unread()
         before, self._stalled = self._stalled, {}
         for connection in list(self._connections):

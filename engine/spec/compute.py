@@ -1,16 +1,15 @@
 """DraftModel: a smaller model proposes tokens, which the next step of the model verifies.
 
     begin    register new KV blocks
-    follow   after sampling: the draft model computes the tokens of the step that it lacks, and
-             proposes a token; each further proposed token takes another decode
-    report   send the proposals to the scheduler with the step's result
+    follow   after sampling: run the draft model over the tokens of the step, which gives the first
+             draft; each further draft takes another decode
+    report   send the drafts to the scheduler with the step's result
 
 The KV of the draft model is in blocks with the same numbers as those of the model's first KV group.
 The draft model samples with the request's parameters and the noise that the model uses at the same
-position. Thus both models agree at least (1 - d) / (1 + d) of the time, for a total variation
-distance d between their distributions (Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final
-tokens are the same with and without drafts.
-"""
+position. Thus both models sample the same token with a probability of at least (1 - d) / (1 + d),
+for a total variation distance d between their distributions (Daliri, Musco, Suresh 2024, arXiv
+2408.07978). The final tokens are the same with and without drafts."""
 
 from __future__ import annotations
 
@@ -66,7 +65,8 @@ class DraftModel(Feature):
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
     ) -> None:
-        """model, info: the draft model's; config: the worker's; num_drafts: most per sequence."""
+        """model, info: of the draft model; config: of the worker; num_drafts: most drafts per
+        sequence."""
         self._config = config
         self._info = info
         self._model_config = model
@@ -187,11 +187,11 @@ class DraftModel(Feature):
 
 
 class Passes:
-    """The forward passes of the draft model after a step of the model."""
+    """The draft model's forward passes, which propose tokens after a step of the main model."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: of the draft model; target: of the model that verifies; limit: the number of
-        positions that the draft model can compute."""
+        """machine: runs the draft model; target: runs the model that verifies drafts; limit: the
+        number of positions that the draft model supports."""
         self.machine = machine
         self._target = target
         self._limit = limit
@@ -226,8 +226,8 @@ class Passes:
     # -- helpers
 
     def _first(self, work: DraftWork, last: torch.Tensor) -> torch.Tensor:
-        """Compute the tokens of ``work`` in one pass. last [R]: position of the last accepted token
-        of each sequence that wants drafts. Returns the hidden states [R, H] there."""
+        """Run the draft model over the tokens of ``work``. Returns the hidden states [R, H] at
+        ``last`` [R]: the last accepted position of each sequence that wants drafts."""
         machine, upload = self.machine, self.machine.platform.upload
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
@@ -259,8 +259,8 @@ class Passes:
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
-        """Decode ``num_more`` further drafts of R sequences. Returns a tensor [R] for each of them.
-        rows: one token for each sequence; drafts [R]: the first draft of each sequence."""
+        """Draft ``num_more`` further tokens for each of R sequences. Returns ``num_more`` tensors
+        [R]. rows: one token for each sequence; drafts [R]: the first draft of each sequence."""
         machine, target = self.machine, self._target
         graph = self._graphed.smallest(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
@@ -304,7 +304,7 @@ class Passes:
 
 
 def _last_token(work: DraftWork) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
-    """The last token of a batch: its index, its sequence's index, and its sequence's length."""
+    """Index of the batch's last token, its sequence's index and its sequence's length; each [1]."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
 
@@ -328,8 +328,8 @@ class _Proposals:
         self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
-        """Wait for the copies from the device. Returns the plan's drafts; ``None`` if it has
-        none."""
+        """Wait until the drafts are copied from the device. Returns the drafts for the plan's rows;
+        ``None`` if no row wants drafts."""
         by_slot: dict[int, list[int]] = {}
         for work, fetched in self._parts:
             fetched.done.synchronize()

@@ -3,12 +3,11 @@
     begin_step    calls the proposer for requests with new tokens
     extra         returns the number of drafts to verify after a request's next token
     describe      writes the drafts into ``plan.drafts``
-    settle        counts accepted drafts; the scheduler discards the others
+    settle        counts the accepted drafts
 
-A ``Proposer`` continues tokens that are already known. A request with drafts is in one step at a
-time, others may be in several. If a request gets drafts while one of its steps runs, it waits for
-the token of that step, and the proposer is called again. See also `worker_drafts`.
-"""
+A request with drafts is in only one step at a time, while other requests may be in several. A
+request that is to get drafts while one of its steps runs waits for the token of that step; then the
+proposer is called. See also `worker_drafts`."""
 
 from __future__ import annotations
 
@@ -85,7 +84,8 @@ NO_OFFER = Offer(())
 
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
-    """Whether the request may get drafts now. tries: even if its last ones were not worth it."""
+    """Whether the request may get drafts now. tries: try again even if its last drafts were not
+    worth verifying."""
     return worth is None or not (worth.is_resting(req) or (worth.has_rested(req) and not tries))
 
 
@@ -98,10 +98,8 @@ def is_token(value: object) -> bool:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of drafts since the start. ``num_drafts`` counts a request with drafts once per step.
-
-    ``num_accepted_tokens_per_pos[i]``: how often the draft at position i was accepted.
-    """
+    """Counts of drafts since the start. ``num_drafts``: each request with drafts in a step counts
+    one. ``num_accepted_tokens_per_pos[i]``: accepted drafts at index i of a request's drafts."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -120,13 +118,11 @@ class DraftStats:
 class Drafts(Resource):
     """Adds up to ``num_speculative_tokens`` draft tokens to each decode.
 
-    A request with drafts is in one step at a time, because only the result of the step determines
-    how many tokens it has. ``proposer``: proposes drafts. ``cut``: returns how many leading drafts
-    the request's grammar allows. ``forced``: returns the tokens that the grammar forces, which
-    replace a proposal. ``worth``: chooses how many drafts to verify (``None``: all). ``payoff``:
-    decides whether a step has drafts (``None``: always). Raises ``ConfigError`` for an invalid
-    number.
-    """
+    A request with drafts is in one step at a time, because only the step's result shows how many
+    tokens the request has. ``cut``: returns how many leading drafts the request's grammar allows.
+    ``worth``: chooses how many drafts to verify (``None``: all). ``payoff``: decides whether a step
+    has drafts (``None``: always). Raises ``ConfigError`` for an invalid
+    ``num_speculative_tokens``."""
 
     name = "drafts"
     needs: tuple[str, ...] = ("drafts",)
@@ -172,7 +168,7 @@ class Drafts(Resource):
         return req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
-        """Whether the request has drafts, or is to get some."""
+        """Whether the request has drafts, in a step or for its next step, or waits for some."""
         return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
@@ -273,7 +269,8 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _offer_of(self, req: Request, tries: bool) -> Offer:
-        """Drafts that the request's grammar forces, or else a proposal. tries: see ``is_due``."""
+        """Return the tokens that the request's grammar forces; if there are none, drafts of the
+        proposer. tries: also if the request's last drafts were not worth verifying."""
         if (offer := self._forced_of(req, tries=tries)).drafts:
             return offer
         if not is_due(self._worth, req, tries):

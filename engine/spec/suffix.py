@@ -1,11 +1,10 @@
 """Suffix drafts: tokens that followed the same context before, in this or in ended requests.
 
-Source: SuffixDecoding (Oliaro et al. 2024). Each draft is the token that most often followed the
-longest suffix of the text (including drafts) that occurred before. Each running request has a tree
-(``context_tree``) over its prompt and output, and another tree has the outputs of ended requests.
-The drafts come from the tree in which more of them are expected to be right. Equal calls give equal
-drafts.
-"""
+Source: SuffixDecoding (Oliaro et al. 2024). The context is the longest suffix of the text, drafts
+included, that occurred before; a draft is the token that most often followed it. Each running
+request has a tree (``context_tree``) over its prompt and output, and another tree has the outputs
+of ended requests. Of the two trees, the one whose drafts are more likely to be right is used.
+Drafts are deterministic."""
 
 from __future__ import annotations
 
@@ -33,17 +32,17 @@ STRIDE = 64  # tokens that are written into the ring or removed at a time
 class SuffixProposer:
     """Proposes tokens that often followed the same context of up to ``max_depth`` tokens.
 
-    It proposes at most ``max_factor`` drafts per token of the context found (rounded down, at least
-    one), and stops where the product of the drafts' relative frequencies falls below
-    ``min_probability``. It keeps the outputs of the last ``max_requests`` ended requests, up to
-    ``num_shared`` tokens (a power of two), for requests with the same cache salt.
+    The number of drafts is at most ``max_factor`` times the length of the context found, but at
+    least one; drafts stop where the product of their relative frequencies falls below
+    ``min_probability``. Contexts are looked up in the request itself and in the outputs of the last
+    ``max_requests`` ended requests with the same cache salt, up to ``num_shared`` tokens (a power
+    of two).
 
     The cost of a step depends on its new tokens, not on the length of the texts. A tree takes 164
-    bytes per token of its capacity. The capacity of a request's tree is a power of two, at least
-    256, and is doubled when it is full (5 ms for 32,768 tokens): usually at most 328 bytes per
-    token of its text, 410 for random bits. The tree of ended requests has a capacity of
-    ``num_shared`` and drops the oldest outputs when it is full.
-    """
+    bytes per token of its capacity. A request's tree has a capacity of at least 256 tokens, which
+    is doubled when it is full (5 ms for 32,768 tokens); so it usually takes at most 328 bytes per
+    token of the text, 410 for random bits. The tree of ended requests has a capacity of
+    ``num_shared`` tokens."""
 
     def __init__(
         self,
@@ -61,7 +60,8 @@ class SuffixProposer:
         self._query = np.empty(0, dtype=np.int32)
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """Tokens that most often followed the longest context that occurred before, if any did."""
+        """Return the tokens that most often followed the longest end of the request's text that
+        occurred before; [] if none occurred."""
         tokens, ended, depth = req.tokens, self._ended, self._max_depth
         own = self._texts.get(req.arrival)
         if own is None:
@@ -111,8 +111,8 @@ class OwnText:
 
 @dataclass(slots=True)
 class EndedText:
-    """The output of an ended request, the end of its prompt before it, and how much of them is in
-    the ring buffer and in the tree already."""
+    """The output of an ended request, after the end of its prompt, with the numbers of tokens
+    already written to the ring buffer (``num_placed``) and to the tree (``num_entered``)."""
 
     salt: str | None
     tokens: array[int]  # end of the prompt, and the output, until all of it is in the ring
@@ -127,8 +127,7 @@ class EndedTexts:
     """A tree over the outputs of ended requests, which drops the oldest outputs when it is full.
 
     ``work`` adds and drops outputs, a few tokens at a time, in the order in which the requests
-    ended. Each cache salt has a separate root.
-    """
+    ended. Each cache salt has a separate root."""
 
     def __init__(self, depth: int, max_requests: int, num_tokens: int) -> None:
         self._depth = depth
@@ -175,7 +174,8 @@ class EndedTexts:
                 self._waiting.popleft()
 
     def _begin(self, text: EndedText) -> bool:
-        """Assign a root of the tree to a text before it is added; False if there is no room."""
+        """Prepare to add the text of an ended request: assign it a root of the tree. Returns False
+        if there is no room for another text."""
         if len(self._held) >= self._max_requests:
             return False
         root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
@@ -201,7 +201,7 @@ class EndedTexts:
         return True
 
     def _forget(self) -> int:
-        """Drop some tokens of the oldest text. Returns their number, but at least 1."""
+        """Drop some tokens of the oldest text from the tree; returns how many (1 for none)."""
         text, first = self._held[0], self._oldest
         self._oldest = end = max(first, min(first + STRIDE, text.begin + text.num_entered))
         first = max(first, text.begin + text.num_prompt)

@@ -8,8 +8,7 @@ is fitted to the engine's steps. p_i is the share of right drafts at position i 
 long as these are few, the share of all requests counts too (the mean of a Beta posterior).
 
 A request whose drafts are not worth verifying rests: it gets no drafts for 2, 4, ... 64 tokens, and
-then a few as a try. The fixed cost of a step with drafts is considered in `payoff`.
-"""
+then a few as a try. The fixed cost of a step with drafts is considered in `payoff`."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """For each position, how many drafts were verified whose earlier drafts were all right, and how
-    many of them were right. Older drafts weigh less."""
+    """Counts for each position in the drafts of a step: the drafts verified there after only right
+    ones, and those of them that were right. Older drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
@@ -49,7 +48,7 @@ class Worth:
     """Chooses how many drafts to verify for each request."""
 
     def __init__(self, num_places: int, first: float = FIRST) -> None:
-        """num_places: most drafts per step; first: share of right drafts to assume at first."""
+        """num_places: most drafts per step; first: share of right drafts assumed at the start."""
         self._num_places = num_places
         self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * first)
         self._own: dict[int, Rates] = {}  # by arrival number of the request
@@ -61,7 +60,7 @@ class Worth:
         return until is not None and req.num_tokens < until[0]
 
     def has_rested(self, req: Request) -> bool:
-        """Whether the request's last drafts were not worth verifying."""
+        """True if the last drafts of the request were not worth verifying."""
         return req.arrival in self._rest
 
     def num_to_verify(self, req: Request, drafts: Sequence[int], price: float) -> int:
@@ -77,8 +76,8 @@ class Worth:
         return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
 
     def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
-        """How many of ``most`` drafts each yield more than ``price`` tokens, and the number of
-        tokens that these drafts yield in all."""
+        """Return how many of at most ``most`` drafts are expected to yield more than ``price``
+        tokens each, and the number of tokens that these drafts are expected to yield together."""
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # drafts at other positions are evidence, too

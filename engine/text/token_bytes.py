@@ -56,8 +56,8 @@ class TokenBytes(dict[int, bytes | None]):
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for: printable letters for
-    their own code, letters from 256 on for the other bytes in order."""
+    """Return the byte for each letter of a byte-level vocabulary: a printable letter stands for its
+    own code, the letters from 256 on stand for the other bytes in ascending order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable}

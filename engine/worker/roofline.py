@@ -65,8 +65,8 @@ class Ceilings:
 
 
 class Measured(NamedTuple):
-    """A measured step: its seconds, and for each row the number of new tokens, the number of tokens
-    before them, and whether it sampled."""
+    """A measured step: its seconds, and for each row the number of tokens computed, the number of
+    earlier tokens in the sequence, and whether a token was sampled."""
 
     seconds: float
     counts: Column

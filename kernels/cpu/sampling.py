@@ -4,11 +4,10 @@ The largest logit of each block of 64 tokens shows which blocks can be skipped:
 
 * min-p, top-k and top-p gather the few possible candidates and find the exact cut by bisection on
   the bits of a float;
-* the choice with Gumbel noise skips a block if even the largest possible noise could not beat the
-  best score so far. In other blocks, logarithms are computed only for hashes that may win.
+* sampling with Gumbel noise skips a block if even the largest possible noise could not beat the
+  best score so far; in other blocks it computes the noise only of tokens that may win.
 
-Results and noise equal those of `kernels.reference.sampling`.
-"""
+Results and noise equal those of `kernels.reference.sampling`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _key(bits):
 
 @njit(**INNER)
 def block_maxima(x):
-    """Returns the largest logit of each block, [ceil(len(x) / BLOCK)]."""
+    """Returns the largest logit of each block of `BLOCK` logits of x, [ceil(len(x) / BLOCK)]."""
     # Integer keys are compared, since the compiler does not vectorise float maxima.
     bits = x.view(np.int32)
     maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)

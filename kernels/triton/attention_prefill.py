@@ -1,10 +1,9 @@
 """Attention of sequences with many query tokens, on tensor cores. A tile has 64 or 128 rows, one
 per query token and query head of one KV head.
 
-Arithmetic takes most of the time, so tiles must be large enough for warpgroup instructions, and the
-loop over keys that all rows attend to has no mask. A few tokens after a long context have too few
-tiles to fill a device; then the keys are split among programs, as for decodes.
-"""
+Arithmetic takes most of the time. So tiles are large enough for warpgroup instructions, and keys to
+which all rows attend are read in a loop without a mask. A few query tokens after a long context
+make too few tiles to fill a device; then their keys are split among programs, as for decodes."""
 
 from __future__ import annotations
 
@@ -86,8 +85,8 @@ def prefill_kernel(  # noqa: PLR0913
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
     """Returns the work items of all sequences except decodes, those with most keys first: [n, 2]
-    int32, sequence (-1: none) and first query token. n is an upper bound, since only the device
-    knows the number of items."""
+    int32, sequence and first query token. Since only the device knows the number of items, n is an
+    upper bound; further items have sequence -1."""
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
     num_others = len(query_lens) - meta.num_decodes
@@ -122,8 +121,8 @@ class Chunks(NamedTuple):
 def cut(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> Chunks:
-    """Returns how a step's prompt chunks are divided among programs. Computed once per step for
-    layers with window, softcap or ALiBi, and once for the others."""
+    """Returns how a step's prompt chunks are divided among programs. The first call of a step
+    computes it for all layers with window, softcap or ALiBi, or for all without."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.shape[2], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
@@ -151,7 +150,7 @@ def _cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, is_bare: 
 
 
 def _work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """Returns the result of `make_work`, computed once per step."""
+    """Returns the work items of `make_work` for this step, which are made at the first call."""
     key = ("work", tokens_a_program)
     if key not in meta.scratch:
         meta.scratch[key] = make_work(meta, num_tokens, tokens_a_program)

@@ -19,8 +19,8 @@ TILE = 128  # edits per step
 def bitmask_kernel(
     logits, masks, mask_of_row, stride, vocab_size, num_words, WORDS: tl.constexpr
 ):  # fmt: skip
-    """One program per (row, block of mask words). Sets logits of forbidden tokens to -inf; touches
-    no others."""
+    """One program per (row, block of mask words) sets the logits of the tokens that the row's mask
+    forbids to -inf."""
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_row + row).to(tl.int64)
     if mask < 0:
@@ -38,8 +38,8 @@ def bitmask_kernel(
 def edit_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, ids, values, until, stride, TILE: tl.constexpr
 ):  # fmt: skip
-    """One program per row adds the edits of the row's slot to its logits. Additions are atomic,
-    since a token id may have two edits."""
+    """One program per row adds the logit edits (token id, value) of the row's slot to its logits.
+    Additions are atomic, since two edits may have the same token id."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:

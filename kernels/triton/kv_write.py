@@ -66,8 +66,8 @@ def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
 
 @triton.jit
 def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.constexpr):
-    """Load, normalise and rotate HEADS heads of one token. Returns [HEADS, PAD_D]. source: address
-    of the token's head 0; head: indices of the heads."""
+    """Load some heads of one token, normalise and rotate them. Returns [HEADS, PAD_D]. source:
+    address of the token's head 0; head: indices of the heads to load."""
     dtype = source.dtype.element_ty
     dims = tl.arange(0, S.PAD_D)
     mask = (head < num_heads)[:, None] & (dims < S.D)[None, :]
@@ -101,10 +101,7 @@ def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.
 @triton.jit
 def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
     """Write a token's keys (half 0) or values (half 1) to the cache. cell: address of the token's
-    slot in the block's head 0.
-
-    An 8-bit cache stores x / scale, clamped. NaN stays NaN, so that errors show.
-    """
+    slot in its block, for head 0. An 8-bit cache stores x / scale, clamped; NaN stays NaN."""
     dims = tl.arange(0, S.PAD_D)
     mask = (head < S.KV_HEADS)[:, None] & (dims < S.D)[None, :]
     row = half * S.KV_HEADS + head

@@ -6,8 +6,7 @@ counts the tokens above the bound in bins, which shows the bins that may contain
 `gather_kernel` collects the tokens of these bins, and the row's last program computes the cut.
 Stretches whose largest logit is too low are not read again.
 
-Programs of a row only add integers, so their order does not matter.
-"""
+Programs of a row only add integers, so their order does not matter."""
 
 from __future__ import annotations
 
@@ -74,8 +73,8 @@ def aim_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, min_p, value, last_tie, greedy, arrived,
     state, marks, bins, masses, stride, vocab_size, num_maxima, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per row chooses the token of a greedy row, or finds a lower bound of another
-    row's cut and initialises its bins."""
+    """One program per row. It chooses the token of a greedy row. For another row it finds a lower
+    bound of the logits to keep, and clears the row's bins for `count_kernel`."""
     n = tl.program_id(0).to(tl.int64)
     tl.store(value + n, float("inf"))
     tl.store(greedy + n, -1)
@@ -161,8 +160,8 @@ def count_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, state, marks, bins, masses,
     stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) counts the block's tokens in bins; the row's last program finds
-    the bins that may contain the cut."""
+    """One program per (row, block) counts the block's logits by bins of equal width; the row's last
+    program finds the bins that may contain the cut, the lowest logit to keep."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:
@@ -216,7 +215,8 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) collects candidates; the row's last program finds the cut."""
+    """One program per (row, block) collects logits near the cut; the row's last program finds
+    it."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

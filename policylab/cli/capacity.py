@@ -76,8 +76,8 @@ def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
 
 
 def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """Returns one table row for each policy and seed. Each row also names the policies without
-    figures; if no policy has figures, a single row has only these names."""
+    """Returns one table row for each policy and seed. Each row also lists the policies left out for
+    lack of figures; if no policy has figures, the only row has just this list."""
     more = {"setting": found.setting, "left_out": lab.left_out_text(found.left_out)}
     rows = []
     for place, (name, column) in enumerate(zip(found.names, found.found, strict=True)):
@@ -115,7 +115,7 @@ def described(found: Capacities) -> Iterable[str]:
 
 def _rates(found: Capacities, place: int) -> tuple[str, str]:
     """Returns two table cells for the policy at index ``place``: its mean rate with confidence
-    interval, and the range of its rates; "N of M" and "-" if only N of M seeds have a rate."""
+    interval, and the range of its rates. If only N of M seeds have a rate: "N of M" and "-"."""
     count, seeds = found.num_answers(place), len(found.found[place])
     if count < seeds:
         return (f"{count} of {seeds}" if count else "-", "-")

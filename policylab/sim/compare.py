@@ -181,8 +181,8 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
 
 
 def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
-    """Returns the policies that have no figures in some row, with the first reason. ``rows`` have
-    one result per policy, in the order of ``names``."""
+    """Returns the policies without figures in at least one row, each with its first reason.
+    ``rows``: each with one result per policy, in the order of ``names``."""
     found: dict[str, str] = {}
     for row in rows:
         for name, each in zip(names, row, strict=True):

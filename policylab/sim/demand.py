@@ -1,14 +1,13 @@
 """The mean demand of a workload on an engine, and the rate that fcfs can serve.
 
-*Demand* is the least time in which a full engine can serve requests: the fixed part of the steps
-that tokens, seats or KV area need (`policylab.sim.bounds`), plus the cost of all rows and tokens.
-So no scheduler serves more requests per second than 1 / mean demand.
+*Demand* is the least time in which a full engine can serve requests: the cost of all their rows and
+tokens, plus the fixed cost of as many steps as their tokens, seats or KV need
+(`policylab.sim.bounds`). So no scheduler serves more requests per second than 1 / mean demand.
 
-The rate of fcfs is measured in the middle of a long run in which all requests arrive at once. In
-one draw, requests are longer or shorter than the average, which alone moves the rate by 8 % for 500
-requests. So the run only gives the ratio of elapsed time to the demand of its own requests; the
-mean demand comes from many more requests that are drawn but not served.
-"""
+The rate of fcfs is measured in the middle of a long run in which all requests arrive at once. The
+requests of one run are longer or shorter than the average, which alone changes the rate by 8 % for
+500 requests. Therefore the run only gives the ratio of elapsed time to the demand of its own
+requests; the mean demand is computed from many more requests that are drawn but not served."""
 
 from __future__ import annotations
 
@@ -80,8 +79,8 @@ def drawn(source: JobSource) -> DemandSample:
 
 
 def _jobs(source: JobSource) -> Iterator[Job]:
-    """Yields all requests of a source. Each one ends immediately, so that requests which follow it
-    come, too."""
+    """Yields all requests of a source. Each one is reported as ended at once, because a source may
+    have requests that arrive only after the end of others."""
     while source.next_time < inf:
         job = source.take()
         yield job
@@ -89,8 +88,8 @@ def _jobs(source: JobSource) -> Iterator[Job]:
 
 
 def _known(job: Job, seen: set[str]) -> int:
-    """Returns how many tokens at the start of the job's prompt may be cached: those of texts in
-    ``seen``, and generated ones."""
+    """Returns the number of tokens at the start of the job's prompt that may be cached: those of
+    texts in ``seen`` and of earlier answers."""
     number = 0
     for span in job.prompt:
         if span.text not in seen and not span.text.startswith(ANSWER):
@@ -102,11 +101,11 @@ def _known(job: Job, seen: set[str]) -> int:
 def served_per_second(
     requests: Requests, head: dict[str, Any], own: DemandSample, every: DemandSample
 ) -> float:
-    """Returns the rate (requests per second) at which the engine of a run can serve requests like
-    those of ``every``; NaN if the run served none. In the run, all requests arrived at once.
+    """Returns the rate (requests per second) at which a run's engine can serve requests of the
+    sizes ``every``; NaN if the run served none.
 
-    ``requests``, ``head``: the records and options of the run. ``own``: the sizes of its requests.
-    """
+    ``requests``, ``head``: records and options of the run, in which all requests arrived at once.
+    ``own``: sizes of the run's requests."""
     work, last = work_of(requests, head), requests.times("last")
     ends = np.sort(last[~np.isnan(last)])
     if work is None or not len(every.prompt):
@@ -120,8 +119,8 @@ def served_per_second(
 
 
 def share_found(work: WorkBound, own: DemandSample) -> float:
-    """Returns which share of the prompt tokens that could have been cached was found in the cache.
-    ``own``: the sizes of the requests in ``work``."""
+    """Returns the share of cacheable prompt tokens that was found in the cache. ``own``: the sizes
+    of the requests in ``work``."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 

@@ -184,7 +184,7 @@ class TokenTimes:
             self._time = float(ends[-1])
 
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record that these requests, other than those of the last call, got tokens at ``time``."""
+        """Record that requests with other ids than in the last call got tokens at ``time``."""
         self.settle()
         self._ids = ids
         self._members = members = np.array([places[name] for name in ids], dtype=np.intp)
@@ -203,7 +203,7 @@ class TokenTimes:
             self._gaps.extend((time, gap, 1))
 
     def settle(self) -> None:
-        """Write the last token time and longest gap of the latest call's requests to the table."""
+        """Write last token time and longest gap to the table, for the latest call's requests."""
         self._requests.times("last")[self._members] = self._time
         if self._longest:
             longest = self._requests.times("longest_gap")
@@ -211,8 +211,8 @@ class TokenTimes:
         self._longest = 0.0
 
     def forget(self) -> None:
-        """Make the next call of ``came`` look up its requests anew, even if it gets the same list
-        of ids."""
+        """Make the next call of ``came`` look up the table rows of its request ids, even if it gets
+        the same list as the last call."""
         self._ids = None
 
 
@@ -250,7 +250,7 @@ class Seen:
         return self.requests.add(job)
 
     def stretched(self, stretch: Stretch) -> None:
-        """Record a token for each request of the stretch in each of its decode steps."""
+        """Record one token for each request of the stretch in each of its decode steps."""
         self._tokens.stretched(stretch.request_ids, self._places, stretch.ends - self._start)
 
     def note(self, batches: Iterable[CoreOutputs]) -> list[tuple[Job, float]]:

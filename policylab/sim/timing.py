@@ -46,7 +46,7 @@ class Noise:
         self._place = dice.randrange(len(kinds))
 
     def draw(self, kind: str) -> float:
-        """The next factor for this kind of step, or of any kind if this one was not measured."""
+        """Draw a random time factor for a step of this kind, of any kind if it was not measured."""
         if self._dice.random() * MEAN_RUN < 1.0:
             self._place = self._dice.randrange(len(self._ratios))
         found = self._next.get(kind, self._any)[self._place]
@@ -55,7 +55,7 @@ class Noise:
 
 
 def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
-    """For each index, the nearest index from there on (cyclically) where ``kinds`` is ``kind``."""
+    """For each index, the next index (cyclic, itself included) with ``kinds[index] == kind``."""
     places, following = [0] * len(kinds), kinds.index(kind)
     for place in reversed(range(len(kinds))):
         following = place if kinds[place] == kind else following

@@ -86,7 +86,7 @@ class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """Event: ``scheduler.wake`` is called for this id, even if no such request is parked."""
+    """Event: ``scheduler.wake`` is called with this id, whether or not the request is parked."""
 
     at: int
     request_id: str
@@ -96,9 +96,9 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A simulated engine and a list of events. ``at`` of an event is the tick (a round of engine
-    work) before which it happens. After the last event the run continues until all requests have
-    ended."""
+    """A test case: a simulated engine and a list of events. An event happens before the engine's
+    round of work (tick) with the number ``at``. After the last event the run continues until all
+    requests have ended."""
 
     setup: Setup
     events: list[Event] = []

@@ -214,8 +214,8 @@ class Crowd:
         self._progress[name] = ((0, 0), simulation.num_steps)
 
     def _watch(self, *, is_idle: bool) -> None:
-        """Record the progress and end of requests, and whether one has starved. ``is_idle``: the
-        step computed nothing."""
+        """Record which requests made progress, which ended, and the first that has starved.
+        ``is_idle``: the step computed nothing, so no request counts as starved."""
         step, all_live = self.simulation.num_steps, self.simulation.clients.live
         for name in [name for name in self._progress if name not in all_live]:
             del self._progress[name]

@@ -1,9 +1,9 @@
 """Workers without a model.
 
 ``DigestWorker`` stores in each KV slot a hash of the whole prefix and reads it back through the
-block table, so a wrong KV block shows as a wrong token. ``LateWorker`` does so only when a result
-is collected, as an asynchronous device may. ``CountingWorker`` costs almost no time, for
-measurements of the code around it."""
+block table, so a wrong KV block shows as a wrong token. ``LateWorker`` also computes each step only
+when its result is collected, as an asynchronous device may. ``CountingWorker`` costs almost no
+time, for measurements of the code around it."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class FakeWork(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The result of a request's forward pass. ``digests``: after the last known token, then after
-    each draft token."""
+    """What a request's forward pass computed. ``digests``: the digest of the sequence up to its
+    last known token, then up to each draft token."""
 
     work: FakeWork
     digests: list[int]
@@ -167,8 +167,8 @@ class DigestWorker(FakeExecutor):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """Tokens sampled without a mask, one for each row in ``plan.masks.ahead``; -1 where unknown
-        (about half)."""
+        """Return the token that each row in ``plan.masks.ahead`` would sample without a mask; -1
+        for about half of the rows, whose token counts as not known yet."""
         assert self._waiting is not None, "no step waits for masks"
         plan, rows = self._waiting
         assert plan.masks is not None and plan.masks.ahead is not None
@@ -255,8 +255,8 @@ class DigestWorker(FakeExecutor):
     def draw(
         self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
     ) -> None:
-        """Sample tokens and verify drafts, and store both in ``result``. ``masks``: for each row of
-        the batch, its token masks; empty for an unmasked row."""
+        """Sample tokens, verify drafts, and store the tokens in ``result``. ``masks``: for each row
+        of the batch, the mask of the next token and those after each draft; [] if unmasked."""
         tokens: list[int] = []
         counts = [0] * len(rows)
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
@@ -309,8 +309,8 @@ class DigestWorker(FakeExecutor):
     def _compute_drafts(
         self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
     ) -> list[int]:
-        """Write the KV of draft tokens from position ``start``. Returns ``digest``, which is that
-        of the prefix, and then the digest after each draft."""
+        """Write the KV of draft tokens from position ``start`` on. ``digest``: digest of the
+        prefix. Returns it, followed by the digest after each draft."""
         digests = [digest]
         if drafts:
             digest = self._read(seq, 0, start - 1)
@@ -364,8 +364,8 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 
 
 def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens after verification: the drafts that equal the sampled tokens ``drawn``, then the
-    first sampled token that differs. That last token is left out if its mask allowed none."""
+    """The verified tokens: drafts up to the first that differs from the sampled tokens ``drawn``,
+    then the sampled token, unless it is ``NONE_LEFT`` after a right draft."""
     num_right = 0
     while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:
         num_right += 1
@@ -375,7 +375,7 @@ def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def draft_rows(plan: StepPlan) -> list[list[int]]:
-    """The draft tokens of each row of the batch; empty if the plan has no drafts."""
+    """The draft tokens of a plan, one list for each row of the batch; [] if it has no drafts."""
     return [] if plan.drafts is None else plan.drafts.by_row()
 
 

@@ -1,7 +1,7 @@
-"""Support for cases with the engine's real drafters and grammars.
+"""Simulates the worker's part of real drafters and grammars in test cases.
 
-The caller makes their scheduler-side resources. This module has the rest: a small vocabulary, draft
-tokens proposed by the worker, and checks of drafts and counters."""
+The caller makes the scheduler's part (``Halves``). This module has a small vocabulary, a stand-in
+for the draft model, and checks of drafts and counters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PUNCTUATION = ('{ "', '" :', "1 0")
 
 
 class Guide(Protocol):
-    """Follows an answer through its grammar. Both methods may raise if the grammar cannot
-    continue."""
+    """The state of a grammar during one answer. Its methods may raise any exception if no token can
+    continue the answer."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advance the grammar's state by these generated tokens."""
@@ -84,8 +84,8 @@ def small_tokenizer() -> str:
 
 
 def guided(guide: Guide, token: int) -> int:
-    """The token that the fake model samples under the grammar, given that it samples ``token``
-    without it; ``NONE_LEFT`` if the grammar allows none. Advances ``guide``."""
+    """Sample a token under a grammar: ``token`` if it is allowed, else another one; ``NONE_LEFT``
+    if the grammar allows none. Advances ``guide`` by the sampled token."""
     masks: Column = np.zeros((1, WORDS), dtype=np.int32)
     try:
         guide.fill(masks, ())
@@ -181,8 +181,8 @@ class WorkersDrafts:
 
 
 def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
-    """Check how many draft tokens a plan requests: only for rows that sample, at most ``most``
-    each, and no more than a later step can verify [22]."""
+    """Check the numbers of draft tokens that a plan requests from the worker: only for rows that
+    sample, at most ``most`` each, and no more than a later step can verify (rule [22])."""
     if plan.proposals is None:
         return
     wishes = plan.proposals
@@ -217,7 +217,7 @@ class DraftCounts:
                 self.num_accepted_tokens += num - 1
 
     def check(self, resources: Sequence[Resource]) -> None:
-        """Check that the resources have the same counts and keep no data of ended requests."""
+        """Assert that resources have these counts of drafts, and no data of ended requests."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
             if "num_draft_tokens" in (counters := resource.counters()):

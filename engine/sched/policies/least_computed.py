@@ -8,10 +8,9 @@ from engine.sched import Policy, Request, SchedView
 
 
 class LeastComputed(Policy):
-    """Preempts the running request with the fewest computed tokens, since they are computed again.
+    """Preempts the running request with the fewest computed tokens, which are then computed again.
 
-    Requests start in order of arrival.
-    """
+    Requests start in order of arrival."""
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:
         return (req.arrival,)

@@ -10,13 +10,12 @@ from engine.sched import Policy, Request, SchedView, require_positive
 class VTC(Policy):
     """Starts a request of the user who has received the least service (fair shares).
 
-    Service is a user's tokens times their prices, divided by the user's weight (``user_weights``).
-    For users who always have waiting requests it differs by at most ``2 * max(input_price * longest
-    prompt, output_price * tokens of a full batch)``. A user who was idle starts at the least
-    service of the waiting users.
+    A user's service is the price of the user's tokens divided by the user's weight
+    (``user_weights``). Between users who always have waiting requests, service differs by at most
+    ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. A user who was
+    idle starts with the least service of the waiting users.
 
-    ``input_price``, ``output_price``: price of a token.
-    """
+    ``input_price``, ``output_price``: price of a prompt token and of an output token."""
 
     uses_ledger = True
 

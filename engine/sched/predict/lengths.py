@@ -26,9 +26,8 @@ MAX_LOGGED_FAILURES = 3
 class LengthHistory:
     """The output lengths, in tokens, of the requests that finished last.
 
-    With ``above``, only greater lengths count, e.g. because a request already has so many tokens.
-    The result is ``None`` if there is no such length.
-    """
+    Methods with ``above`` only consider greater lengths, for example those that a request with
+    ``above`` output tokens can still reach. They return ``None`` if there is no such length."""
 
     def __init__(self, window: int = 1000) -> None:
         self._recent: deque[int] = deque(maxlen=window)
@@ -94,11 +93,10 @@ class Predictor(Protocol):
     name: str
 
     def predict(self, req: Request) -> int:
-        """The total number of output tokens, at least 0; may be a fraction.
+        """The total number of output tokens, at least 0; a fraction is rounded.
 
-        It is rounded and clamped to ``req.num_output + 1`` .. ``req.max_total - req.num_prompt``.
-        If this raises, or returns NaN, infinity or no number, the longest output is assumed.
-        """
+        It is limited to ``req.num_output + 1`` .. ``req.max_total - req.num_prompt``. After an
+        error, or for NaN, infinity or no number, the longest possible output is assumed."""
         ...
 
 
@@ -218,10 +216,8 @@ class GuardedPredictor:
 
 
 def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
-    """Create a predictor from its name, dotted path or class; an object is used as it is.
-
-    Raises ``ConfigError``.
-    """
+    """Create a predictor from its name, dotted path or class; an object is used as it is. Raises
+    ``ConfigError`` if it cannot be found or created."""
     found = look_up_predictor(chosen)
     try:
         predictor = found(lengths) if isinstance(found, type) else found

@@ -78,19 +78,21 @@ class Settler:
 
     @property
     def has_ended(self) -> bool:
-        """True if the end of a request has not been returned in an output yet."""
+        """True if a request has ended whose last output has not been returned yet."""
         return bool(self._ended)
 
     def end(
         self, req: Request, reason: FinishReason, message: str, code: str | None = None
     ) -> None:
-        """End the request outside a step. ``code``: None for the reason's default code."""
+        """End a request for a reason other than its tokens, such as a deadline. ``code``: the error
+        code for the client; ``None``: the default for ``reason``."""
         self.finish(req)
         self.counters.num_failed += reason == "error"
         self._ended.append(End(req, reason, message, code))
 
     def expire(self, req: Request, missed: str) -> None:
-        """End a request that was not ``missed`` ("started" or "finished") by its deadline."""
+        """End a request that missed its deadline. ``missed``: "started" or "finished", whichever
+        did not happen in time."""
         self.counters.num_expired += 1
         self.end(req, "deadline", f"the request was not {missed} by its deadline")
 
@@ -119,8 +121,8 @@ class Settler:
         return True
 
     def take_orphans(self) -> Iterator[Request]:
-        """Yield parked requests to wake because their resource was disabled. A request whose KV
-        that resource was loading is ended instead."""
+        """Yield the parked requests that must be woken because the resource that parked them was
+        disabled. If it was loading a request's KV, that request is ended instead."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
                 message = "the resource that was loading its KV was disabled"
@@ -129,11 +131,8 @@ class Settler:
                 yield req
 
     def unseat(self, req: Request, cause: str) -> None:
-        """Take the blocks and the seat from a request, which returns to the queue because of
-        ``cause``.
-
-        A waiting request loses the blocks that it holds.
-        """
+        """Preempt a running request: free its blocks and return it to the queue, where it waits
+        because of ``cause``. A waiting request only loses its blocks."""
         if req.status is Status.RUNNING:
             self.policy.on_preempt(req, self.view)
         self.kv.release(req)
@@ -171,8 +170,8 @@ class Settler:
         table.take_back(rows, np.where(current & (num_drafts > 0), rejected, 0))
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
-        """End the requests of rows with an error and discard the KV that they wrote. Returns their
-        ends."""
+        """End the requests for which the step reports an error, and discard the KV that it wrote
+        for them. Returns an ``End`` for each ended request."""
         failed = []
         for index, message in result.errors.items():
             row = int(plan.rows[index])
@@ -200,7 +199,8 @@ class Settler:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
-        """Called when a request is back in the queue: restart it if its KV has become invalid."""
+        """Restart a request that has just been woken, if its KV became invalid while it was
+        loaded."""
         if req.row in self._to_restart:
             self._to_restart.remove(req.row)
             self.unseat(req, "restarted")
@@ -233,11 +233,10 @@ class Appender:
         self._last = -1  # running-set version of the last result, if its step was full
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """Append the sampled tokens. Returns the indices in ``outputs`` of requests that may end
-        now.
+        """Append the step's sampled tokens to the requests and to ``outputs``. Returns the indices
+        in ``outputs`` of requests that these tokens may end.
 
-        Results of requests that finished or restarted meanwhile are dropped.
-        """
+        Tokens of requests that finished or restarted during the step are dropped."""
         is_full = self._roster.running_rows.pop_full_step(plan.step)
         before, self._last = self._last, self._roster.running_rows.version if is_full else -1
         is_new = not is_full or before != self._last  # arrays would have to be built first
@@ -253,12 +252,10 @@ class Appender:
         return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Publish each block that has just become complete: all its tokens are known and their KV
-        is computed.
+        """Publish each block that has just become full and computed.
 
-        ``counts``: the new values, in ``rows``, of ``num_tokens`` or ``num_computed``, which has
-        grown by one; ``other``: the second of these two columns.
-        """
+        ``counts``: the new values, in ``rows``, of the column that has grown by one: ``num_tokens``
+        or ``num_computed``. ``other``: the column of these two that has not grown."""
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
             return
@@ -268,7 +265,7 @@ class Appender:
             self._kv.commit_next(self._roster.requests(full))
 
     def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """Append in a loop: for rows with several tokens, or few rows."""
+        """Do ``append`` row by row, for rows with several tokens or for few rows."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
@@ -296,7 +293,8 @@ class Appender:
     def _in_columns(
         self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_full: bool
     ) -> list[int]:
-        """Append with numpy. ``is_full``: the plan contains exactly the running requests."""
+        """Do ``append`` with numpy, for at most one token per row. ``is_full``: the plan's rows are
+        exactly the running requests."""
         table = self._roster.table
         is_full = is_full and len(result.token_ids) == len(plan.rows)
         rows, tokens, places = self._sampled(plan, result, is_full)
@@ -311,8 +309,8 @@ class Appender:
         return members.may_have_ended(tokens, num_tokens)
 
     def _members_of(self, rows: Rows, is_full: bool) -> Members:
-        """The ``Members`` of these rows. With ``is_full`` (the rows of all running requests) the
-        last object is reused until a request starts or stops running."""
+        """The ``Members`` of these rows. If they are all running requests (``is_full``), the object
+        is reused as long as the same requests run."""
         version = self._roster.running_rows.version if is_full else -1
         if not is_full or version != self._version:
             self._members, self._version = Members(rows, self._roster), version
@@ -321,8 +319,8 @@ class Appender:
     def _sampled(
         self, plan: StepPlan, result: StepResult, is_full: bool
     ) -> tuple[Rows, Counts, Sequence[int]]:
-        """Return the rows to which a token must be appended, their tokens, and their indices in the
-        plan."""
+        """Return the rows of the table that got a token in the step and still belong to the same
+        request, their tokens, and their indices in the plan."""
         table, rows, tokens = self._roster.table, plan.rows, result.token_ids
         if is_full:
             return rows, tokens, range(len(rows))
@@ -350,7 +348,7 @@ def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason,
 
 
 def up_to_end(req: Request, tokens: list[int]) -> list[int]:
-    """Return the tokens of one step up to the first that ends the request."""
+    """Cut a step's new tokens after the first one that ends the request; without one, keep all."""
     if len(tokens) == 1:
         return tokens
     num_known = req.num_tokens
@@ -378,8 +376,9 @@ class Counters:
     floor_seconds: float = 0.0
 
     def count_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """Count a step in which the policy scheduled nothing but the default order did
-        (``was_saved``), and log the first. ``culprit``: what scheduled no request, and why."""
+        """Count a step in which the policy scheduled no request but the default order did
+        (``was_saved``); log the first such step. ``culprit``: what scheduled no request and why,
+        for the log."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             self.rescued_from = f"{culprit} scheduled no request although one could run"
@@ -390,8 +389,8 @@ class Counters:
 
 
 class Members:
-    """The requests in the rows of a plan, and their constant fields. Later plans with the same rows
-    reuse this object."""
+    """The requests in the rows of a plan, with their constant fields as arrays. An object can be
+    reused for later plans with the same rows."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
@@ -411,8 +410,8 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Indices of requests whose next token is the first since they started to run; [] at later
-        calls."""
+        """Indices of requests whose next token is their first since they started to run. Only the
+        first call returns them, later calls return []."""
         if self._have_started:
             return []
         self._have_started = True
@@ -421,8 +420,8 @@ class Members:
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Indices of requests that may end with their token in ``tokens``. ``num_tokens``: the
-        lengths of the requests with these tokens."""
+        """Indices of requests that may end with their new token. ``tokens``: the new token of each
+        request; ``num_tokens``: the length of each request with it."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -463,8 +462,8 @@ class OutputColumns:
         self._started = set(started)
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
-        """Add the tokens of the request at index ``place`` of the plan; returns its index in these
-        outputs. ``is_first``: the tokens are its first since it started to run."""
+        """Add a request's new tokens to the outputs and return its index in them. ``place``: its
+        index in the plan; ``is_first``: it had no output token before."""
         index = len(self.reqs)
         if len(tokens) != 1 and self._counts is None:
             self._counts = [1] * index
@@ -534,15 +533,15 @@ class OutputColumns:
         ]
 
     def _with_details(self) -> Iterable[int]:
-        """Indices of the requests for which ``_details`` must be called."""
+        """Indices of the requests that may have a start, an end or log-probabilities to return."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
             return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """Copy rare fields to ``out``: the start or end of a request, log-probabilities. ``i``:
-        index of the request in these outputs; ``index``: its index in ``out``."""
+        """Add the start or end of a request and its log-probabilities to ``out``, the outputs of
+        its client. ``i``: index of the request in this object; ``index``: its index in ``out``."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:

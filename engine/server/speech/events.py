@@ -43,8 +43,8 @@ class CallEnd(NamedTuple):
 
 
 class PartEnd(NamedTuple):
-    """The end of a message in the answer: the next text begins on a new line. Only parsers use it;
-    clients of a ``ParsedAnswer`` do not get it."""
+    """Marks the end of one message of an answer: text after it begins on a new line. Parsers emit
+    it for ``ParsedAnswer``, which does not pass it on."""
 
 
 Event = Text | Thinking | CallBegin | CallArguments | CallEnd

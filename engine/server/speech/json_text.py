@@ -53,8 +53,8 @@ class JsonText:
         plain: Callable[[str], str] = unchanged,
         ends: tuple[str, ...] = (),
     ) -> None:
-        """plain: replaces marker characters by the markers' texts; ends: texts that may follow the
-        value."""
+        """plain: replaces marker characters by the markers' texts; ends: texts that may come
+        directly after the value."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
         """How the value ended; ``mended``: missing brackets were added; ``cut``: incomplete."""
         self._source = source
@@ -278,8 +278,8 @@ class JsonText:
         return (yield from self._key_follows(offset, is_due=True))
 
     def _key_follows(self, offset: int, *, is_due: bool) -> Waits[bool]:
-        """Whether a key and a colon follow at ``offset``; is_due: result if the text is too
-        short."""
+        """Whether an object key and a colon follow at ``offset``; is_due: the result if the text
+        ends before this is clear."""
         source = self._source
         while True:
             begin = source.at + offset
@@ -337,8 +337,8 @@ def decoded(text: str) -> str:
 
 
 def mended(text: str, *, is_cut: bool = False) -> str | None:
-    """Repair a JSON value; ``None`` if that fails, or if ``text`` has more than one value. is_cut:
-    the value may end early, but not inside a string."""
+    """Repair the text of a JSON value. Returns ``None`` if that fails, or if other text follows the
+    value. is_cut: the text may end before the value does, but not inside a string."""
     source = TextSource()
     source.feed(text)
     source.end(is_cut=False)
@@ -354,7 +354,7 @@ def mended(text: str, *, is_cut: bool = False) -> str | None:
 
 
 def object_in(text: str) -> dict[str, Any]:
-    """Parse a JSON object; of an incomplete one, return the complete members."""
+    """Parse a JSON object that may be cut off. Returns its complete members; {} for other texts."""
     begin = BREAKS_OFF.fullmatch(text)
     for part in (text, mended(text if begin is None else begin[1], is_cut=True) or ""):
         try:

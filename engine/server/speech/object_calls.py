@@ -30,8 +30,8 @@ class ObjectCalls(CallReader):
         return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
-        """Try to parse an object as a call. Returns False if it is none. is_marked: an opening
-        marker comes before it; otherwise it may only have members that are usual in calls."""
+        """Try to parse an object as a tool call. Returns whether it is one. is_marked: it follows a
+        marker that opens a call; otherwise an object with unusual members is no call."""
         source = self.source
         char = yield from source.skip_space()
         if char == "`" and not (yield from self.fence()):

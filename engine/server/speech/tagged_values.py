@@ -35,8 +35,8 @@ class ValueTags:
         *,
         has_lines: bool,
     ) -> None:
-        """end: the value's end tag, valid only before one of ``follow`` or the end of the answer;
-        others: further tags that end a value; has_lines: each value is on lines of its own."""
+        """end: the value's end tag, which only counts before one of ``follow`` or the answer's end;
+        others: other tags that end a value; has_lines: each value is on lines of its own."""
         self.end = end
         self.follow = follow
         self.others = others
@@ -54,7 +54,7 @@ class TaggedValue:
         plain: Callable[[str], str],
         next_keys: Iterable[str],
     ) -> None:
-        """next_keys: texts that may follow the opening tag of another argument."""
+        """next_keys: names that show, after an opening tag, that another argument begins."""
         self.is_cut = False
         self._source = source
         self._tags = tags

@@ -1,7 +1,6 @@
 """The tools of a request, and which of them may or must be called.
 
-The input has the format of OpenAI's chat completions; other APIs convert theirs to it.
-"""
+The input has the format of OpenAI's chat completions; other APIs convert theirs to it."""
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ class Tools(NamedTuple):
 
     @property
     def read_as(self) -> list[dict[str, Any]]:
-        """The tools for parsers of calls: only their names, and the types of their arguments."""
+        """The tools as parsers of calls need them: each tool's name and the types of its
+        arguments."""
         return [_types_of(tool) for tool in self.all]
 
     @property
@@ -196,7 +196,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The types and values that a property's schema allows. root: the schema for its references."""
+    """The JSON types and values that a property's schema allows. root: where a ``$ref`` leads."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):

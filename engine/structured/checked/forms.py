@@ -40,7 +40,7 @@ Place = tuple[str, str, bool, Any, Grammar]  # an opening with the schema that f
 
 
 def _openings(places: list[Place]) -> Iterator[PartOpening]:
-    """Yield the openings after which JSON needs a checker."""
+    """Yield the texts before JSON parts of the output that need a checker, with the checkers."""
     together: dict[tuple[str, str, bool], list[tuple[SchemaPlan, Grammar]]] = {}
     for text, scope, follows, schema, grammar in places:
         plan = plan_of(schema, grammar)

@@ -1,4 +1,4 @@
-"""Names the schema keywords that the checker enforces, so that the grammar need not."""
+"""Names the schema keywords that the checker enforces in place of the grammar."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ class Stops:
         )
 
     def next(self, text: bytes, at: int) -> int:
-        """Return the index of the next of these bytes in ``text``, or the text's length."""
+        """Return the index of the first of these bytes from ``at`` on; ``len(text)`` if none."""
         found = self._pattern.search(text, at)
         return len(text) if found is None else found.start()
 
 
 class Skipped(NamedTuple):
-    """Which tokens a checker can skip."""
+    """Rules by which a checker skips tokens without looking at their bytes."""
 
     stops: Stops | None
     """Tokens without any of these bytes are skipped."""
@@ -76,11 +76,10 @@ class Vocabulary:
         return int(self.tokens[at]) if is_there else None
 
     def candidates(self, words: Column, without: Sequence[int], skipped: Skipped) -> list[int]:
-        """Return the tokens in a mask that a checker must look at, as indices in sorted order.
+        """Return the tokens in a mask that a checker cannot skip, as indices in the sorted
+        vocabulary.
 
-        words: the mask, one bit per token; without: token ids to leave out. Short results are
-        cached.
-        """
+        words: the mask, one bit per token; without: token ids to leave out."""
         key = (words.tobytes(), tuple(without), skipped)
         found = self._candidates.get(key)
         if found is None:
@@ -105,7 +104,8 @@ class Vocabulary:
         return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
 
     def tails(self, skipped: bytes) -> Column:
-        """Return each token's length without ``skipped`` bytes at its end, in sorted order."""
+        """Return the number of bytes of each token before the ``skipped`` bytes at its end, for all
+        tokens in sorted order."""
         if skipped not in self._tails:
             self._tails[skipped] = np.array([len(text.rstrip(skipped)) for text in self.in_order])
         return self._tails[skipped]

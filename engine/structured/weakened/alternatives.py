@@ -14,8 +14,8 @@ Schema = dict[str, Any]
 
 
 def part_types(readings: Sequence[SchemaReading]) -> None:
-    """Remove from readings of different ``oneOf`` alternatives the types for which both have the
-    same keywords: a value of such a type satisfies either both alternatives or none."""
+    """Remove a type from two readings of different ``oneOf`` alternatives if both have the same
+    keywords for it: its values satisfy either both alternatives or none."""
     same: list[tuple[SchemaReading, set[str]]] = []
     for at, one in enumerate(readings):
         for other in readings[:at]:
@@ -40,7 +40,7 @@ def _same_types(one: SchemaReading, other: SchemaReading) -> set[str]:
 
 
 def are_apart(readings: Sequence[SchemaReading]) -> bool:
-    """Whether it is certain that no value satisfies two alternatives of the same ``oneOf``."""
+    """Whether surely no value satisfies two readings of different alternatives of a ``oneOf``."""
     return all(
         _are_apart(one, other)
         for at, one in enumerate(readings)
@@ -66,8 +66,8 @@ def _are_apart(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
-    """Whether the two readings have no value or no type in common for some property that one of
-    them requires."""
+    """Whether some property that one of two readings requires can have no type or no value that
+    both readings allow."""
     for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
         if own is not None and others is not None and not set(own) & set(others):

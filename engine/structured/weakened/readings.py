@@ -1,9 +1,8 @@
 """Splits the schemas of a value into readings: alternative lists of schemas without choices.
 
 References and ``allOf`` are followed. ``anyOf``, ``oneOf``, ``if``, ``not`` and dependent keywords
-are choices; each combination of them that does not visibly contradict itself is a reading. Where
-there are too many combinations a choice is widened, and its readings allow more than the schemas.
-"""
+are choices. Each combination of their alternatives that is not seen to contradict itself is a
+reading. If there are too many combinations, a choice is replaced by a schema that allows more."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class SchemaPart(NamedTuple):
     rank: tuple[int, ...] = ()  # its position in the document, by the keywords that lead to it
 
     def within(self, schema: Any, *steps: int) -> SchemaPart:
-        """Make the part for a schema that is inside this one and applies to the same value. steps:
-        indices that lead from this schema to it."""
+        """Make the part for a schema that is nested in this one and applies to the same value.
+        steps: indices that lead from this schema to the nested one."""
         return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
@@ -53,7 +52,7 @@ class SchemaChoice(NamedTuple):
 
 @dataclass(slots=True)
 class SchemaReading:
-    """One combination of choices: the schemas and limits that were collected for it so far."""
+    """The schemas and limits that a value must satisfy for one alternative of each choice."""
 
     waiting: list[SchemaPart]
     parts: list[SchemaPart] = field(default_factory=list)
@@ -113,8 +112,8 @@ class SchemaReader:
         return done
 
     def targets(self, schema: Schema, keys: Sequence[str] = REFERENCES) -> list[Any]:
-        """Return what a schema refers to; for a dynamic reference, all possible targets. Raises
-        ``SchemaError`` for a target outside the document."""
+        """Return the schemas to which ``keys`` of a schema refer; for a dynamic reference, all
+        possible targets. Raises ``SchemaError`` for a target outside the document."""
         found: list[Any] = []
         for key in keys:
             if key not in schema:
@@ -129,14 +128,14 @@ class SchemaReader:
         return found
 
     def read(self, schema: Schema) -> Schema:
-        """Drop keywords that a draft ignores: in drafts up to 7, those next to ``$ref``."""
+        """Drop keywords next to ``$ref`` from a schema of a draft that ignores them (up to 7)."""
         if len(schema) > 1 and "$ref" in schema and self._draft(schema) <= 7:
             only: Schema = self._made.setdefault(("$ref", id(schema)), {"$ref": schema["$ref"]})
             return only
         return schema
 
     def home(self, schema: Schema) -> SchemaResource | None:
-        """Return the resource that contains a schema; ``None`` if this module made the schema."""
+        """Return the part of the document that contains a schema; ``None`` for one made here."""
         try:
             return self.document.home(schema)
         except KeyError:
@@ -159,7 +158,8 @@ class SchemaReader:
     # -- reading
 
     def _read_on(self, reading: SchemaReading) -> bool:
-        """Read all waiting schemas. Returns ``False`` if the reading contradicts itself."""
+        """Read the waiting schemas of a reading. Returns ``False`` if they contradict each
+        other."""
         while reading.waiting:
             part = reading.waiting.pop()
             if part.schema is False:
@@ -206,7 +206,7 @@ class SchemaReader:
                     yield part.within(each, at)
 
     def _add_limits(self, reading: SchemaReading, schema: Schema) -> bool:
-        """Record types and constants. Returns ``False`` if they contradict recorded ones."""
+        """Limit a reading by the keywords of ``schema``. Returns ``False`` if no value is left."""
         if "type" in schema:
             reading.types &= types_of(schema)
         if not reading.types:
@@ -312,8 +312,8 @@ class SchemaReader:
         return SchemaChoice(key, id(absent), [without, with_it])
 
     def _pass_over(self, reading: SchemaReading, choice: SchemaChoice) -> None:
-        """Replace a choice with too many alternatives by one schema of all properties that they
-        name."""
+        """Replace a choice with too many alternatives by one schema that has all properties named
+        in any alternative."""
         reading.loose[choice.keyword] = True
         own = ("union", choice.keyword, choice.number)
         if own not in self._made:
@@ -339,7 +339,7 @@ class SchemaReader:
         return found
 
     def _around(self, way: list[SchemaPart]) -> Iterator[Schema]:
-        """Yield the schemas that a way applies to the value itself, nested choices included."""
+        """Yield all schemas of an alternative that apply to the value itself, also nested ones."""
         waiting = [each.schema for each in way if not each.is_silent]
         seen = set()
         while waiting:
@@ -364,8 +364,8 @@ def _any(schemas: list[Any]) -> Any:
 
 
 def together(alternatives: Sequence[Any]) -> list[list[Any]]:
-    """Return lists of alternatives that may hold at once: each pair, and all together. Only
-    alternatives that may name properties count. Empty if there are too many."""
+    """Return groups of alternatives that one value may satisfy together: each pair, and all of
+    them. Only alternatives that may name properties count. Returns [] if there are too many."""
     able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []

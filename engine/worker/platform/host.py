@@ -16,7 +16,7 @@ from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
 class HostMark:
-    """A mark on the CPU, which is reached when it is recorded."""
+    """A time stamp on the CPU, with the interface of a GPU's event."""
 
     def __init__(self) -> None:
         self.record()

@@ -4,9 +4,9 @@ Weights are packed in panels ``[panels, depth, width, 2]``: a panel has 64 outpu
 and inputs 2d and 2d + 1 of each output are adjacent, as bfloat16 instructions need them. The same
 packed copy is used for any number of rows, in one of three ways:
 
-    widened   AVX2, AVX-512: floats of a row, broadcast, times pairs widened in registers
-    dots      AVX-512 BF16: pairs of a row, broadcast, times pairs
-    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs
+    widened   AVX2, AVX-512: products of floats, widened from bfloat16 in registers
+    dots      AVX-512 BF16: dot products of pairs of bfloat16
+    tiles     AMX: products of 16 rows x 32 inputs with 32 inputs x 16 outputs
 
 A row's results depend neither on the number of rows nor on threads. Inputs are padded with zeros to
 a multiple of 32."""
@@ -139,8 +139,8 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Addresses to which a product writes: all outputs, of `size` bytes each, or, if `ids` is not
-    0, only the largest output and its index, for each group of panels and each row [groups, N]."""
+    """The addresses to which a product writes: all outputs, of `size` bytes each; or, if `ids` is
+    not 0, only the largest output and its index, by group of panels and row [groups, N]."""
 
     out: int
     size: int
@@ -195,16 +195,16 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
 
 
 def _evenly(num: int, most: int) -> int:
-    """Rows per work item if `num` rows are split evenly into items of about `most` rows: a multiple
-    of a tile's rows, or `num`."""
+    """The number of rows per work item if `num` rows are split evenly into items of about `most`
+    rows, rounded up to whole tiles."""
     rows = -(-num // max(1, -(-num // most)))
     return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums to the output or, if only the largest output is wanted, update each
-    row's largest output. p: the body's parameters."""
+    """Write the sums of one panel to the output or, if only the largest output of each row is
+    wanted, update that. p: the parameters of the body that calls this."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -226,8 +226,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Update each row's largest output in this item's panels with the sums of one panel. NaN marks
-    a row with an invalid output."""
+    """Update the largest output of each row with the sums of one panel. It is stored per row and
+    work item; NaN marks a row with an invalid output."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
@@ -264,9 +264,9 @@ def _write(p, sums, first, count, panel):
 
 @njit(inline="always")
 def _add_pairs(left, b, c, span, ahead, how):
-    """c[:num] += a[:num] @ b, for a panel b. left: (address, row stride) of a; span: (num, number
-    of pairs of inputs); ahead: (address, number of cache lines) to prefetch. Returns what of
-    `ahead` is left for the next call. how: a literal."""
+    """Add a product to c: c[:num] += a[:num] @ b, where b is a panel of weights. left: (address,
+    row stride) of a; span: (num, number of pairs of inputs); ahead: (address, number) of cache
+    lines to prefetch, of which those left for the next call are returned; how: a literal."""
     (a, lda), (num, depth), (wanted, lines) = left, span, ahead
     row = 0
     while row + _ROWS <= num:
@@ -293,7 +293,7 @@ def _add_pairs(left, b, c, span, ahead, how):
 
 
 def _vector_body(how: int):
-    """Make the body for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
+    """Make the function for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
     size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
@@ -328,8 +328,8 @@ def _vector_body(how: int):
 
 @njit(inline="always")
 def _panel_pairs(p, a, sums, count, place, how):
-    """sums[:count] = rows @ one panel. a: address of the prepared rows; place: (index of the panel,
-    whether to prefetch the next panel)."""
+    """Compute sums[:count] = rows @ one panel. a: address of the prepared rows; place: (index of
+    the panel, whether to prefetch the next panel); how: WIDENED, DOTS or SOFT_DOTS."""
     (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
@@ -399,9 +399,9 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, place, soft):
-    """sums = rows of x @ one panel, with AMX. rows: (first row, number of rows, number of rows in
-    full tiles); the last rows are read from `copies`, padded. place: (index of the panel, whether
-    to prefetch the next panel)."""
+    """Compute sums = rows of x @ one panel, with AMX. rows: (first row, number of rows, number of
+    rows in full tiles); the remaining rows are read from `copies`, padded to a tile. place: (index
+    of the panel, whether to prefetch the next panel)."""
     (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
@@ -428,9 +428,9 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
-    """Multiply 16 rows by one panel, with AMX: c [16, 32] += left @ b, or c = left @ b if the span
-    starts at step 0. left: (address, row stride); span: (first step of 32 inputs, number of steps);
-    ahead: address to prefetch, or 0; soft: emulate AMX, in the tiles `own`."""
+    """Multiply 16 rows by one panel, with AMX: c [16, 32] += left @ b. If the span starts at step
+    0, c is overwritten. left: (address, row stride); span: (first step of 32 inputs, number of
+    steps); ahead: address to prefetch, or 0; soft: emulate AMX, in the tiles `own`."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
@@ -452,7 +452,7 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """Like `_two_tiles`, for 32 rows and c [32, 32]. Rows bypass the L1 cache, which holds b."""
+    """Like `_two_tiles` for 32 rows and c [32, 32]; rows bypass the L1 cache, so b stays in it."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:

@@ -18,12 +18,11 @@ class RepeatingKV(KVManager):
     result as step by step."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """Returns the number of steps, up to ``most``, for which enough blocks are free if each
+        """Returns the number of steps, up to ``most``, for which the free blocks suffice if each
         request in ``rows`` computes one token per step.
 
-        ``starts``: position of each request's first token. Returns 0 with windows, several groups
-        of layers, KV transfers or listeners for cache events.
-        """
+        ``starts``: position of each request's first new token. Returns 0 with windows, several
+        groups of layers, KV transfers or listeners for cache events, which are not supported."""
         if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
             return 0
         if self._prefix_index.events is not None:
@@ -41,8 +40,8 @@ class RepeatingKV(KVManager):
         return num_enough
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
-        """True if the prefix hit of a waiting request could become longer by the next blocks that
-        the running requests in ``rows`` publish."""
+        """True if one of the blocks that the running requests in ``rows`` publish next could extend
+        the prefix hit of the waiting request ``req``."""
         if not self.caching:
             return False
         hashes = self._hashes(req)
@@ -62,13 +61,13 @@ class RepeatingKV(KVManager):
         times: Sequence[float],
         num_commits: int,
     ) -> Growth:
-        """Reserve blocks for steps of one token per request, and publish full blocks of the first
-        ``num_commits`` steps. ``times``: when each step is planned, in seconds.
+        """Reserve blocks for steps in which each request computes one token, and publish the blocks
+        that become full in the first ``num_commits`` steps. ``times``: planning time of each step,
+        in seconds.
 
-        ``rows``: index of each request in this manager. ``starts``: position of its first token.
-        ``known``: number of its tokens in the cache so far. ``order``: its place in the order in
-        which requests take blocks. ``tokens`` of a request has the tokens of all steps.
-        """
+        For each request: ``rows``, its index in this manager; ``starts``, the position of its first
+        token; ``known``, the number of its tokens in the cache so far; ``order``, its place in the
+        order in which requests take blocks. ``tokens`` of a request has the tokens of all steps."""
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         num_steps = len(times)
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -111,9 +110,9 @@ class RepeatingKV(KVManager):
         nth: list[int],
         places: Sequence[int],
     ) -> None:
-        """Publish full blocks one by one: for each entry of ``places``, the next full block of the
-        request with this index. ``nth``: index of each request's first block to publish in its
-        block table."""
+        """Publish full blocks in the prefix cache, one for each entry of ``places``: the next block
+        of the request with that index in ``reqs``. ``nth``: for each request, the index in its
+        block table of the first block to publish."""
         counts = [0] * len(nth)
         for place in places:
             counts[place] += 1

@@ -20,10 +20,10 @@ class Repeats(Executor[Any], Protocol):
         """Execute the steps of ``stretch`` in order, up to ``stretch.until`` or the end of a
         request.
 
-        ``tickets`` are the executor's handles of the steps in flight, oldest first. Returns those
-        of the steps that are in flight afterwards: the same number, or one more. The method fills
-        in ``begins``, ``ends``, ``seconds``, ``next_begin`` and ``token`` of ``stretch`` and sets
-        the clock to ``next_begin``. If no step can be executed, it changes nothing."""
+        ``tickets``: the executor's handles of the steps in flight, oldest first. Returns the
+        handles of the steps in flight afterwards, as many or one more. Fills in ``begins``,
+        ``ends``, ``seconds``, ``next_begin`` and ``token`` of ``stretch``, and sets the clock to
+        ``next_begin``. Changes nothing if no step can be executed."""
         ...
 
 

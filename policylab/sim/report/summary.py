@@ -35,7 +35,7 @@ def of_run(subject: Subject) -> Iterator[str]:
 
 
 def _which(subject: Subject) -> Iterator[str]:
-    """A sentence that names the shown run of a comparison and the policy's overloaded runs."""
+    """A sentence that names the shown run of a comparison, and its policy's overloaded runs."""
     if not subject.where:
         return
     text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
@@ -45,7 +45,7 @@ def _which(subject: Subject) -> Iterator[str]:
 
 
 def _period(subject: Subject) -> Iterator[str]:
-    """A sentence on how many requests count for the figures, and why."""
+    """A sentence on which requests of a run count for the figures, and why."""
     found, window = subject.figures, subject.figures.window
     if found.is_overloaded:
         return
@@ -132,7 +132,7 @@ def _valley(subject: Subject) -> Iterator[str]:
 
 
 def _least(subject: Subject) -> Iterator[str]:
-    """Sentences on the user with the least service, and on the widest gap between two users."""
+    """Sentences on the user with the least service, and the widest gap in service of two users."""
     service = subject.figures.service
     if service is None:
         return

@@ -130,8 +130,8 @@ class FileWorkload(Workload):
 
     @cached_property
     def size(self) -> Size:
-        """The number and range of the file's requests, found by reading it. Raises ``ConfigError``
-        for an invalid line or a file without requests."""
+        """The number of requests in the file, with their first and last arrival time and greatest
+        lengths. Raises ``ConfigError`` for an invalid line or a file without requests."""
         number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
         for time, body, _ in self._read(RandomDraws(0)):
             if not number and not self.is_from_zero:
@@ -200,7 +200,7 @@ def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]
 def json_lines(
     path: str, file: Iterable[str], first: int, kind: type[Line]
 ) -> Iterator[tuple[JobPlace, Line]]:
-    """Decode each line of a JSONL file as a struct of this ``kind``, and yield it with its place.
+    """Decode each line of a JSONL file as a ``kind``, and yield it with its file and line number.
     ``first``: number of the first line. Raises ``ConfigError`` for an invalid line."""
     decode = msgspec.json.Decoder(kind).decode
     for number, text in enumerate(file, first):
