@@ -56,8 +56,8 @@ T = TypeVar("T")
 
 
 def _by_device(reference: Callable[P, T], cpu: ModuleType) -> Callable[P, T]:
-    """Returns a function that runs this operation on the device of its first argument, which is a
-    tensor or a tuple that begins with a tensor."""
+    """Returns a function that runs the operation of the same name for the device of its first
+    argument, which is a tensor or a tuple that begins with one."""
     name = reference.__name__
 
     @wraps(reference)

@@ -63,8 +63,8 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(config: GPUConfig, max_num_tokens: int, most: int = MOST_RECORDED) -> list[int]:
-    """Return the token counts for which to record mixed steps (with prompts or drafts) as CUDA
-    graphs, ascending. ``most``: the largest default; ``cudagraph_capture_sizes`` may exceed it."""
+    """Return the sizes, in tokens and ascending, for which mixed steps (with prompts or drafts) are
+    recorded as CUDA graphs. ``most``: largest size without ``cudagraph_capture_sizes``."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:

@@ -67,7 +67,7 @@ class Stream:
             self.loop.call_soon_threadsafe(callback)
 
     def put(self, output: RequestOutput) -> None:
-        """Merge an output into the unread ones."""
+        """Merge an output into those that the reader has not taken yet."""
         if self._error is not None:  # the request was dropped
             return
         waiting = self._waiting

@@ -244,7 +244,7 @@ def _dispose(process: SpawnProcess) -> None:
 
 
 class EndRequest:
-    """Records whether a child was requested to end, and when it must be killed."""
+    """Records when a child process was first requested to end, and so when to kill it."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -293,7 +293,7 @@ def _has_ended(pidfd: int, seconds: float) -> bool:
 
 
 class ParentWatch:
-    """A thread that calls ``on_death`` when the parent has died or requests this process to end."""
+    """Starts a thread that calls ``on_death`` when the parent process dies or requests an end."""
 
     def __init__(self, line: Line, on_death: Callable[[], object]) -> None:
         self.on_death = on_death

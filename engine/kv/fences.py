@@ -37,7 +37,7 @@ class Fences:
                 start()
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Record that blocks were freed. Every step in flight may still write them."""
+        """Record that blocks were freed while steps in flight may still write them."""
         if self._num_planned > self._num_settled:
             for block in blocks:
                 self._fences[block] = self._num_planned
@@ -52,5 +52,5 @@ class Fences:
             self._waiting[number] = fence, start
 
     def cancel(self, number: int) -> bool:
-        """Cancel the ``start`` that a request still waits for. Returns False if there is none."""
+        """Cancel the ``start`` that request ``number`` waits for. Returns False if it has none."""
         return self._waiting.pop(number, None) is not None

@@ -229,12 +229,12 @@ class KVManager:
     # -- changes
 
     def set_time(self, now: float) -> None:
-        """Set the present time in seconds. Blocks evicted from now on are dated with it."""
+        """Set the time, in seconds, that is recorded for blocks evicted from now on."""
         self.cache.evictions.now = now
 
     def reserve(self, req: KVRequest, upto: int) -> bool:
-        """Allocate blocks for positions [0, upto) of a request that is in the batch or enters it. A
-        request without blocks adopts its prefix hit first.
+        """Allocate KV blocks for positions [0, upto) of a request. If it has none yet, it first
+        adopts those of its prefix hit.
 
         Returns False, and changes nothing, if too few blocks are free."""
         if not self.hold(req, upto):
@@ -301,7 +301,7 @@ class KVManager:
         return [] if self.transfers is None else self.transfers.take_failed()
 
     def step_planned(self) -> None:
-        """Record that a step that writes blocks is about to be launched."""
+        """Record that a step which writes KV blocks will be launched next."""
         if self.transfers is not None:
             self.transfers.fences.planned()
 
@@ -492,8 +492,8 @@ class KVManager:
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, allocation, num_tokens))
 
     def _adopt(self, req: KVRequest, allocation: Allocation, upto: int) -> bool:
-        """Start the request's block tables with its prefix hit. Returns True if the KV source must
-        load further blocks within this step."""
+        """Begin the request's block tables with the blocks of its prefix hit. Returns True if the
+        KV source must load the blocks after them within this step."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
@@ -516,7 +516,7 @@ class KVManager:
         return self._prefix_ends.explain(req, allocation.chain[:num_blocks], num_found)
 
     def _blocks_to_load(self, req: KVRequest, allocation: Allocation) -> list[int]:
-        """The blocks after the prefix hit, into which a transfer loads KV."""
+        """The request's blocks after its prefix hit, into which the KV source loads KV."""
         first = allocation.num_adopted
         blocks = allocation.blocks[first : first + self._entries(allocation.num_remote)]
         assert blocks, f"{req}: nothing to load"

@@ -39,8 +39,8 @@ class Transfers:
         self._failed: dict[int, KVRequest] = {}  # requests whose load could not start
 
     def match(self, req: KVRequest, allocation: Allocation, num_local_tokens: int) -> RemoteMatch:
-        """Find the tokens that the KV source can load after the ``num_local_tokens`` cached tokens,
-        without the request's last token, which must always be computed."""
+        """Find the tokens that the KV source can load after the request's ``num_local_tokens``
+        cached tokens. The request's last token is never loaded."""
         if allocation.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
@@ -60,7 +60,7 @@ class Transfers:
         self.fences.when_written(req.arrival, blocks, start)
 
     def start(self, req: KVRequest, allocation: Allocation, blocks: Sequence[int]) -> bool:
-        """Start to load KV into ``blocks``. Returns False, and stores the error, if that fails."""
+        """Start to load KV into the blocks. Returns False, and stores the error, on failure."""
         try:
             self.source.start_load(req, blocks, allocation.num_remote)
         except Exception as error:  # plug-in code: only this request is affected
@@ -79,7 +79,7 @@ class Transfers:
         return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks to the pool. Loads into them wait until the steps now in flight end."""
+        """Free blocks. KV is loaded into them only after the steps now in flight have ended."""
         self.fences.give_back(blocks)
         self._pool.release(blocks)
 

@@ -83,7 +83,7 @@ class RemoteKV(Resource):
         self._scheduler.wake(req.request_id)
 
     def sent(self, request_id: str) -> None:
-        """Process the end of a transfer that reads the blocks of a finished request."""
+        """Record that a KV transfer which read an ended request's blocks is complete."""
         self._kv.sent(request_id)
 
     def release(self, req: Request) -> None:

@@ -25,10 +25,9 @@ END_SECONDS = 1.0  # time for the last lines when the handler is closed
 
 
 class BackgroundHandler(logging.Handler):
-    """Passes records to other handlers in a thread; ``close`` waits briefly for the last ones.
+    """Passes log records to other handlers in a thread; ``close`` waits briefly for the last ones.
 
-    A message object without arguments is converted to text in that thread.
-    """
+    The thread also formats messages that are objects without arguments."""
 
     def __init__(self, targets: Sequence[logging.Handler], max_lines: int = MAX_LINES) -> None:
         super().__init__()

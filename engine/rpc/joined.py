@@ -86,7 +86,7 @@ class DeadCounters:
             self._gone = last if self._gone is None else sum_of([self._gone, last])
 
     def add_to(self, stats: SchedulerStats | None) -> SchedulerStats | None:
-        """Statistics of the living cores plus the counters of the dead ones."""
+        """Add the counters of dead cores to ``stats``, the statistics of the living ones."""
         if stats is None or self._gone is None:
             return stats
         total = sum_of([stats, self._gone])

@@ -116,7 +116,7 @@ class Restarts:
         return len(self._starts[core])
 
     def take(self) -> list[RestartOutcome]:
-        """Take the outcomes of the restarts that have ended since the last call."""
+        """Return, once, the outcomes of the restarts that have ended."""
         outcomes = []
         while self._done:
             outcome = self._done.popleft()

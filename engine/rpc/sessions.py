@@ -168,7 +168,7 @@ class ClientSessions:
         self._limit(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
-        """Send a step's outputs to a client, when there are a credit and room in the socket."""
+        """Send a step's outputs to the client with this index, or queue them."""
         session = self._by_index.get(index)
         if session is None:  # it disconnected during the step
             return
@@ -221,7 +221,7 @@ class ClientSessions:
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
-        """Abort the requests of a client that does not read; keep only their ends to be sent."""
+        """Abort all requests of a client that does not read; only their ends are still sent."""
         ids = list(session.live)
         reason = (
             f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "
@@ -292,8 +292,8 @@ class Waiting:
 
 
 class SendQueue:
-    """Sends frames to one client in order, and counts unsent bytes. ``send`` sends a frame, or
-    returns False if the socket is full."""
+    """Sends frames to one client in order, and counts unsent bytes. ``send(frame)`` returns False
+    if the socket is full; the frame is then queued."""
 
     def __init__(self, send: Callable[[bytes], bool], num_credits: int = NUM_CREDITS) -> None:
         self.credits = num_credits
@@ -315,11 +315,11 @@ class SendQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """True if a frame waits for room in the socket, not for a credit."""
+        """True if a frame is unsent because the socket is full, not for lack of a credit."""
         return bool(self._answers or (self._batches and self.credits))
 
     def answer(self, frame: bytes) -> None:
-        """Send a frame that needs no credit, or queue it until the socket has room."""
+        """Send a frame that needs no credit, e.g. an answer; queue it while the socket is full."""
         if self._answers or not self._send(frame):
             self._answers.append(frame)
             self.answer_bytes += len(frame) + FRAME_BYTES
@@ -340,7 +340,7 @@ class SendQueue:
         self.flush()
 
     def flush(self) -> None:
-        """Send as many waiting frames as the socket's room and the credits allow."""
+        """Send queued frames in order until the socket is full or no credits are left."""
         while self._answers and self._send(self._answers[0]):
             self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
         while self._batches and self.credits and not self._answers:
@@ -373,7 +373,7 @@ Encode = Callable[[Struct], bytes]
 
 
 class Piece(NamedTuple):
-    """A part of a batch that is sent as one message."""
+    """A part of a batch of outputs, encoded as one message."""
 
     frame: bytes
     batch: CoreOutputs

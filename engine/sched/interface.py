@@ -125,8 +125,8 @@ class SchedulerInterface(ABC):
         return None
 
     def take_judgements(self) -> list[Judgement]:
-        """Return the decisions since the last call that depended on measured times. A step log
-        records them, since a replay could not compute them again."""
+        """Return the decisions since the last call that depended on measured times, for a step
+        log."""
         return []
 
     def expect_judgement(self, judgement: Judgement) -> None:

@@ -154,7 +154,7 @@ class Scheduler(SchedulerInterface):
         return self.seal(step)
 
     def serve(self, offers: Iterable[Request], step: Step) -> None:
-        """Grant each offered request as many tokens as it may have, until the budget is used."""
+        """Give each offered request as many tokens as it may have, until the budget is used."""
         plain, index = self.roster.table.plain.at, step.index
         grant_one = None
         for req in offers:
@@ -255,8 +255,8 @@ class Scheduler(SchedulerInterface):
         return room_beside_decodes(step, self.config, self.roster)
 
     def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
-        """How many of the ``wanted`` tokens the policy and the resources allow. ``num_left``:
-        number of tokens that the request still has to compute."""
+        """How many of the ``wanted`` tokens the policy and the resources allow the request to
+        compute. ``num_left``: all tokens that it still has to compute."""
         if wanted < num_left and not self.config.enable_chunked_prefill:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
@@ -269,8 +269,8 @@ class Scheduler(SchedulerInterface):
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
-        """Get a seat and blocks for ``num_tokens`` more tokens, and return whether that worked.
-        Other requests are preempted only if that frees enough."""
+        """Get a seat and KV blocks for ``num_tokens`` more tokens of the request; False if that
+        fails. Other requests are preempted only if that frees enough."""
         start = req.num_computed
         if req.is_waiting:
             if not self._admits(req, step):
@@ -309,7 +309,7 @@ class Scheduler(SchedulerInterface):
         self.guard.on_grant(req, num_tokens, self.view)  # even if the default order is used
 
     def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
-        """Handle a request that gets no tokens now: skip, park or end it, or stop admission."""
+        """Skip, park or end a request that gets no tokens now, or let no further request start."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:
@@ -347,7 +347,7 @@ class Scheduler(SchedulerInterface):
         step.preempted.append(req)
 
     def seal(self, step: Step) -> StepPlan:
-        """Finish the step and return its plan, which is then in flight unless it is empty."""
+        """Finish the step and return its plan. The step is then in flight, unless it is empty."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
@@ -481,7 +481,7 @@ class Scheduler(SchedulerInterface):
         self.active_policy = self.guard
 
     def _run_timers(self) -> None:
-        """Wake deferred requests that are due; end requests whose deadline has passed."""
+        """Wake requests that were deferred until now, and end requests past their deadline."""
         for kind, req in self.intake.timers.due(self.view.now):
             if kind is TimerKind.WAKE:
                 self.wake(req.request_id)

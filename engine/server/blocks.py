@@ -73,7 +73,7 @@ class Blocks:
         return BlockChange("more", self._open, text)
 
     def end(self) -> Iterator[BlockChange]:
-        """End the open block, if there is one."""
+        """End the current block, if there is one, and yield its end."""
         block, self._open = self._open, None
         if block is not None:
             yield BlockChange("end", block)
@@ -113,8 +113,8 @@ class BlockAnswer(HttpAnswer):
 
     @abstractmethod
     def _events(self, output: RequestOutput) -> Iterator[Json]:
-        """The events for a new output. Encode each event before taking the next, which may change
-        it. Raises ``ApiError`` if the generation ended with an error."""
+        """Yield the events for a new output. The caller must encode each event before it takes the
+        next. Raises ``ApiError`` if the generation ended with an error."""
 
 
 def named_event(event: Json) -> bytes:

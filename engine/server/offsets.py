@@ -36,7 +36,7 @@ class TextOffsets:
     def __init__(
         self, tokenizer: Tokenizer | None, *, skips_special: bool = False, begin: int = 0
     ) -> None:
-        """skips_special: the text lacks special tokens; begin: the offset at which it begins."""
+        """skips_special: the text has no special tokens; begin: offset of its first character."""
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._special = {each.token_id for each in added.values() if each.special}
         self._skips_special = skips_special
@@ -139,7 +139,7 @@ def _incomplete(data: bytes) -> bytes:
 
 
 def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
-    """Decode bytes given in parts. Returns the offset of each part in the text, and the text."""
+    """Decode bytes given in parts. Returns each part's offset in the text, and the text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begins, text = [], ""
     for part in parts:

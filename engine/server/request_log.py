@@ -83,7 +83,7 @@ class RequestLog:
             self._end(record)
 
     def observe(self, finished: FinishedRequest) -> None:
-        """Add an engine request that has finished to the record of its HTTP request; called in the
+        """Add a finished engine request to the log record of its HTTP request. Called in the
         engine's thread, in the context of the HTTP request."""
         record = RECORD.get()
         if record is not None:
@@ -99,7 +99,7 @@ class RequestLog:
             record.status, record.error = error.status, code
 
     def close(self) -> None:
-        """Log requests whose clients have left, even if the engine has not ended them yet."""
+        """Write the log lines of all requests whose clients have disconnected."""
         for timer, record in list(self._left.values()):
             timer.cancel()
             self._write(record)

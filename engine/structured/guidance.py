@@ -94,9 +94,7 @@ class GuidanceCompiler:
     ) -> None:
         """make_tokenizer: called once for each set of end-of-text ids, when first needed.
 
-        other: compiles what llguidance refuses, and requests that name xgrammar; ``None`` if not
-        installed.
-        """
+        other: compiler for grammars that llguidance refuses or that name xgrammar, if installed."""
         self._make_tokenizer = make_tokenizer
         self._other = other
         self.max_seconds = max_seconds  # applies to later grammars
@@ -211,10 +209,9 @@ class GuidanceCompiler:
         refusal: str,
         tokenizer: LLTokenizer,
     ) -> None:
-        """Queue the compilation for xgrammar's thread, or fail it.
+        """Queue the compilation for xgrammar's thread, or fail it if xgrammar cannot do it.
 
-        refusal: llguidance's error; empty where the grammar names xgrammar.
-        """
+        refusal: llguidance's error; empty if the grammar asks for xgrammar."""
         if self._other is None or grammar.kind not in OF_XGRAMMAR:
             compilation.future.set_exception(GrammarError(refusal or xgrammar.NOT_INSTALLED))
             return
@@ -272,7 +269,7 @@ class GuidanceCompiler:
 
 
 class GuidanceCompilation:
-    """A ``Compilation`` that gives each request its own matcher."""
+    """A ``Compilation`` by llguidance; each request gets its own matcher."""
 
     def __init__(self, eos: Eos, ready: Mapping[Library, float], max_seconds: float) -> None:
         """max_seconds: time limit, counted from now or, if later, from when the library's tokenizer
@@ -467,7 +464,7 @@ def matchers_of(grammar: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
 
 
 def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) -> Matcher:
-    """Join the matchers into one that allows what all of them allow."""
+    """Make one matcher, which allows a token only if all of these matchers do."""
     first, *others = (GuidanceMatcher(each, tokenizer, eos) for each in matchers)
     return JointMatcher(first, others) if others else first
 

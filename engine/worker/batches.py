@@ -28,7 +28,7 @@ ASCENDING.flags.writeable = False
 
 class PlanRows(NamedTuple):
     """Rows of a plan, one per request: slot, first position, number of tokens (drafts included),
-    whether it samples; and the drafts of all rows. Read-only: shares the plan's arrays."""
+    whether it samples; and all draft tokens. Read-only, as it shares the plan's arrays."""
 
     slots: Column
     starts: Column
@@ -75,7 +75,7 @@ class Extent(NamedTuple):
 
 
 class ReadTokens(NamedTuple):
-    """Tokens whose hidden states are needed for logits, on the device."""
+    """Device tensors that select the tokens whose hidden states are needed for logits."""
 
     tokens: torch.Tensor  # [R] int64, index among the step's tokens
     seqs: torch.Tensor  # [R] int64, sequence of each
@@ -86,7 +86,7 @@ ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # the same ar
 
 
 class Picked(NamedTuple):
-    """The rows to sample in a step without a decode graph, as device tensors."""
+    """The batch rows to sample in a step that does not replay a decode graph, as device tensors."""
 
     slots: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32, position of the token to sample
@@ -116,7 +116,7 @@ class PaddingKind(Enum):
 
 
 class Padding(NamedTuple):
-    """How a step is padded, and to which size."""
+    """The kind of padding of a step, and the size to which it is padded."""
 
     kind: PaddingKind = PaddingKind.NONE
     size: int = 0
@@ -126,7 +126,7 @@ NO_PADDING = Padding()
 
 
 class Staged(NamedTuple):
-    """A step whose input was copied to the device."""
+    """A step whose input data is on the device."""
 
     rows: PlanRows
     tokens: StepTokens
@@ -154,7 +154,7 @@ class Batches:
         layer_groups: Sequence[int] = (0,),
         batch_invariant: bool = False,
     ) -> None:
-        """layer_groups: the KV group of each layer."""
+        """layer_groups: the index of each layer's KV group."""
         self._slots = slots
         self._layer_groups = tuple(layer_groups)
         self._batch_invariant = batch_invariant
@@ -205,7 +205,7 @@ class Batches:
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
-        """Prepare a forward pass that returns the hidden states of all tokens."""
+        """Prepare the forward pass of a step; it returns the hidden states of all tokens."""
         room.prepare()
         inputs = room.inputs
         scratch: dict[Any, Any] = {}
@@ -251,7 +251,7 @@ class Batches:
         return min(num_tokens, len(self._staging.device.slots))
 
     def _room(self, num_seqs: int, num_tokens: int) -> Room:
-        """Return the views for a step of this size, cached for later steps of the same size."""
+        """Device tensors for a step of this size. The same views are returned for the same size."""
         room = self._rooms.get((num_seqs, num_tokens))
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
@@ -292,8 +292,8 @@ class Batches:
             host.query_start[num + 1 : end + 1] = len(tokens.slots)
 
     def _fill_ids(self, ids: Column, rows: PlanRows, tokens: StepTokens) -> None:
-        """Fill in the token ids that the host knows, ``UNKNOWN`` for those sampled on the
-        device."""
+        """Fill in each token's id, or ``UNKNOWN`` if it was sampled on the device and the host does
+        not have it."""
         slots, positions = tokens.slots, tokens.positions
         is_sent = positions < self._live.num_sent[slots]
         if np.count_nonzero(is_sent):
@@ -420,7 +420,7 @@ def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
 
 
 class Changes(NamedTuple):
-    """Changes of a plan to the slots, as device tensors."""
+    """What a plan changes in the slots, as device tensors."""
 
     new: NewSlots | None
     blocks: list[torch.Tensor]  # block tables, places in them, blocks; [] for none
@@ -467,7 +467,7 @@ EXTRA_BYTES = 1 << 20  # room in a buffer after the fixed columns
 
 
 class HostColumns(NamedTuple):
-    """A step's columns, filled by the host, for S sequences and N tokens."""
+    """The arrays of a step with S sequences and N tokens that the host fills in."""
 
     slots: Column  # [S], -1: padding
     draw_slots: Column  # [S]: the slot if the sequence samples one token, else -1
@@ -494,9 +494,9 @@ class DeviceColumns(NamedTuple):
 class Staging:
     """Copies the data of steps to the device, through a pinned host buffer for each step in flight.
 
-    Columns of fixed size come first, the last of them the token ids; other data of a step follows
-    the ids in use. A host buffer is reused only when its last copy is done. If host and device
-    share memory, there is one buffer and nothing is copied."""
+    A host buffer is reused only when its last copy is done. If host and device share memory, there
+    is one buffer and nothing is copied. Order of the data: columns of fixed size, token ids, other
+    data."""
 
     def __init__(
         self, platform: Platform, max_num_seqs: int, max_num_tokens: int, num_buffers: int

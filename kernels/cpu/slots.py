@@ -67,7 +67,7 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 
 @njit(inline="always")
 def _nobody(input_ids, positions, first, end):
-    """Set tokens [first, end) to padding (id 0, position 0) and return `end`."""
+    """Set tokens [first, end) of a batch to padding (id 0, position 0), and return `end`."""
     for n in range(first, end):
         input_ids[n] = positions[n] = 0
     return end

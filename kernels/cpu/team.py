@@ -109,8 +109,8 @@ def _launch(control, syscall, body, threads, *parameters):
 
 
 def _launch_nogil(control, syscall, body, threads, *parameters):
-    """Like `_launch`, but without the GIL. (A separate function, because Numba's disk cache
-    identifies functions by name.)"""
+    """Like `_launch`, but without the GIL. (Two functions, because Numba's disk cache identifies
+    them by name.)"""
     _run(control, syscall, body, threads, parameters)
 
 

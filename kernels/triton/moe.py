@@ -96,8 +96,7 @@ def packed_experts_kernel(  # noqa: PLR0913
 
 @triton.jit
 def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.constexpr):
-    """One program per (token, block of columns): the sum of the token's expert outputs, in
-    order."""
+    """One program per (token, block of columns): adds a token's expert outputs in a fixed order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)

@@ -117,8 +117,8 @@ def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
 
 @triton.jit
 def visible_tiles(first_pos, last_pos, S: tl.constexpr):
-    """Returns the tiles of keys to which rows at positions first_pos .. last_pos attend: (first
-    tile, first tile without mask, end of the tiles without mask, end)."""
+    """Returns which tiles of keys the rows at positions first_pos .. last_pos attend to: (first
+    tile, first tile that needs no mask, end of the tiles that need none, end)."""
     end = (last_pos + S.KEYS) // S.KEYS
     first = 0
     whole_from = 0

@@ -74,7 +74,7 @@ class WorkBound:
 
     @property
     def chain(self) -> Counts:
-        """The number of steps that each request needs even if it runs alone."""
+        """For each request, the smallest number of steps in which it can be computed."""
         return self._chunks + self.decodes
 
     @property

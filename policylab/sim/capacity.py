@@ -72,7 +72,7 @@ def limits_of(text: str) -> list[Limit]:
 
 @dataclass(frozen=True, kw_only=True)
 class RateSearch:
-    """What to search for: a policy's highest rate with the requests of one seed."""
+    """The search for a policy's highest request rate, with the requests of one seed."""
 
     policy: Any
     workload: Workload
@@ -221,8 +221,8 @@ def _line(search: RateSearch, found: Highest) -> str:
 
 
 def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
-    """Returns the rate that fcfs can serve, at which searches start. Raises ``ConfigError`` for
-    options that cannot work."""
+    """Returns the rate that the policy fcfs can serve; all searches start at it. Raises
+    ``ConfigError`` for options that cannot work."""
     check(what.policies, workload, engine)
     if isinstance(workload, FileWorkload) and workload.size.number < LONGER * MIN_FILE:
         raise ConfigError(

@@ -153,8 +153,7 @@ def chance(values: Sequence[float]) -> float:
 
 
 def corrected(chances: Sequence[float]) -> list[float]:
-    """Returns the p-values of several tests, raised by Holm's method, so that the chance of any
-    wrong rejection does not grow with the number of tests."""
+    """Returns the p-values of several tests, corrected by Holm's method for the number of tests."""
     found, worst = [1.0] * len(chances), 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         worst = max(worst, min(1.0, (len(chances) - rank) * chances[place]))

@@ -170,8 +170,8 @@ class Clients:
 
 
 def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
-    """Check that the first output after each start of a request, and no other output, reports
-    cached tokens, preemptions, waits and events."""
+    """Check that a request reports cached tokens, preemptions, waits and events with its first
+    output after each start, and with no other output."""
     req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started is {started}, expected: {is_due}"
     if started is not None:

@@ -101,15 +101,15 @@ class Invariants:
         self._look()
 
     def launched(self) -> None:
-        """Check after a launch that the worker's block tables match the scheduler's."""
+        """Check that the worker's block tables match the scheduler's after the launch of a step."""
         check_mirror(self.scheduler, self.worker)
 
     def settled(self) -> None:
-        """Check the state after the results of a step were applied."""
+        """Check the state after a step's results were applied to the scheduler."""
         self._look()
 
     def changed(self) -> None:
-        """Check the state after a new request, an abort or another event."""
+        """Check the scheduler's state after any event between steps, such as an abort."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
@@ -186,7 +186,7 @@ class ProgressCheck:
 
 
 class CacheTruth:
-    """Computes the right content for each block hash, to check cached KV blocks."""
+    """Computes the right content of KV blocks by block hash, and checks cached blocks."""
 
     def __init__(self, scheduler: Scheduler, worker: DigestWorker) -> None:
         self._kv = scheduler.kv

@@ -152,8 +152,8 @@ class Loads(Delayed):
 
 
 class NeededEncoder(Need):
-    """An encoder for ``amount`` media tokens per step. A prompt chunk ends before a media item that
-    does not fit."""
+    """An encoder that takes at most ``amount`` media tokens per step. A prompt chunk ends before a
+    media item that does not fit."""
 
     name = "encoder"
 
@@ -188,7 +188,7 @@ class NeededEncoder(Need):
 
 
 class Moods(Need):
-    """Refuses or reduces ``amount`` percent of the token grants of half the requests, at random."""
+    """For every other request, reduces ``amount`` percent of its token grants at random."""
 
     name = "moods"
 

@@ -35,9 +35,9 @@ class RemoteLoad(NamedTuple):
 
 
 class Store:
-    """A remote KV source that has the KV of every prompt. ``kv_transfer_params`` of a request:
-    ``num_tokens`` offered, ``ticks`` (steps that the load takes; 0: within the step) and ``share``
-    of tokens that arrive (0: the load fails to start)."""
+    """A remote KV source that has the KV of every prompt. A request's ``kv_transfer_params``:
+    ``num_tokens`` offered, ``ticks`` (steps that the load takes; 0: none), and the ``share`` of
+    tokens that arrive (0: the load cannot start)."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -181,8 +181,8 @@ class Simulation:
         self.invariants.changed()
 
     def add(self, request: AddRequest, fails_at: int | None = None) -> None:
-        """Add a request, and check that it is refused if and only if it cannot run or its id is in
-        use [12]."""
+        """Add a request. Checks that it is refused exactly if it can never run or its id is in
+        use."""
         scheduler, config = self.scheduler, self.scheduler.config
         num_prompt = len(request.prompt_token_ids)
         longest = min(num_prompt + request.max_tokens, config.max_model_len) - 1
@@ -214,8 +214,8 @@ class Simulation:
     # -- steps
 
     def launch(self) -> bool:
-        """Plan a step and launch it. Returns False if the plan is empty, or if the newest step in
-        flight still waits for its masks."""
+        """Plan and launch a step. Returns False if the plan is empty, or if the newest step in
+        flight still waits for its token masks."""
         self._draw_if_alone()
         if self._is_undrawn:
             return False

@@ -123,8 +123,8 @@ class Swarm:
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
-        """Run a case; returns its outcome, or the failure that it showed. ``twice``: run it again,
-        also without clock jumps, and compare the plans. ``leaks``: search for references to ended
+        """Run a case; returns its outcome, or the rule that it broke. ``twice``: run it again, also
+        without clock jumps, and compare the plans. ``leaks``: search for references to ended
         requests."""
         simulation = None
         try:
@@ -138,8 +138,8 @@ class Swarm:
 
 
 def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
-    """Check that another run of the case gives the same plans, and so does a run without clock
-    jumps if its policy uses no clock."""
+    """Check that the case gives the same plans when it is run again and, if its policy uses no
+    clock, when it is run without clock jumps."""
     again = Simulation(case, every=max(1, outcome.num_steps), halves=halves).run()
     assert again == outcome, "the same case gives different plans"
     reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)

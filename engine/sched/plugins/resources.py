@@ -66,8 +66,8 @@ class Resources:
         self._notify("added", req)
 
     def flags(self, req: Request) -> int:
-        """The request's flags: ``WATCHED`` if a resource must see it in every step, plus ``SERIAL``
-        if only one step in flight may contain it."""
+        """The request's flags: ``WATCHED`` if a resource takes part in each of its steps,
+        ``SERIAL`` if it may be in only one step in flight."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 

@@ -21,11 +21,10 @@ class Account:
 
 
 class Ledger:
-    """The token counts of all users, recorded only for a policy with ``uses_ledger``.
+    """Counts the tokens computed for each user, if the policy has ``uses_ledger``.
 
-    A prompt token counts once, even if a preempted request computes it again. ``weights``: the
-    share of each user, above 0; the default is 1.
-    """
+    A prompt token counts once, even if a preempted request computes it again. ``weights``: each
+    user's share of the service, above 0; by default 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

@@ -37,7 +37,7 @@ class AnswerParser(Protocol):
         """Whether the text that comes next is thinking."""
 
     def read(self, text: str) -> Iterable[Event | PartEnd]:
-        """Parse the next piece of text and return its events."""
+        """Parse the next part of the answer's text and return its events."""
 
     def end(self, *, is_cut: bool) -> Iterable[Event | PartEnd]:
         """Return the last events. is_cut: the answer ended before the model finished it."""
@@ -125,7 +125,7 @@ class ParsedAnswer(ABC):
         return events
 
     def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
-        """Record an event of a tool call. False: the call exceeds ``max_calls`` and is left out."""
+        """Record an event of a tool call. Returns False for calls after the first ``max_calls``."""
         if isinstance(event, CallBegin):
             self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
             if not self._is_left_out:

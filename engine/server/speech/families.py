@@ -184,5 +184,5 @@ TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
 def family_of(chat_template: str) -> Family:
-    """The first family all of whose ``signs`` occur in the template; a generic one if none fits."""
+    """The first family whose ``signs`` all occur in the template; a generic one if none fits."""
     return next(f for f in FAMILIES if all(sign in chat_template for sign in f.signs))

@@ -22,7 +22,7 @@ NumberCheck = tuple[str, Callable[[Number], bool]]
 
 
 class MemberRules:
-    """The demands of a schema on objects."""
+    """What a schema demands of objects."""
 
     def __init__(self) -> None:
         self.properties: dict[str, Rule] = {}
@@ -37,7 +37,7 @@ class MemberRules:
 
 
 class Elements:
-    """The demands of a schema on arrays."""
+    """What a schema demands of arrays."""
 
     def __init__(self) -> None:
         self.prefix: list[Rule] = []
@@ -56,7 +56,7 @@ NO_MEMBERS, NO_ELEMENTS = MemberRules(), Elements()  # shared by rules without s
 
 
 class Rule:
-    """All demands of one schema on a value."""
+    """What a schema demands of a value."""
 
     def __init__(self) -> None:
         self.is_false = False

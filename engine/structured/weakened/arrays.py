@@ -12,7 +12,7 @@ Schema = dict[str, Any]
 
 
 class Writes(Protocol):
-    """Writes the schemas of array items and object properties for llguidance."""
+    """Writes llguidance's schemas for the items of arrays and the properties of objects."""
 
     def place(self, schemas: list[Any]) -> Any:
         """Write one schema for an item or a property that must satisfy all ``schemas``."""
@@ -76,7 +76,7 @@ def _contained(schemas: list[Schema]) -> list[Schema]:
 
 
 def _items(reading: SchemaReading, at: int, loosen: Loosen) -> list[Any]:
-    """Return the schemas that apply to the item at an index."""
+    """Return all subschemas that the array's item at index ``at`` must satisfy."""
     found = [each for part in reading.parts if (each := _item(part.schema, at)) is not None]
     for number, holder in reading.holders.items():
         if "unevaluatedItems" not in holder:
@@ -103,7 +103,7 @@ def _prefix(schema: Schema) -> list[Any]:
 
 
 def _item(schema: Schema, at: int) -> Any | None:
-    """Return what one schema demands of the item at an index: a schema, or ``None``."""
+    """Return the subschema for the item at index ``at`` of an array; ``None`` if there is none."""
     prefix = _prefix(schema)
     if at < len(prefix):
         return prefix[at]

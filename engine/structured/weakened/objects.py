@@ -123,7 +123,7 @@ class Objects:
     # -- patterns of names
 
     def _patterns(self) -> dict[str, Any]:
-        """Return the schemas of properties by name pattern; no name matches two of the patterns."""
+        """Return the schemas of pattern properties by pattern. No name matches two patterns."""
         patterns = list(
             dict.fromkeys(
                 pattern

@@ -46,7 +46,7 @@ class CudaGraph:
 
 
 class CudaPlatform:
-    """The current CUDA device. One stream computes, a second copies results to the host."""
+    """The current CUDA device, with one stream for computation and one for copies to the host."""
 
     compiles = True
     shares_memory = False

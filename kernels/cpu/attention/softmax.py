@@ -67,8 +67,8 @@ def fold(sums, added, factors, num):
 @njit(**EXACT)
 def settle(values, total, largest, sink, target, size):
     """Divide a row's outputs by its sum of weights, and write them to address `target`, `size`
-    bytes each. sink: address of an attention sink (the logit of a key without a value), or 0.
-    Outputs are NaN if all scores were -inf, so that errors show."""
+    bytes each. sink: address of the head's attention sink (logit of a key without value), or 0. If
+    all scores were -inf, the outputs are NaN, so that errors show."""
     if sink:
         total += exp2_of_all(fused(f32(sink, (1,))[0], LOG2_E, -largest))
     if largest == EMPTY:

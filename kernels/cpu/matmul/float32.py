@@ -126,7 +126,7 @@ def _add_rows(left, b, target, span, ahead, size):
 
 
 def _packed_body(size: int):
-    """Make the kernel body (see kernels.cpu.native) for weights of `size` bytes per element."""
+    """Make the kernel body (see kernels.cpu.native) for weights with `size` bytes per element."""
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))

@@ -24,7 +24,7 @@ class ClosedLoop(Workload):
     """A fixed number of clients, each of which waits for an answer, pauses, and sends its next
     request.
 
-    Requests are divided evenly among clients; what a client sends does not depend on the others."""
+    Requests are divided evenly among clients. A client's requests do not depend on the others."""
 
     kind: ClassVar[str] = "closed-loop"
 

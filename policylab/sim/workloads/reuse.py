@@ -26,8 +26,8 @@ class PrefixReuse:
         return self.num_found / self.num_tokens if self.num_tokens else 0.0
 
     def add(self, job: Job) -> int:
-        """Count a job's prompt. Returns how many of its leading tokens, in whole blocks, are the
-        beginning of an earlier prompt."""
+        """Record a job's prompt. Returns how many of its leading tokens (a multiple of the block
+        size) are the beginning of an earlier prompt."""
         common, is_known, before = 0, True, 0
         for text, length, start in merged(_parts(job, self.block_size)):
             key = hash((before, text, start))
