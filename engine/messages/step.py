@@ -150,8 +150,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """The end of a load of a request's KV. ``num_tokens``: how many of the tokens to load, counted
-    from the first, have valid KV; ``error``: why the others have none, empty if all have."""
+    """Reports the end of a request's KV load. ``num_tokens``: how many of the tokens to load, from
+    the first on, have valid KV; ``error``: why the others have none, empty if all have."""
 
     request_id: str
     num_tokens: int

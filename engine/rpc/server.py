@@ -297,6 +297,6 @@ def check_size(frames: list[bytes], limit: int) -> None:
 
 
 def _limit_of(frames: list[bytes]) -> int:
-    """Return the size limit in bytes for a message of a known client."""
+    """The size limit in bytes for a client's message, which is larger if it has requests."""
     is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
     return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

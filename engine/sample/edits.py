@@ -122,8 +122,8 @@ class EditTables:
     def apply(
         self, rows: Rows, slots: Column, history: torch.Tensor, num_prompt: torch.Tensor
     ) -> None:
-        """Edit the logits of ``rows`` in place. slots: host copy of ``rows.slots``; history: output
-        tokens of each slot; num_prompt: prompt length of each slot."""
+        """Edit the logits of ``rows`` in place. slots: host copy of ``rows.slots``; history,
+        num_prompt: tokens and prompt length of each slot, on the device."""
         if self._masked and self._masks is not None:
             mine = [slot if slot in self._masked else -1 for slot in slots.tolist()]
             mask_of_row = self._upload(np.array(mine, dtype=np.int32))
@@ -194,7 +194,7 @@ class PenaltyTables:
         return slot in self._seat_of
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Count the prompt and output so far of a request that has penalties; ignore others."""
+        """Count the prompt and output tokens of a request with penalties; ignore other requests."""
         if spec.penalties is None:
             return
         if not self._free:
@@ -210,7 +210,7 @@ class PenaltyTables:
             self._free.append(self._seat_of.pop(slot))
 
     def seats(self, slots: Column) -> torch.Tensor | None:
-        """The seat of each slot, [R] int32, -1 without penalties; ``None`` if no slot has any."""
+        """Each slot's row in these tables [R] int32, -1 without penalties; ``None`` if all -1."""
         if self._seat_of.keys().isdisjoint(slots.tolist()):
             return None
         seats = [self._seat_of.get(slot, -1) for slot in slots.tolist()]

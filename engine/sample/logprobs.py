@@ -21,7 +21,7 @@ class Scored(NamedTuple):
     ranks: torch.Tensor  # 1: the most likely
 
     def entries(self) -> list[TokenLogprobs]:
-        """Convert to one ``TokenLogprobs`` per row. Waits for the device."""
+        """Return one ``TokenLogprobs`` per row. Waits for the device."""
         columns = (column.tolist() for column in self)
         return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
 

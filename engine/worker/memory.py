@@ -136,7 +136,8 @@ def make_kv_cache(
     zeros: Zeros,
 ) -> list[torch.Tensor]:
     """Allocate a zeroed KV pool and return each layer's view of it: [blocks of the layer's group,
-    2, num_kv_heads, block_size, head_dim], empty for a layer without a KV cache.
+    2, num_kv_heads, block_size, head_dim], empty for a layer without a KV cache. Layers with the
+    same ``layout.parts`` share memory.
 
     Attention multiplies masked values too, so they must not be NaN. Raises ``ConfigError`` with the
     sizes if there is not enough memory."""

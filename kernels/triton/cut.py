@@ -86,7 +86,7 @@ def kth_of_tile(values, k, peak):
 
 @triton.jit
 def load_candidates(part, start, S: tl.constexpr):
-    """Load a tile of the candidates of `part` from index `start` on, with -inf for other logits."""
+    """Load a tile of logits of `part` from index `start` on, -inf unless they are candidates."""
     source, size, lowest, window, between = part
     x = load_part(source, start, size, S.TILE)
     bin = bin_of(x, window, S.BINS)
@@ -127,7 +127,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """Returns the top-k cut: (value, number of candidates equal to the value that remain)."""
+    """Returns the top-k cut: (value, count). Candidates above remain, and `count` equal to it."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -140,9 +140,9 @@ def cut_top_k(part, k, S: tl.constexpr):
 
 @triton.jit
 def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
-    """Returns the cut of top-p: (value, count). It leaves the fewest candidates, the largest first,
-    whose weights sum to `target`: all above the value, and `count` of those equal to it. Candidates
-    below `floor`, and all but num_ties of those equal to `floor`, are excluded beforehand."""
+    """Returns the top-p cut: (value, count). The largest candidates whose weights reach `target`
+    remain: all above the value, and `count` equal to it. Ignored are candidates below `floor`, and
+    all but num_ties of those equal to `floor`."""
     low, high = key_range(part, S)
     low = tl.maximum(low, to_key(floor))
     while low < high:
@@ -160,7 +160,7 @@ def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
-    """Returns the weight of the candidates above a cut and of num_ties that equal it."""
+    """Returns the sum of weights of the candidates above `cut` and of `num_ties` equal to it."""
     above = from_key(to_key(cut) + 1)
     num_equal = count_from(part, cut, S) - count_from(part, above, S)
     ties = tl.minimum(num_ties, num_equal).to(tl.int64) * weigh(cut, softmax)

@@ -29,8 +29,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
-        """Returns where to write the results of `out`: there or, if keys are split, in new buffers
-        with lse = -inf. first_row: the row of the batch that is row 0 of `out`."""
+        """Returns where the kernel writes the results for `out`: directly or, if keys are split, to
+        new buffers with lse = -inf. first_row: the row of the batch that is row 0 of `out`."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)

@@ -50,7 +50,7 @@ class Forms(dict[Any, Any]):
 
 
 class Moved(NamedTuple):
-    """Stands for a launch argument that is a view of tensor ``place``, from byte ``offset`` on."""
+    """Stands for a launch argument: a view of ``tensors[place]`` from byte ``offset`` on."""
 
     place: int
     offset: int

@@ -62,8 +62,8 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """Sample a token of a block: returns (score, id) of the largest logit + temperature * noise. x:
-    the block's logits, -inf for excluded tokens, not all excluded; heat: temperature."""
+    """Returns (score, id) of the token with the largest score, logit + temperature * noise, in a
+    block. x: the block's logits, -inf for excluded tokens (not all of them); heat: temperature."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))
@@ -99,7 +99,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) finds the block's best token; the row's last one chooses."""
+    """Sample tokens: one program per (row, block); a row's last program picks the best token."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)

@@ -125,8 +125,8 @@ def inputs_of(x, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(acc, raw, x, step, zero, S: tl.constexpr):
-    """Returns acc [N, M] + the product of x with a step's weights, without scales. All inputs of
-    the step are in one group."""
+    """Returns acc [N, M] + the product of x with a step's weights, not scaled. The step's inputs
+    must all be in one group."""
     for half in tl.static_range(8 // S.BITS):
         a = inputs_of(x, step * S.STEP + half * S.PIECE, S)
         acc = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, acc, input_precision="ieee")

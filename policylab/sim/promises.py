@@ -152,7 +152,7 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
 
 
 def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
-    """Two masks [requests]: requests with an SLO, which are all, and those that met it."""
+    """Masks [requests] for an SLO of every request: all True, and True for those that met it."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:
         good &= OF_REQUEST[limit.figure](requests) < limit.value

@@ -39,8 +39,8 @@ INSIDE = (
 
 
 class RecordedEnd(NamedTuple):
-    """The output length of a request in a step log, and the stop token that ended it; ``None`` if
-    it ended otherwise."""
+    """How a request in a step log ended: its number of output tokens, and the stop token, if one
+    ended it."""
 
     num_output: int
     token: int | None

@@ -98,8 +98,8 @@ def curves(
 def service(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Service | None:
-    """The service of all users in the measured period; ``None`` for a single user. ``counted``:
-    mask of the requests that count. ``engine``: options of the engine."""
+    """Compute the service of each user in the measured period; ``None`` for a single user.
+    ``counted``: mask of the requests that count. ``engine``: options of the engine."""
     curve = curves(requests, counted, window, engine)
     if curve is None:
         return None

@@ -1,6 +1,6 @@
 """Checks of single plans and of the scheduler's state.
 
-Numbers in brackets are those of the invariants in ``invariants.py``."""
+Invariants are numbered as in ``invariants.py``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FRUGAL_HOOKS = (
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that a plan stays within token budget and seats [5], and no KV slot has two writers
-    [3]."""
+    """Check that a plan keeps the token budget and the number of seats (invariant 5), and that no
+    KV slot has two writers (invariant 3)."""
     config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
     rows, counts = plan.rows.tolist(), plan.counts.tolist()
     assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
@@ -74,7 +74,7 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Check that each KV block is either free or held, and that its reference count is the number
-    of block tables and KV transfers that use it [1, 2]."""
+    of block tables and KV transfers that use it (invariants 1 and 2)."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
@@ -96,8 +96,8 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def check_members(scheduler: Scheduler) -> None:
-    """Check that each live request is in exactly one queue [6], and that requests that are not
-    running hold no KV blocks unless they are in ``roster.block_holders`` [4]."""
+    """Check that each live request is in exactly one queue (invariant 6), and that requests not
+    running hold no KV blocks, except those in ``roster.block_holders`` (invariant 4)."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]
@@ -125,7 +125,7 @@ def check_members(scheduler: Scheduler) -> None:
 
 
 def check_ranks(scheduler: Scheduler) -> None:
-    """Check that the policy's ``rank`` and ``ranks`` agree, if it has both [25]."""
+    """Check that the policy's ``rank`` and ``ranks`` agree, if it has both (invariant 25)."""
     guard, view = scheduler.guard, scheduler.view
     if not guard.writes_both or guard.faults.num_faults:  # faults are reported by themselves
         return
@@ -143,7 +143,7 @@ def _check_status(reqs: object, status: Status) -> None:
 
 
 def check_seats(scheduler: Scheduler) -> None:
-    """Check that each seat is free or taken by one running request [5]."""
+    """Check that each seat is free or taken by one running request (invariant 5)."""
     roster = scheduler.roster
     taken = [req.slot for req in roster.running]
     seats = sorted([*taken, *roster._free_slots])
@@ -154,7 +154,7 @@ def check_seats(scheduler: Scheduler) -> None:
 
 def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
     """Check that each request's known, pending and computed tokens and its number of KV blocks are
-    consistent [4]."""
+    consistent (invariant 4)."""
     table, kv, size = scheduler.roster.table, scheduler.kv, scheduler.kv.block_size
     known, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
     for req in scheduler.roster.by_id.values():
@@ -178,7 +178,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """Check that a scheduler without requests has no block, table row or timer in use [13]."""
+    """Check that no block, table row or timer is in use without requests (invariant 13)."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -195,7 +195,7 @@ def check_empty(scheduler: Scheduler) -> None:
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check that no request was preempted or refused for lack of KV blocks while a lower-ranked
-    request with enough blocks got tokens [21].
+    request with enough blocks got tokens (invariant 21).
 
     Not checked if the policy itself chooses the order of requests or the victims."""
     step, guard = scheduler.view.step, scheduler.guard
@@ -221,16 +221,15 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """True if ``req`` has a better rank than ``other`` and the policy lets it take the KV blocks of
-    ``other``."""
+    """True if ``req`` has a better rank than ``other`` and may take the KV blocks of ``other``."""
     guard = scheduler.guard
     may_take = guard.outranks if req.is_waiting else guard.takes_blocks
     return by_rank(req) < by_rank(other) and may_take(req, other)
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that no tokens, seats or KV blocks stay unused that a request could have used [20]. Not
-    checked if the policy or a resource decides who gets them."""
+    """Check that no tokens, seats or KV blocks stay unused that a request could have used
+    (invariant 20). Not checked if the policy or a resource decides who gets them."""
     frugal = scheduler.guard.overrides(*FRUGAL_HOOKS) or scheduler.guard.waiting_may_preempt
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
@@ -274,9 +273,9 @@ def _is_mixed_full(scheduler: Scheduler) -> bool:
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check the limit on prompt tokens in a step that also has decodes:
+    """Check the limit on prompt tokens in a step that also has decodes (invariant 24):
     ``max_mixed_prefill_tokens``, or more if the queued prompts do not fit into
-    ``num_mixed_prefill_steps`` such steps [24]."""
+    ``num_mixed_prefill_steps`` such steps."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size

@@ -45,7 +45,7 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """Make a module's weight from its tensors, keyed by the first suffix of each field."""
+        """Make a module's weight from its tensors, by name suffix (``suffixes[0]`` of a field)."""
         ...
 
 

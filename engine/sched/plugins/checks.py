@@ -36,7 +36,7 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
 
 def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
     """In ``on_add``, store each named hint of the request, or its default, in ``view.own(name)``.
-    If the hint ``tbt`` is missing, ``req.tbt`` precedes the default. Returns ``Refuse`` for a hint
+    If the hint ``tbt`` is missing, ``req.tbt`` replaces the default. Returns ``Refuse`` for a hint
     that is not a finite number above 0."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():

@@ -200,7 +200,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def _of_few(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """Compute ``of`` in a loop, which is faster than numpy for few rows."""
+        """Return ``of(plan, seconds)``, computed in a loop: faster than numpy for few rows."""
         rows = list(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True))
         return cls(
             num_seqs=len(rows),

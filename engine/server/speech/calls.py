@@ -97,7 +97,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """Return the event that begins a call, which from now on cannot be rewound."""
+        """Begin a call: returns its event, and forbids rewinding the source to before it."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 

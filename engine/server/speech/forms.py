@@ -114,7 +114,7 @@ class Rules:
         return [in_regex(each) for each in markers if not self.is_special(each)]
 
     def part(self, form: Grammar) -> str:
-        """Add a grammar that is compiled on its own, and return its name in the rules."""
+        """Add a grammar that is compiled separately, and return its name for use in rules."""
         self._parts.append(form)
         return f"@part_{len(self._parts) - 1}"
 
@@ -166,11 +166,11 @@ class Rules:
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
-        """Return an expression for ``text``, optionally preceded by the marker ``calls.text``."""
+        """Return the expression ``text``, optionally preceded by the beginning ``calls.text``."""
         return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
-        """Add a rule for a call of any of the tools. bodies: the rule after ``begin``, by tool."""
+        """Add a rule for a call of any tool. bodies: the rule after ``begin``, by tool name."""
         self._num_calls = len(bodies)
         each = (
             f"{self.text(begin.replace('{name}', name))} {body}" for name, body in bodies.items()

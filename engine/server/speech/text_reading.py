@@ -103,8 +103,8 @@ class TextParser:
         yield from self._after_calls(calls)
 
     def _give_back(self) -> None:
-        """Rewind to the beginning of a call that could not be parsed. To limit the time, no call is
-        searched for in the rewound text after ``MAX_READ_AGAIN`` rewound characters."""
+        """Rewind to the start of a call that could not be parsed. To limit the time, the text is no
+        longer searched for calls once ``MAX_READ_AGAIN`` characters have been rewound."""
         num = self._source.give_back()
         self._num_read_again += num
         if self._num_read_again > MAX_READ_AGAIN:

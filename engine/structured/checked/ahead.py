@@ -28,7 +28,7 @@ OTHER_NAME = "\uffff another"
 
 
 class Ahead:
-    """Looks ahead in JSON texts of one schema, and caches the results."""
+    """Answers whether a JSON text can still become valid under its schema; caches the answers."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -63,7 +63,7 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """Names that may follow, each with an opening quotation mark; ``None`` if any may."""
+        """Property names that may come next, each after a quote; ``None`` if any name may."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -262,7 +262,7 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
-        """Whether the object or array may end here, even if its parent can never be valid."""
+        """Whether ``frame`` may end here, as ``closed``; its parent need not be completable."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:
@@ -306,7 +306,7 @@ class Ahead:
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: ValueFrame) -> bool:
-        """Whether the object can be completed once its last name has a value."""
+        """Whether the object can be completed once its last property has a value."""
         filled = self._filled(began)
         return self._may_close(filled) or self._can_finish(filled)
 

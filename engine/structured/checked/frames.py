@@ -20,7 +20,7 @@ Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """What the members or items of a value mean so far for each rule, by the rule's number."""
+    """How a value's members or items satisfy or break each rule so far, by rule number."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
@@ -62,7 +62,7 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """Return a copy with item ``key`` as a certain or possible match of a ``contains``."""
+        """Return a copy that counts item ``key`` as a (possible) match of a rule's ``contains``."""
         if isinstance(verdict, str):
             return self
         other = self._copy()

@@ -48,7 +48,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Return the checkers for JSON after an opening. scope: the beginning of its call."""
+        """Return the checkers for JSON after the opening ``text``, in a call begun by ``scope``."""
         return [
             checker
             for each in self._openings
@@ -141,7 +141,7 @@ class Located:
         return -1
 
     def _byte(self, data: bytes, at: int) -> int:
-        """Read one byte of a JSON part or longer opening. Returns the next index, or -1."""
+        """Read one byte of a JSON part or longer opening. Returns the next index, -1 if invalid."""
         end = self._parts(data[: at + 1], at)
         longer = [(text, done + 1) for text, done in self._longer if text[done] == data[at]]
         self._longer = [(text, done) for text, done in longer if done < len(text)]

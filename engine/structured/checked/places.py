@@ -89,7 +89,7 @@ class Place:
         return self._tables[kind]
 
     def on_scalar(self, value: Exact) -> Vector:
-        """Return the verdicts of the root rules on a string, a number or a literal."""
+        """Return the root rules' verdicts on a string, a number or a literal."""
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             return self._judged(value)
         # A mask tries the same short strings and numbers many times.
@@ -110,7 +110,7 @@ class Place:
         return Scalar(self.table(kind), OTHER).vector
 
     def on_listed(self, value: Exact) -> Vector:
-        """Return the verdicts of the root rules on a value that a schema lists, as in ``enum``."""
+        """Return the root rules' verdicts on a value that the schema lists, as in ``enum``."""
         if (found := self._on_listed.get(value)) is None:
             found = self._on_listed[value] = self._judged(value)
         return found
@@ -288,7 +288,7 @@ class PlaceIndex:
 
 
 class PlaceTable:
-    """The functions that judge values of one kind by the rules of a place."""
+    """The functions that check values of one kind (such as objects) against rules of a place."""
 
     def __init__(self, place: Place, kind: str) -> None:
         self.place = place

@@ -80,8 +80,8 @@ class SchemasByName:
 
 
 def close(reading: SchemaReading) -> Schema | None:
-    """Add a schema that forbids unnamed properties, unless none is named or a keyword decides on
-    them. Returns it (the caller must keep it alive), or ``None`` if nothing was added."""
+    """Forbid properties that ``reading`` neither names nor requires, by adding a schema. Returns
+    this schema, which must be kept alive; ``None`` if no property is named or a keyword decides."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
     keywords = {key for schema in schemas for key in schema}
     held = any(UNEVALUATED in holder for holder in reading.holders.values())

@@ -155,7 +155,7 @@ class Stretches:
     # -- helpers
 
     def _is_contested(self) -> bool:
-        """True if, by a cheap test, the first waiting request may be scheduled in the next step."""
+        """Quick test of whether the first waiting request may be scheduled in the next step."""
         roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False

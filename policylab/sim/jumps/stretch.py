@@ -73,7 +73,7 @@ class Stretch:
 
     @property
     def num_planned(self) -> int:
-        """The number of steps planned in the stretch. The last one may not finish in it."""
+        """The number of steps planned in the stretch, of which the last may end after it."""
         return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
