@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Key of the tables: bytes of a query element and of a cache element, and padded head size."""
+    """Key of the tuning tables: bytes of a query and of a cache element, and padded head size."""
 
     query_bytes: int
     cache_bytes: int

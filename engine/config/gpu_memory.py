@@ -61,8 +61,8 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
 
 
 def most_mixed(use: MemoryUse, utilization: float) -> int:
-    """Return the tokens of the largest mixed step (with prompts or drafts) to record as a CUDA
-    graph. It is smaller if the graph would use much of the KV pool's memory."""
+    """Return the size, in tokens, of the largest mixed step (with prompts or drafts) to record as a
+    CUDA graph. It is smaller if the graph would use much of the KV pool's memory."""
     left = int(use.total * utilization) - use.loaded - use.activations - use.others
     return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 

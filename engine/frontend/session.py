@@ -126,8 +126,8 @@ class Session:
         return errors | self._add(registered)
 
     def _add(self, submissions: dict[int, Submission]) -> dict[int, Exception]:
-        """Send registered requests to the core. Returns the errors of refused requests, with the
-        keys of ``submissions``."""
+        """Send registered requests to the core. Returns the errors of refused requests, by their
+        keys in ``submissions``."""
         owners = [place for place, each in submissions.items() for _ in each.requests]
         requests = [request for each in submissions.values() for request in each.requests]
         try:

@@ -74,7 +74,7 @@ class Program:
         self._popen.wait()
 
     def how_it_ended(self) -> str:
-        """How the process ended, e.g. ``"was killed by SIGKILL"``. Call it after the end."""
+        """How the process ended, e.g. ``"was killed by SIGKILL"``. Call it only after the end."""
         code = self._popen.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -82,7 +82,7 @@ class Program:
 
 
 def start_message(descriptor: int) -> bytes:
-    """Called in the new process: read the start message. From then on, it ends with its parent."""
+    """Read the start message in the new process, which from then on ends with its parent."""
     (length,) = LENGTH.unpack(_read(descriptor, LENGTH.size))
     message = _read(descriptor, length)
     # SIGIO's default action: a Python handler would wait for library calls, which take minutes.

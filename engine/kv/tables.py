@@ -107,8 +107,8 @@ class Allocation:
 
 
 class Deltas(NamedTuple):
-    """Changed block table entries: number ``indices[i]`` of the request in row ``rows[i]`` and of
-    group ``groups[i]`` is now ``blocks[i]``. ``groups`` is empty if there is only one."""
+    """Changed block table entries: in the table of the request in row ``rows[i]`` and of group
+    ``groups[i]``, entry ``indices[i]`` is now ``blocks[i]``. Empty ``groups``: one group."""
 
     rows: array[int]
     indices: array[int]
@@ -226,7 +226,7 @@ class BlockTables:
     def num_exclusive(
         self, allocations: Sequence[Allocation], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Number of blocks that only these requests use, without those in the tables ``keep``."""
+        """Number of blocks that only these requests use, not counting those in ``keep``."""
         lost: dict[int, int] = {}
         for allocation in allocations:
             for block in live_blocks(allocation.tables):

@@ -99,7 +99,7 @@ class RowsEmbedding(nn.Embedding):
     rows: Rows
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: token ids [...] -> vectors [..., H]"""
+        """Look up the vectors [..., H] of token ids [...]."""
         rows = self.rows(input.flatten()).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)
 

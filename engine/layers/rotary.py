@@ -21,7 +21,7 @@ from engine.layers.rope import RopeSpec
 
 class Frequencies(NamedTuple):
     """Radians per position for each pair of dimensions (``inv_freq`` [rotary_dim / 2]), and a
-    factor on cosines and sines."""
+    factor by which cosines and sines are multiplied."""
 
     inv_freq: torch.Tensor
     attention_factor: float = 1.0

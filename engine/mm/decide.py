@@ -58,11 +58,11 @@ class EncoderCache:
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
-        """True if a request uses the entry."""
+        """True if a request uses the entry with this content hash."""
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Start to use an item's entry. If missing, it is added, and unused ones may be evicted."""
+        """Start to use the item's cache entry, added if missing; may evict unused entries."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)

@@ -185,7 +185,7 @@ class AttentionStep:
         return self._places[meta.group]
 
     def next_layer(self) -> tuple[torch.Tensor, AttentionMeta]:
-        """Return the KV cache [blocks, 2, Hkv, block, D] and the metadata of the next layer."""
+        """Go to the next layer. Returns its KV cache [blocks, 2, Hkv, block, D] and metadata."""
         call = self.num_calls
         self.num_calls += 1
         return self._kv[call], self._attn[call]

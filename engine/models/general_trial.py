@@ -83,7 +83,7 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
 
 
 def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
-    """The submodules that may compute the hidden states, likeliest first."""
+    """The submodules that may compute the hidden states, the likeliest first."""
     named = [causal.base_model, causal.get_decoder()]
     children = [part for part in causal.children() if isinstance(part, PreTrainedModel)]
     return [part for part in dict.fromkeys(named + children) if part is not causal]

@@ -17,7 +17,7 @@ MIN_LEAD_TOKENS = 2048  # smaller differences in work are ignored
 
 
 class Balancer:
-    """Chooses one of ``num_cores`` cores for each request. ``end`` must be called when one ends.
+    """Chooses one of ``num_cores`` cores for each request. Call ``end`` when a request ends.
 
     ``max_remembered``: number of prompt blocks to remember; the oldest are dropped first.
     """

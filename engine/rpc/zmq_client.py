@@ -408,8 +408,8 @@ class ClientProtocol:
     def feed(self, frames: list[bytes]) -> Reply | None:
         """Process a received message: store it if it has outputs, return it if it is a reply.
 
-        Raises ``EngineDeadError`` for ``Dead``, ``WireError`` if the core reports that it could not
-        read a message.
+        Raises ``EngineDeadError`` if the core reports its death, ``WireError`` if it reports that
+        it could not read a message.
         """
         message = self._decoder.decode(frames)
         match message:
@@ -500,7 +500,7 @@ def _check_counts(batch: CoreOutputs) -> None:
 
 
 def value_of(name: str, reply: Reply) -> Any:
-    """The value that a utility returned. Raises the error that it raised."""
+    """Return the result of the utility ``name``, or raise its error."""
     assert isinstance(reply, Answer)
     if reply.failure is not None:
         raise error_of(reply.failure)

@@ -24,7 +24,7 @@ NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 def by_rank(req: Request) -> tuple[object, ...]:
-    """The sort key of a request: its rank and, among equal ranks, its arrival number."""
+    """The sort key of a request: its rank, then its arrival number."""
     return (*req.rank, req.arrival)
 
 
@@ -254,8 +254,8 @@ class WaitLedger:
 
 
 class Roster:
-    """The waiting, running and parked requests. A running request has a seat: a slot of the
-    worker."""
+    """The waiting, running and parked requests. Each running one has a slot of the worker (a
+    seat)."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_seats = max_num_seqs
@@ -288,8 +288,8 @@ class Roster:
         return [req for req in self.block_holders.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
-        """The request that loses its blocks first when the scheduler is stuck: a waiting one if any
-        holds blocks, else the last running one."""
+        """The request that loses its blocks first when the scheduler is stuck: the last waiting one
+        that holds blocks or, if there is none, the last running one."""
         if holders := self.waiting_holders():
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None

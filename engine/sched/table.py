@@ -177,7 +177,7 @@ class Facts:
         return self.own[name]
 
     def set_ranks(self, rows: NDArray[np.intp], columns: Sequence[Array]) -> None:
-        """Set the ranks of these rows. ``columns[k]``: number k of each rank, int64 or float64."""
+        """Set the ranks of requests. ``columns[k]``: element k of each rank, int64 or float64."""
         if not self.ranks:
             self.ranks = [LongColumn(len(self.arrival.at)) for _ in columns]
         for place, column in enumerate(columns):

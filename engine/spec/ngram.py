@@ -98,7 +98,7 @@ class NgramPlaces:
         return codes
 
     def _enter_many(self, tokens: array[int], first: int, end: int) -> None:
-        """Add the n-grams before each of the tokens [first, end), with numpy."""
+        """Add the n-grams that end before each of the tokens [first, end), by numpy operations."""
         start = max(0, first - self._max_size)
         values = np.array(tokens[start : end - 1], dtype=np.uint64) + np.uint64(1)
         codes, weight = np.zeros(len(values), dtype=np.uint64), 1

@@ -29,7 +29,7 @@ MOST_WAIT = 16  # most steps without drafts after drafts that were not worth it
 
 
 class DraftStepKind(NamedTuple):
-    """Whether a step had drafts to verify or to propose, and how many it proposed."""
+    """Whether a step had drafts, and how many the worker proposed per row."""
 
     has_drafts: bool  # drafts were verified, or proposed by the worker
     num_wished: int = 0  # most drafts that the worker proposed for a row
@@ -82,8 +82,8 @@ class DraftLoad:
 
     def is_worth(self, expected: float, num_steps: int = 1) -> bool:
         """Whether to use drafts that are expected to yield ``expected`` tokens: True if that is
-        worth their cost, or if the credit allows a try, whose loss it then pays. num_steps: steps
-        that a try slows down."""
+        worth their cost, or if the credit can pay for the loss of a try. num_steps: steps that a
+        try slows down."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
@@ -132,7 +132,7 @@ class DraftLoad:
 
 
 class Payoff:
-    """Measures steps in classes of the number of running requests, each with a ``DraftLoad``."""
+    """Measures steps with and without drafts, by the number of running requests."""
 
     def __init__(self) -> None:
         # By number of running requests, rounded up to a power of two.
@@ -141,7 +141,7 @@ class Payoff:
         self._last: float | None = None  # end of the last step, if another one followed at once
 
     def load(self, num_running: int) -> DraftLoad:
-        """The ``DraftLoad`` for this number of running requests, made if there is none yet."""
+        """The ``DraftLoad`` for this number of running requests, created at its first use."""
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = DraftLoad(self._credit, partial(self._others, size))
@@ -150,19 +150,19 @@ class Payoff:
         return load
 
     def settled(self, num_seqs: int, now: float, kind: DraftStepKind, *, is_busy: bool) -> None:
-        """Record the time of a decode step. now: its end, in s; is_busy: another step follows."""
+        """Record the duration of a decode step. now: its end, in s; is_busy: a step follows."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
         """Record the end of a step that is not measured, as it computed prompts or failed. is_busy:
-        another step follows."""
+        a step follows."""
         self._last = now if is_busy else None
 
     # -- helpers
 
     def _others(self, size: int) -> list[DraftLoad]:
-        """The ``DraftLoad`` objects of other classes than ``size``, the nearest first."""
+        """The ``DraftLoad`` objects of other sizes than ``size``, the nearest first."""
         sizes = sorted(self._loads, key=lambda other: abs(other - size))
         return [self._loads[other] for other in sizes if other != size]

@@ -22,7 +22,7 @@ RECENT = 4  # recent tokens that a tokenizer may need as context
 
 
 class GrammarError(EngineError):
-    """The grammar is invalid, or no output can follow in it."""
+    """A grammar is invalid, or allows no further output."""
 
 
 class Matcher(Protocol):
@@ -32,10 +32,10 @@ class Matcher(Protocol):
     """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens in a row the grammar allows next. Changes nothing."""
+        """Return how many tokens, from the first on, the grammar allows next. Changes nothing."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Add these tokens to the output. The grammar must allow all of them."""
+        """Advance over these output tokens. The grammar must allow all of them."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         """Set the bits of allowed tokens: mask i is for the token after the first i drafts. Masks
@@ -156,7 +156,7 @@ class EarlySampling:
             self._wait, self._next = self._next, min(2 * self._next, self.MOST)
 
     def resume(self) -> None:
-        """Sample early again, because the grammar forbids few tokens here, as in a string."""
+        """Sample early again, because the grammar allows most tokens here, as in a string."""
         self._wait = 0
 
 
@@ -330,7 +330,7 @@ class GrammarReadiness(Resource):
         return [(index, req) for index, req in found if req is not None]
 
     def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
-        """Return the plan rows of requests whose next token is sampled before its mask is made."""
+        """Return the plan rows whose next token is sampled before its mask; ``None`` for none."""
         found = [i for i, req in own if self._progress[req.request_id].early.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
@@ -380,7 +380,7 @@ class GrammarReadiness(Resource):
                 result.fail(index, why, "invalid_grammar")
 
     def _caught_up(self, req: Request) -> Matcher:
-        """Return the matcher after all output tokens so far. Raises if it refuses one of them."""
+        """Return the request's matcher after all its output. Raises if it refuses a token."""
         own = self._progress[req.request_id]
         assert own.matcher is not None, "nothing is drawn before the grammar is compiled"
         if tokens := req.tokens[req.num_prompt + own.num_followed :].tolist():
@@ -389,8 +389,8 @@ class GrammarReadiness(Resource):
         return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
-        """Return why the grammar does not allow one of these tokens, the first stop token being the
-        last that counts; ``None`` if it allows them."""
+        """Return why the grammar does not allow one of these tokens; ``None`` if it allows all of
+        them up to the first stop token."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         try:

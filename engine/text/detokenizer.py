@@ -186,7 +186,7 @@ class TextReader:
         self._tail = ""  # end of the text, in which a stop string may have begun
 
     def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
-        """Return the text that these tokens add, or an error. is_last: include withheld text."""
+        """Return the text that these tokens add, or an error. is_last: add withheld text, too."""
         new_text = self.next_text(token_ids)
         if isinstance(new_text, TextDelta):
             return new_text

@@ -311,7 +311,7 @@ class Backend(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the ids of each text. Does not block other threads if possible."""
+        """Return the ids of each text. Lets other threads run meanwhile, if possible."""
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text; the names of special tokens in it are plain text."""
@@ -320,7 +320,7 @@ class Backend(Protocol):
     def token_id(self, token: str) -> int | None: ...
     def added_tokens(self) -> dict[str, AddedId]: ...
     def max_chars_per_token(self) -> int | None:
-        """Return the most characters that one token can stand for, or ``None``."""
+        """Return the most characters that one token can stand for; ``None`` if unbounded."""
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         """Return a function that decodes the ids after ``context``, a few at a time.

@@ -78,7 +78,7 @@ class Feature:
         return None
 
     def touches(self, rows: PlanRows) -> bool:
-        """True if ``extend`` changes the computation of these rows; then no graph is used."""
+        """True if ``extend`` changes how these rows are computed, so that no graph can be used."""
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
@@ -100,8 +100,8 @@ class Feature:
         ``hidden``."""
 
     def report(self, result: StepResult) -> None:
-        """Add the feature's results to the result of a finished step, for the feature's other half
-        in the scheduler."""
+        """Add the feature's results to the result of a finished step, for its part in the
+        scheduler."""
 
     def shutdown(self) -> None:
         """Release what the feature holds open."""

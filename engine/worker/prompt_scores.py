@@ -27,8 +27,8 @@ class PromptScores:
     def collect(
         self, rows: PlanRows, hidden: torch.Tensor, live: LiveSeqs
     ) -> dict[int, list[TokenLogprobs]]:
-        """Score the prompt chunks of a step; ``hidden`` [N, H]. Returns all scores of each request
-        whose last prompt chunk this was, by row."""
+        """Score the prompt chunks of a step; ``hidden`` [N, H]. Returns the scores of all prompts
+        whose last chunk this was, by row."""
         complete: dict[int, list[TokenLogprobs]] = {}
         first = 0
         for row, (slot, start, count, samples) in enumerate(zip(*rows[:4], strict=True)):

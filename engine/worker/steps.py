@@ -49,7 +49,7 @@ def is_recording() -> bool:
 
 
 def section(name: str) -> AbstractContextManager[object]:
-    """Mark a part of a step in the profiler's trace. Costs 0.2 us when no profiler is recording."""
+    """Mark a part of a step in a profiler's trace. Costs 0.2 us if none is recording."""
     return record_function(name) if is_recording() else NOTHING
 
 

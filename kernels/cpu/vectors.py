@@ -82,8 +82,8 @@ def _prefetch(builder, address):
 
 
 def _halves(builder, words):
-    """Split words of two bfloat16 into two float32 vectors: the first of each, the second of
-    each."""
+    """Split words of two bfloat16 into two float32 vectors: the first value of each word, and the
+    second."""
     floats = ir.VectorType(_F32, words.type.count)
     count = words.type.count
     first = builder.shl(words, ir.Constant(words.type, [16] * count))

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The R tokens sampled in a step; sequence s sampled tokens starts[s]:starts[s + 1]."""
+    """The R tokens sampled in a step: tokens[starts[s] : starts[s + 1]] are those of sequence s."""
 
     tokens: torch.Tensor  # [R] int32; -1: the row got no token
     slots: torch.Tensor  # [R] int32; -1: the row does not sample

@@ -118,9 +118,9 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Divide waits since the last report among the stays in the queue that ended since. added:
+    """Divide the waits since the last report among the stays in the queue that ended since. added:
     seconds by cause. A stay after a preemption gets the preemption cause whose wait is closest to
-    its length; the last one gets all that remain. Other stays get the other causes."""
+    its length; the last stay gets all that remain. Other stays get the other causes."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
@@ -144,7 +144,7 @@ def _sorted(causes: dict[str, float]) -> dict[str, float]:
 class ProcessedWork:
     """Records, for each request, the spans of steps in which it computed the same number of tokens.
 
-    Recording a step takes only a few operations on arrays with an entry per seat.
+    Recording a step takes only a few operations on arrays with an entry per slot.
     """
 
     def __init__(self, num_slots: int) -> None:

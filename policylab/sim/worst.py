@@ -280,8 +280,8 @@ def score(hunt: Hunt, case: WorstCase) -> Score:
 
 
 def rate_of(case: WorstCase) -> float | None:
-    """The arrival rate of the case in requests per second; ``None`` if it has no load. The rate
-    that fcfs can serve is measured roughly, with few requests."""
+    """The arrival rate of the case in requests per second: its load times the rate that fcfs can
+    serve, which is measured with few requests. ``None`` if the case has no load."""
     if case.load is None:
         return None
     rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)

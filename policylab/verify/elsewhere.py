@@ -60,7 +60,7 @@ class Elsewhere:
         self._send(question)
 
     def end(self) -> ProcessAnswer:
-        """Wait for the answer to the oldest question without one.
+        """Wait for the answer to the oldest unanswered question.
 
         Raises ``ConfigError`` if the other interpreter cannot load the policy."""
         if not self._is_ready:

@@ -1,4 +1,4 @@
-"""Admission by the future peak of memory (Past-Future: Gong et al., ASPLOS 2025)."""
+"""Admission by the expected peak of memory use (Past-Future: Gong et al., ASPLOS 2025)."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ class DecodeFastPath:
         self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
-        """Give a token to all plain rows at once and return True, if their order does not matter.
+        """Give a token at once to all decodes that no resource watches, and return True.
 
-        It may matter if a policy hook is called for single requests, or if tokens or blocks are
-        scarce. Then return False and mark the plain rows in ``table.plain``: they must get their
-        tokens through ``granter``. If there are few rows, they are not marked.
+        If their order matters (a policy hook is called for single requests, or tokens or blocks are
+        scarce), return False and, unless they are few, mark these decodes in ``table.plain``: they
+        must get their tokens through ``granter``.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -99,8 +99,8 @@ class DecodeFastPath:
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
         """Return three masks over the running requests, and their numbers of computed tokens. The
-        masks: decodes that can have a token; the plain ones of these; serial requests that wait for
-        their last token (``None`` without resources)."""
+        masks: decodes that can have a token; those of them that no resource watches; decodes that
+        wait for their last token (``None`` without resources)."""
         table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -160,9 +160,9 @@ class DecodeFastPath:
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
         """Get a KV block for each row in ``growing``, preempting other requests if none is free.
 
-        ``rows``: the plain rows; ``held``: serial rows, which wait for their last token. Blocks are
-        given in rank order; a row cannot be preempted after its turn. Returns those of ``rows``
-        that can have a token.
+        ``rows``: decodes that no resource watches; ``held``: decodes that wait for their last
+        token. Blocks are given in rank order; a row cannot be preempted after its turn. Returns
+        those of ``rows`` that can have a token.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}

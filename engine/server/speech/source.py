@@ -1,7 +1,7 @@
 """Streamed text for parsers that are generators.
 
-A parser yields events, and ``None`` where it needs more text. It may set ``mark`` to a position to
-which it can go back later; the text from there on is kept.
+A parser yields events, and ``None`` where it needs more text. The parser may set ``mark`` to a
+position to which it can go back later; the text from there on is kept.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class TextSource:
             yield None
 
     def accept(self, *literals: str) -> Waits[str]:
-        """Skip one of the ``literals`` if it comes next. Returns the first that does, or ""."""
+        """Skip the first of the ``literals`` that comes next and return it; "" if none does."""
         found = yield from self.standing(0, literals)
         self.at += len(found)
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Match ``pattern`` at the position and move behind the match; ``None`` if there is no
+        """Match ``pattern`` at the position and move to the match's end; ``None`` if there is no
         match. The pattern must match not only complete texts but also each of their beginnings."""
         yield from self.peek()
         while True:

@@ -99,7 +99,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """A valid JSON text with fewer quotation marks than this is allowed from here on."""
+        """Any text with fewer quotation marks than this may follow, if it is valid JSON."""
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():

@@ -97,7 +97,7 @@ class CheckedMatcher:
         return not masks[-1].any()
 
     def _narrow(self, words: Column, state: Following) -> str:
-        """Clear the bits of forbidden tokens. If none is left, returns the reason, else ""."""
+        """Clear the bits of tokens the checker forbids. Returns the reason if no bit is left."""
         may_end = [token for token in self._eos if words[token // WORD] >> token % WORD & 1]
         narrowing = Narrowing(self._vocabulary)
         forbidden = narrowing.forbidden(words, may_end, state)

@@ -25,7 +25,7 @@ class Following(Protocol):
 
     @property
     def least_quotes(self) -> int:
-        """A valid JSON text with fewer quotation marks than this is allowed from here on."""
+        """Any text with fewer quotation marks than this may follow, if it is valid JSON."""
 
     @property
     def pressing(self) -> list[bytes]:

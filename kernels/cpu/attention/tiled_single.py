@@ -55,7 +55,7 @@ def fits(head_dim: int, block: int, how: str | None) -> bool:
 
 
 def tiled_single_body(head_dim: int, group: int, how: int):
-    """Make the function (see `kernels.cpu.native`) of `tiled_single_kernel`. how: a value of
+    """Make the function (see `kernels.cpu.native`) of a `tiled_single_kernel`; how: a value of
     HOW."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
 
@@ -247,10 +247,10 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Copy the values of 32 keys of a KV head to tiles at address `base`, in pairs, and prefetch
-    those of the next head. u: number of the 32 keys; span: (first, end) of the item's keys; rooms:
-    (scratch memory for the values of 16 keys, as many zeros); numbers: (offset of values from keys,
-    block size, first column)."""
+    """Copy the values of 32 keys of a KV head to tiles at address `base`, in interleaved pairs, and
+    prefetch those of the next head. u: index of the 32 keys; span: (first, end) of the item's keys;
+    rooms: (scratch memory for the values of 16 keys, as many zeros); numbers: (offset of values
+    from keys, block size, first column)."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):

@@ -165,8 +165,8 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
 
 
 def scale_needed(subject: Subject, slo: Sequence[Limit]) -> Floats:
-    """For each request with latency limits, the smallest factor by which they would have to be
-    multiplied to be met; infinity for failed requests [requests with limits]."""
+    """For each request with latency limits, the smallest factor by which the limits would have to
+    be multiplied so that the request meets them; infinity for failed requests."""
     requests = subject.run.requests
     needed = np.full(len(requests), np.nan)
     if slo:

@@ -131,8 +131,8 @@ def _where(run: Run, points: Sequence[Point]) -> str:
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:
-    """A text such as "2 of 3 at load 0.9" on the overloaded runs of the same policy in the
-    comparison; empty if there are none."""
+    """A text such as "2 of 3 at load 0.9": how many runs of the same policy in the comparison were
+    overloaded; empty if none was."""
     mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
     return ", ".join(
         f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
@@ -163,8 +163,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(labels: list[str], more: list[str]) -> list[str]:
-    """Make labels distinct: equal labels get their text in ``more`` appended, if these texts
-    differ."""
+    """Make labels distinct: append to equal labels their texts in ``more``, if these differ."""
     found = list(labels)
     for label, count in Counter(labels).items():
         places = [place for place, each in enumerate(labels) if each == label]

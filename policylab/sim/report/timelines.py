@@ -177,7 +177,7 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def promises(subject: Subject) -> bool:
-    """True if the run's policy bounds how far the service of users differs: only VTC does."""
+    """True if the run's policy is VTC, which limits how unequally users are served."""
     return subject.run.policy.partition("(")[0] == "vtc"
 
 

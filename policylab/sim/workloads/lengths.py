@@ -91,8 +91,8 @@ class Quantiles:
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
         """Find the x in [low, high] at which the increasing function ``mean_at`` equals the trace's
-        mean; if there is none, the nearer end. Returns ``else_`` instead if ``mean_at(else_)``
-        fits."""
+        mean; if there is none, the nearer end. Returns ``else_`` instead if it gives this mean,
+        too."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):

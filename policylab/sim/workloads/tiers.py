@@ -15,9 +15,9 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers(OpenLoop):
-    """Short chats with limits on TTFT and time between tokens, mixed with long batch requests. Each
-    tier is one user. A chat's deadline follows from its limits and length. Batch requests have
-    priority 1 and the hint ``offline``."""
+    """Short chats with limits on TTFT and time between tokens, mixed with long batch requests. All
+    chats have one user, all batch requests another. A chat's deadline follows from its limits and
+    length. Batch requests have priority 1 and the hint ``offline``."""
 
     kind: ClassVar[str] = "tiers"
 
@@ -45,7 +45,7 @@ class Tiers(OpenLoop):
 
     @cached_property
     def _lengths(self) -> tuple[Lengths, Lengths]:
-        """The length distributions of chats, and those of batch requests."""
+        """The length distributions of chats and of batch requests."""
         chat, batch = (
             Lengths(*(bounds(name, getattr(self, name)) for name in names))
             for names in (("chat_prompt", "chat_output"), ("batch_prompt", "batch_output"))
