@@ -115,7 +115,8 @@ class KVLayout(NamedTuple):
         return tuple(group.window for group in self.groups)
 
 
-MOST_PADDED = 1.025  # most memory of a request of full length, relative to what its layers store
+PLANNED_TOKENS = 32768  # length of the request for which the size of blocks is chosen
+MOST_HELD = 1.03  # its memory relative to what its layers need, if blocks of some size allow that
 
 
 def one_group(layers: Sequence[LayerCache], block_size: int) -> KVLayout:
@@ -133,15 +134,18 @@ def make_layout(
 ) -> KVLayout:
     """Divide the layers into groups, and assign each layer a part of its group's blocks.
 
-    Layers of a group have the same window and, if windows differ, the same bytes per token. All
-    blocks have the same size. It is chosen to make few groups, and so few block tables, while a
-    request of ``max_model_len`` tokens takes at most ``MOST_PADDED`` times the memory that its KV
-    needs. Groups of full attention come first. Raises ``ConfigError`` if a layer keeps something
-    that is not supported."""
+    Layers of a group have the same window and, if windows differ, the same bytes per token; a
+    window of ``max_model_len`` tokens or more is full attention. All blocks have the same size. It
+    is chosen to make few groups, and so few block tables, while a decoding request of
+    ``PLANNED_TOKENS`` tokens takes at most ``MOST_HELD`` times the memory that its KV needs. Groups
+    of full attention come first. Raises ``ConfigError`` if a layer keeps something that is not
+    supported."""
     owners = _owners(layers)
     kinds: dict[Kind, list[int]] = {}
     for index, layer in owners.items():
-        kinds.setdefault((layer.window, layer.token_bytes, layer.is_chunked), []).append(index)
+        window = layer.window if layer.window < max_model_len else 0
+        is_chunked = layer.is_chunked and window > 0
+        kinds.setdefault((window, layer.token_bytes, is_chunked), []).append(index)
 
     def group_with(window: int, is_chunked: bool) -> Group:
         most = window_blocks(window, max_num_batched_tokens, block_size) if window else 0
@@ -150,7 +154,7 @@ def make_layout(
     seen = {(window, is_chunked) for window, _, is_chunked in kinds}
     if len(seen) == 1:
         return _one_group(owners, layers, group_with(*seen.pop()), block_size)
-    token_bytes = _choose_bytes({kind: len(found) for kind, found in kinds.items()}, max_model_len)
+    token_bytes = _choose_bytes({kind: len(found) for kind, found in kinds.items()}, block_size)
     groups: list[Group] = []
     parts_of: list[int] = []
     places: dict[int, tuple[int, int]] = {}
@@ -212,31 +216,29 @@ def _of_all(
     return [places.get(source, (0, 0)) for source in sources]
 
 
-def _choose_bytes(counts: Mapping[Kind, int], max_model_len: int) -> int:
+def _choose_bytes(counts: Mapping[Kind, int], block_size: int) -> int:
     """Choose the size of a block in bytes per token (see ``make_layout``). counts: the number of
     layers of each kind."""
     unit = math.lcm(*(layer_bytes for _, layer_bytes, _ in counts))
+    needed_tokens = {kind: min(kind[0] or PLANNED_TOKENS, PLANNED_TOKENS) for kind in counts}
+    needed = sum(count * kind[1] * needed_tokens[kind] for kind, count in counts.items())
 
     def num_groups(block: int) -> int:
         return sum(-(-count * kind[1] // block) for kind, count in counts.items())
 
     def held(block: int) -> int:
-        """Bytes that a request of maximum length takes; ``block``: a block's bytes per token."""
-        tokens_held = {kind: min(kind[0] or max_model_len, max_model_len) for kind in counts}
+        """Bytes that the planned request takes; ``block``: a block's bytes per token. Its tokens
+        begin and end anywhere in a block, so a group may hold one block more than they fill."""
         return sum(
-            -(-count * kind[1] // block) * block * tokens_held[kind]
+            -(-count * kind[1] // block) * block * (needed_tokens[kind] + block_size)
             for kind, count in counts.items()
         )
 
-    stored = sum(
-        count * layer_bytes * min(window or max_model_len, max_model_len)
-        for (window, layer_bytes, _), count in counts.items()
-    )
     largest = max(count * layer_bytes for (_, layer_bytes, _), count in counts.items())
     blocks = range(unit, max(unit, largest) + unit, unit)
-    fits = [block for block in blocks if held(block) <= MOST_PADDED * stored]
-    if not fits:
-        return min(blocks, key=lambda block: (held(block), num_groups(block)))
+    least = min(map(held, blocks))
+    most = MOST_HELD * (needed if least <= MOST_HELD * needed else least)
+    fits = [block for block in blocks if held(block) <= most]
     return min(fits, key=lambda block: (num_groups(block), held(block), block))
 
 

@@ -72,3 +72,13 @@ def test_layers_of_different_sizes_without_windows_need_no_padding():
     layout = one_group(layers, 16)
     assert not layout.is_interleaved and padding(layers, layout, 16) == 0
     assert make_layout(layers, block_size=16, max_num_batched_tokens=8, max_model_len=99) == layout
+
+
+def test_windows_as_long_as_the_longest_request_are_full_attention():
+    """Nothing ever leaves them, so all layers share one block table."""
+    sizes = {"block_size": 16, "max_num_batched_tokens": 8}
+    layers = [PagedKV(num_kv_heads=1, head_dim=64, window=window) for window in (64, 99, 0)]
+    chunks = [PagedKV(num_kv_heads=1, head_dim=64, window=64, is_chunked=True), *layers[1:]]
+    for each in (layers, chunks):
+        assert make_layout(each, **sizes, max_model_len=64) == one_group(each, 16)
+        assert make_layout(each, **sizes, max_model_len=80).windows == (0, 64)
