@@ -45,8 +45,8 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 
 
 def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> ProductTile:
-    """Returns the tile for a product of `num_rows` rows. weight: (outputs, inputs); itemsize: bytes
-    of an element of x."""
+    """Returns the tile for a batch-invariant product with `num_rows` rows. weight: (outputs,
+    inputs); itemsize: bytes of an element of x."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
     fills = [outputs for outputs in table if num_outputs >= outputs * PROCESSORS[arch]]

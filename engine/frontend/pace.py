@@ -31,10 +31,10 @@ class TokenGap:
 
 
 class QueuePace:
-    """Counts waiting and running requests and estimates waiting times.
+    """Counts waiting and running requests, and estimates how long a new request waits.
 
-    A new request waits for those before it in the queue and, if all ``num_seats`` seats are taken,
-    also for a running request to end."""
+    A new request waits for the requests queued before it. If all ``num_seats`` seats are taken, it
+    also waits for a running request to end."""
 
     def __init__(self, num_seats: int = 0) -> None:
         """Start without requests. num_seats: maximum number of running requests; 0: unknown."""

@@ -141,7 +141,7 @@ class KVManager:
         return allocation.load_error if (allocation := self._found(req)) else ""
 
     def lookup(self, req: KVRequest) -> PrefixHit:
-        """The longest cached prefix of the request. It never has the last token, which is always
+        """The longest cached prefix of the request, without its last token, which is always
         computed."""
         return self._hit(req, self._allocation(req))
 

@@ -22,7 +22,7 @@ GAUGES: dict[str, Any] = {
 
 
 def first_of(answers: list[Any]) -> Any:
-    """The answer of the first core, for utilities to which all cores answer the same."""
+    """Return the first core's answer, for utilities to which all cores answer the same."""
     return answers[0]
 
 

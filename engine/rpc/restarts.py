@@ -76,7 +76,7 @@ class Restarts:
 
     @property
     def is_pending(self) -> bool:
-        """True while a core is being started, or an outcome has not been taken."""
+        """True while a core is being started, or its outcome is not yet returned by ``take``."""
         return bool(self._began)
 
     @property
@@ -86,7 +86,7 @@ class Restarts:
 
     @property
     def seconds_left(self) -> float:
-        """Estimated seconds until a core is back."""
+        """Estimated seconds until a core that is being restarted is ready."""
         if not self._began:
             return self._seconds
         return max(1.0, self._seconds - (self._clock() - min(self._began.values())))
@@ -134,7 +134,8 @@ class Restarts:
                 child.kill()
 
     def close(self) -> None:
-        """Stop all restarts, wait for their threads, and shut down cores that were not taken."""
+        """Stop all restarts, wait for their threads, and shut down restarted cores not yet in
+        use."""
         self.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)

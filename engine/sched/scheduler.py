@@ -441,8 +441,8 @@ class Scheduler(SchedulerInterface):
 
     @property
     def is_transferring(self) -> bool:
-        """True while KV is being loaded for a parked request, or a KV transfer reads blocks of
-        ended requests."""
+        """True while KV is loaded for a parked request or read from the blocks of ended
+        requests."""
         holders = self.roster.block_holders.values()
         return bool(self.kv.lent) or not all(req.is_waiting for req in holders)
 
@@ -470,7 +470,7 @@ class Scheduler(SchedulerInterface):
             self.preempt(holder, step, by="the lack of KV blocks")
 
     def _serve_by_default(self, step: Step) -> None:
-        """Plan the step again, in the default order instead of the policy's."""
+        """Plan the step again with requests in the default order, not the policy's."""
         counters = self.settler.counters
         counters.num_steps += 1
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)

@@ -118,5 +118,5 @@ class BlockAnswer(HttpAnswer):
 
 
 def named_event(event: Json) -> bytes:
-    """Encode a server-sent event whose name is its type."""
+    """Encode an event for a stream of server-sent events, under the name of its type."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

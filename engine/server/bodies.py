@@ -98,7 +98,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
-        """Options of the engine request other than prompt and sampling. Raises ``ApiError``."""
+        """The engine's options for the request besides prompt and sampling. Raises ``ApiError``."""
         options: RequestOptions = {}
         for name in OPTIONS:
             if getattr(self, name) is not None:

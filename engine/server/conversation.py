@@ -154,7 +154,7 @@ def thought_of(message: Message) -> str:
 
 
 def think(message: Message, text: str) -> None:
-    """Append a text to the thinking of a message."""
+    """Append a text to the message's thinking."""
     before = message.get("reasoning_content")
     message["reasoning_content"] = text if before is None else f"{before}\n{text}"
 
@@ -205,7 +205,7 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def _name_old_calls(messages: list[Message]) -> None:
-    """Give ids to tool calls without one, and the same ids to their results, in order."""
+    """Give each tool call without an id a new one, and its result the same id, matched in order."""
     waiting: list[str] = []
     number = 0
     for message in messages:

@@ -27,7 +27,7 @@ class KeyFile:
     read again; if that fails, the previous keys stay valid and the error is logged once."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ``ConfigError`` for a file that cannot be read or has no valid keys."""
+        """Read the keys. Raises ``ConfigError`` if the file is unreadable or has no valid keys."""
         self._path = Path(path)
         self._clock = clock
         self._looked_at = clock()

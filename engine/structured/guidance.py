@@ -564,7 +564,7 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
 
 def _words(error: str) -> str:
-    """Return llguidance's message without its trace."""
+    """Return llguidance's error message without the trace that follows it."""
     if error.startswith("NoExtension"):
         return "no text can follow here: the request cannot be satisfied"
     return as_given(error.strip().split("\n<state>")[0])[:2000]

@@ -73,7 +73,7 @@ def check_size(schema: Any) -> None:
 
 
 def types_of(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema allows; a set with "number" also has "integer"."""
+    """Return the JSON types that a schema allows; if "number" is one of them, so is "integer"."""
     given = schema.get("type", list(EVERY_TYPE))
     found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):

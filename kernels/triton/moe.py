@@ -146,7 +146,7 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """Weighted sum of each token's expert outputs; see kernels.reference.grouped.mixture."""
+    """x [N, H] -> [N, H]: weighted sum of each token's expert outputs. chosen, weights: [N, k]."""
     out = torch.empty_like(x)
     if not out.numel():
         return out

@@ -74,7 +74,7 @@ def count_kernel(slots, token_ids, num_tokens, counts, vocab_size, width, PAD: t
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    """Set a slot's token counts for a request; see kernels.reference.logits.seat."""
+    """Set a slot's token counts for a request: num_prompt prompt tokens, then its output."""
     state.prompt_bits[slot].zero_()
     state.counts[slot].zero_()
     if len(token_ids):
@@ -99,7 +99,7 @@ def seat_launch(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt
 def count_tokens(
     state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """Add tokens to output counts; see kernels.reference.logits.count_tokens."""
+    """Count the first num_tokens[r] tokens of token_ids[r] as output of the request in slots[r]."""
     if token_ids.numel():
         count_launch(state, slots, token_ids, num_tokens).run()
 
@@ -123,7 +123,7 @@ def count_launch(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """Apply penalties to logits in place; see kernels.reference.logits.penalise_rows."""
+    """Apply repetition, presence and frequency penalties to the logits in place, by row's slot."""
     if logits.numel():
         penalise_launch(logits, state, slots, drafts).run()
 

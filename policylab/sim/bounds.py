@@ -152,7 +152,7 @@ class WorkBound:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Values that no scheduler can beat."""
+    """The lower bounds of a run's figures for any scheduler."""
 
     steps: int
     by: str

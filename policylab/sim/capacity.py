@@ -299,9 +299,9 @@ class _Searcher:
         )
 
     def _bisected(self, size: int, start: float, broken: str = "") -> tuple[float, str]:
-        """Search with runs of ``size`` requests, from the rate ``start`` on. Returns the highest
-        rate that passes (0 if none), and the limit that fails above it. ``broken``: the limit that
-        is known to fail at ``start``; empty if unknown."""
+        """Search for the highest rate by bisection from ``start``, with runs of ``size`` requests.
+        Returns the highest rate that passes (0: none) and the limit that fails above it.
+        ``broken``: the limit that fails at ``start``; "" if unknown."""
         low, high, rate, step, cause = 0.0, inf, start, FIRST_STEP, broken
         if broken:
             high, rate = start, start / step
@@ -350,7 +350,7 @@ class _Searcher:
 
 
 def _broken(done: Run, search: RateSearch, rate: float) -> str:
-    """Returns the first limit that does not hold in a run; empty if all hold."""
+    """Returns the first limit that a run does not keep; "" if it keeps all."""
     period = period_of(done)
     if period.is_whole:
         return GROWS

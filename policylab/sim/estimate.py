@@ -51,7 +51,7 @@ def mean_over(values: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Returns the difference of the means of independent values, with Welch's interval."""
+    """Returns the difference of the means of two sets of values, with Welch's interval."""
     if len(ours) < 2 or len(theirs) < 2:
         return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
     errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]

@@ -182,7 +182,7 @@ def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
 
 
 def check_end(live: LiveRequest, end: Finished, now: float) -> None:
-    """Check that a request ends for the expected reason and after all its tokens."""
+    """Check that a request ended for the expected reason and after all of its expected tokens."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":

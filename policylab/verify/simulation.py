@@ -135,7 +135,7 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> CaseOutcome:
-        """Run all events of the case, then serve the remaining requests to their ends."""
+        """Apply all events of the case, then run steps until the remaining requests have ended."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:

@@ -162,8 +162,7 @@ def has_deadlines(case: Case) -> bool:
 
 
 def what_broke(error: Exception, num_steps: int) -> Broken:
-    """The failure that an exception stands for: its message, and the innermost line of its
-    traceback."""
+    """Describe an exception as a failure: its message and the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]
     place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"

@@ -153,7 +153,7 @@ class Resources:
         self._notify("shutdown")
 
     def counters(self) -> dict[str, int]:
-        """The counters of all resources, as ``resource.counter``."""
+        """The counters of all resources; a key is ``resource.counter``."""
         counts: dict[str, int] = {}
         for own in self._own["counters"]:
             counted = self._call(own, "counters", {}, wrong=answers.wrong_counters)

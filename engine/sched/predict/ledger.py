@@ -45,7 +45,7 @@ class Ledger:
     # -- called by the scheduler
 
     def on_add(self, req: Request) -> None:
-        """Count an accepted request. Called after the policy's ``on_add`` and before ``rank``."""
+        """Count an accepted request for its user. Called after the policy's ``on_add``."""
         account = self._accounts[req.user] = self.account(req.user)
         account.active += 1
         self._entered[req] = 0

@@ -14,7 +14,7 @@ from engine.sched.view import View
 def make_stats(
     counters: Counters, view: View, roster: Roster, resources: Resources, faults: FaultLog
 ) -> SchedulerStats:
-    """The current gauges and the counters since the start."""
+    """Make the statistics of the scheduler: current gauges, and counters since the start."""
     kv, of_policy = view.kv, {f"policy.{name}": count for name, count in view.counters.items()}
     of_resources = resources.counters()  # first, since it may add a fault
     first, num_faults = [*faults.messages[:1], counters.rescued_from], faults.num_faults

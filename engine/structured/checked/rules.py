@@ -274,7 +274,7 @@ def _elements(rule: Rule) -> Elements:
 
 
 def _many(attribute: str) -> Keyword:
-    """Make a reader of a keyword that has a list of schemas for the same value."""
+    """Make a reader of a keyword such as ``allOf``: a list of schemas for the same value."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         if isinstance(value, list):

@@ -89,7 +89,7 @@ class Objects:
     # -- the schemas of each name
 
     def _names(self) -> ObjectSchema | None:
-        """Write the schema of each property; ``None`` if a required one is impossible."""
+        """Write the schema of each property; ``None`` if a required property is impossible."""
         required = texts_in(
             [name for part in self._parts for name in listed(part.schema.get("required"))]
         )
@@ -308,7 +308,7 @@ def _pattern_of(written: Any) -> str | None:
 
 
 def _rust(pattern: str) -> str:
-    """Translate a pattern to llguidance's dialect, or a wider pattern if that is unsupported."""
+    """Translate a pattern to llguidance's dialect, or else to one that matches more texts."""
     written = of_rust(pattern)
     if is_taken(written):
         return written

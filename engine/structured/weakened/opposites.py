@@ -45,7 +45,7 @@ class UnknownError(Exception):
 
 
 class Opposite:
-    """The opposite of a schema: a value that fails it satisfies one of the schemas in ``ways``."""
+    """The opposite of a schema: every value that fails the schema satisfies one of ``ways``."""
 
     def __init__(self, schema: Any, targets: Targets) -> None:
         self._targets = targets

@@ -37,7 +37,7 @@ class JobSource:
 
     @property
     def has_followers(self) -> bool:
-        """True if the end of a job may cause other jobs to arrive."""
+        """True if jobs may arrive because another job has ended."""
         return self._follow is not None
 
     def take(self) -> Job:
