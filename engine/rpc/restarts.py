@@ -134,8 +134,7 @@ class Restarts:
                 child.kill()
 
     def close(self) -> None:
-        """Stop all restarts, wait for their threads, and shut down restarted cores not yet in
-        use."""
+        """Stop all restarts, wait for their threads, and shut down cores that are not in use."""
         self.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
