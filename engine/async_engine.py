@@ -157,7 +157,7 @@ class AsyncLLMEngine:
         return stats
 
     async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
-        """Return when the core has answered between two steps.
+        """Wait until the core answers, which it does between two steps.
 
         Raises ``EngineDeadError`` if the core has died, and ``TimeoutError`` if it does not answer
         within ``timeout`` seconds, for example during a long step."""
@@ -416,8 +416,8 @@ class AsyncLLMEngine:
         self._die(cause)
 
     def _take_commands(self) -> bool:
-        """Execute all queued commands; without work, block until there is some. Returns False if
-        the engine is shutting down."""
+        """Execute all queued commands; if the core has no work, first wait for a command. Returns
+        False if the engine is shutting down."""
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 if not self._changed.wait(ALIVE_SECONDS):

@@ -35,7 +35,7 @@ class BenchWorkload:
     texts: tuple[str, ...] = ()
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
-        """Return ``num_prompts`` random prompts of ``input_len`` tokens, or the texts."""
+        """Return the given texts, or else ``num_prompts`` random prompts of equal length."""
         if self.texts:
             return list(self.texts)
         dice = random.Random(PROMPT_SEED)

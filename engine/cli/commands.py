@@ -85,9 +85,9 @@ def own_commands() -> dict[str, Command]:
 
 
 def all_commands() -> tuple[dict[str, Command], list[Command]]:
-    """Return all commands by name, and those that are ignored because another has their name.
+    """Return all commands by name, and the commands that are ignored because their name is taken.
 
-    The engine's own come first, then packages in the order of the module search path."""
+    The engine's own commands come first, then packages in the order of the module search path."""
     found, left_out = own_commands(), []
     for command in _installed():
         if command.name in found:

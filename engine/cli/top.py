@@ -197,7 +197,7 @@ class Screen:
 
 
 class LiveFigures(NamedTuple):
-    """The first and last reading of a window, and the differences between them."""
+    """The readings at the begin and end of a window, and the differences between them."""
 
     first: EngineReading
     last: EngineReading
@@ -244,7 +244,7 @@ class LiveFigures(NamedTuple):
         return _share(self.stats.prefix_hits, self.stats.prefix_queries)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return gauges, rates per second, growth in the window of ``seconds``, and totals."""
+        """Return gauges, rates per second, growth in the window, and totals since the start."""
         stats = self.stats
         return {
             "seconds": self.seconds,

@@ -143,8 +143,8 @@ def decide(
 def decide_token_budget(
     requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
 ) -> int:
-    """Return the token budget of a step: the requested one, or else the device's default. The
-    default is at least max_num_seqs."""
+    """Return the token budget of a step: the requested one, or else the device's default, which is
+    at least max_num_seqs."""
     if requested.max_num_batched_tokens is not None:
         return requested.max_num_batched_tokens
     is_small = is_cpu and requested.enable_chunked_prefill

@@ -180,8 +180,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer:
-    """Create the object that drafts tokens in the scheduler's process. Not for ``draft_model``,
-    whose drafts are computed by the worker."""
+    """Create the object that drafts tokens in the scheduler's process. ``draft_model`` has none,
+    since the worker computes its drafts."""
     if speculative.method == "grammar":
         return NoProposer()
     if speculative.method == "ngram":
@@ -199,7 +199,7 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Add the grammar resource, if the worker can mask tokens and no plug-in does so already."""
+    """Add the resource for grammars if the worker can mask tokens and no plug-in masks them."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
@@ -292,10 +292,10 @@ def computing_halves(
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
-    """The parts of a plan that these resources write, in the order of
-    ``engine.messages.step.PARTS``.
+    """Return the parts of a plan that these resources write, in the order of ``PARTS``.
 
-    Raises ``ConfigError`` for an unknown part, a part with two writers, or a repeated object."""
+    Raises ``ConfigError`` for an unknown part, a part that two resources write, or a resource that
+    is given twice."""
     writers: dict[str, Resource] = {}
     seen: set[int] = set()
     for resource in resources:

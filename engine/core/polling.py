@@ -11,7 +11,7 @@ Work = Literal["none", "prefill", "decode"]
 
 
 def poll_timeout_ms(config: EngineConfig, work: Work) -> int:
-    """Milliseconds to wait for messages before a step; 0 if the step will compute a prompt."""
+    """Milliseconds to wait for messages before a step; 0 before a step that computes a prompt."""
     if work == "prefill":
         return 0
     options = config.polling

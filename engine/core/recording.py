@@ -186,7 +186,7 @@ class RecordingScheduler(SchedulerInterface):
         self._guard.run(lambda: self._log.write(make(times)))
 
     def _write(self, record: Record) -> None:
-        """Write a record. Raises the encoder's errors for values that are not plain data."""
+        """Write a record. Raises the encoder's error if a value cannot be encoded as plain data."""
         if not self._guard.is_stopped:
             try:
                 self._log.write(record)

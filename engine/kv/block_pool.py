@@ -135,8 +135,8 @@ class CacheCounts:
     missed: dict[str, int] = field(default_factory=dict)  # tokens by reason (``PrefixEnd``)
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the lookup of one admitted request: ``num_hit`` of its ``num_tokens`` tokens were
-        cached. ``preempted``: the request is readmitted after a preemption."""
+        """Count the prefix cache lookup of an admitted request: ``num_hit`` of its ``num_tokens``
+        tokens were cached. ``preempted``: it is admitted again after a preemption."""
         if preempted:
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit

@@ -187,8 +187,8 @@ class StepResult(msgspec.Struct, array_like=True):
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
-        """Record an error for row ``index``, so that its request fails, replacing an earlier
-        one."""
+        """Record an error for row ``index``, so that its request fails. It replaces any earlier
+        error of the row."""
         self.errors[index], self.codes[index] = message, code
 
 

@@ -240,7 +240,7 @@ def _serve_core(
 
 
 def _end_orphaned(host: EngineCoreHost) -> None:
-    """End the core, because the parent has died, and then this process."""
+    """End the core and then this process, because the parent process has died."""
     host.end_orphaned()
     time.sleep(EXIT_SECONDS)
     os._exit(ORPHANED)

@@ -94,7 +94,7 @@ class Resource:
         return None
 
     def added(self, req: Request) -> None:
-        """Called when a request is queued: long preparations can start."""
+        """Called when a request is queued, so that slow preparations can start early."""
 
     def watches(self, req: Request) -> bool:
         """True if the resource's hooks must be called in every step of this request. Other requests
@@ -104,8 +104,8 @@ class Resource:
         return True
 
     def serializes(self, req: Request) -> bool:
-        """True if only one step in flight may contain the request, because each step needs the
-        token that the last one sampled. Called together with ``watches``."""
+        """True if the request may be in only one step in flight, because each of its steps needs
+        the token that the last one sampled. Called together with ``watches``."""
         return False
 
     def begin_step(self, step: Step) -> None:
@@ -149,7 +149,7 @@ class Resource:
         return {}
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Read this resource's part of a result. Requests with an error in ``result`` end."""
+        """Read what a step's result has for this resource. Requests with an error in it end."""
 
     def shutdown(self) -> None:
         """Called when the engine ends: release files, connections and threads."""

@@ -15,7 +15,7 @@ import msgspec
 
 
 def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
-    """Return JSON without the fields that have no effect in a body of type ``kind``."""
+    """Return decoded JSON without the fields that have no effect in a body of type ``kind``."""
     if not isinstance(given, dict):
         return given
     no_effect: Mapping[str, tuple[Any, ...]] = getattr(kind, "no_effect", {})

@@ -1,4 +1,4 @@
-"""Graceful shutdown: requests that are open are finished, new ones are refused."""
+"""Graceful shutdown: finishes open requests and refuses new ones."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Drain:
         self._until = 0.0
 
     async def finish(self) -> None:
-        """Wait until all requests have ended. Those still open at the deadline end with an error,
-        even if the core does not respond."""
+        """Wait until all requests have ended. At the deadline, the remaining requests end with an
+        error, even if the core does not respond."""
         num_before, num_notified = self.num_open, 0
         while self.num_open and time.monotonic() < self._until:
             await asyncio.sleep(LOOK_SECONDS)

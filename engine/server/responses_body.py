@@ -152,7 +152,7 @@ def chat_of(
 
 
 def tools_of(body: ResponsesRequest) -> ResponseTools:
-    """The tools in the request's ``tools`` and in items of its ``input``. Raises ``ApiError``."""
+    """Collect the tools in a request's fields ``tools`` and ``input``. Raises ``ApiError``."""
     return ResponseTools([*(body.tools or []), *tools_in(body.input)])
 
 

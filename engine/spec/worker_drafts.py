@@ -94,8 +94,8 @@ class WorkerDrafts(Drafts):
     # -- helpers
 
     def wanted(self, plan: StepPlan) -> Column | None:
-        """The number of drafts that the worker shall propose for each row of the plan. ``None``:
-        none at all, and the draft model need not compute the step's tokens either."""
+        """Return how many drafts the worker shall propose for each row of the plan. ``None``: no
+        drafts, and the draft model need not compute the step's tokens."""
         useful = self._useful(plan)
         # Zeros let the draft model compute a prompt's tokens now, not all of them later.
         nothing = None if plan.samples.all() else useful * 0

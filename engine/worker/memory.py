@@ -100,8 +100,8 @@ def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -
 
 
 def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.dtype:
-    """The dtype of keys and values for a loaded model; for 8-bit floats the model's scales are set
-    up, too. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
+    """Set up a loaded model for the requested dtype of keys and values, and return the dtype. 8-bit
+    floats get scales. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
     dtype = choose_kv_dtype(requested, model.dtype, device)
     if dtype is FP8:
         num_layers = len(model.cache_spec)
@@ -251,7 +251,7 @@ OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to alloc
 
 @contextmanager
 def explain_shortage(platform: Platform, doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error during start-up into a ``ConfigError`` with the sizes."""
+    """Context in which running out of memory raises ``ConfigError``, which names ``doing``."""
     try:
         yield
     except RuntimeError as error:

@@ -50,8 +50,8 @@ def directory_name() -> str:
 
 
 class CachePlaces:
-    """The directories from which compiled functions are read, and the one to which they are
-    written."""
+    """The directories that hold compiled functions: those that are read, and the one to which new
+    ones are written."""
 
     def __init__(self, chosen: str | None = None, trusted: Collection[int] = ()) -> None:
         """chosen: the cache directory; default: NUMBA_CACHE_DIR, otherwise the package's directory
@@ -172,7 +172,7 @@ class Locator:
 
     @property
     def below(self) -> str:
-        """The path below a cache directory, the same wherever the packages are installed."""
+        """The path of these files relative to a cache directory, equal in every installation."""
         folder = Path(self._py_file).parent
         if folder.is_relative_to(PACKAGES):
             return "_".join(folder.relative_to(PACKAGES).parts)
@@ -330,8 +330,8 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
 
 
 def kept_file(name: str) -> Path | None:
-    """Path in the cache of a file that depends on the machine but is not compiled code: an existing
-    file, or one that can be written; ``None`` without a writable directory."""
+    """Path in the cache for a file that depends on the machine but is not compiled code. The file
+    exists or can be written; ``None`` without a writable directory."""
     places = CURRENT.places
     for place in places.readable:
         if (Path(place) / name).exists():

@@ -14,7 +14,7 @@ WORD = 32  # tokens per word of a bit mask
 
 
 class Penalties(NamedTuple):
-    """P slots of token counts and penalties, used only by requests that have penalties."""
+    """Token counts and penalties in tables with P rows, one for each request with penalties."""
 
     prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32, bit mask of tokens in the prompt
     counts: torch.Tensor  # [P, V] int32, occurrences of each token in the output

@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def to_key(value):
-    """Returns an integer that is ordered like the float32 value; 0.0 and -0.0 give the same."""
+    """Returns an integer ordered like the float32 value; 0.0 and -0.0 give the same integer."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

@@ -1,9 +1,8 @@
-"""Sorts pairs (token and expert, or row and adapter) by group (expert or adapter) into blocks. All
-pairs of a block are of one group.
+"""Sorts pairs (token and expert, or row and adapter) by group (expert or adapter) into blocks. Each
+block has pairs of one group.
 
 The sort is stable and uses no atomics, so two runs of a batch are bit-identical. Grid sizes are
-upper bounds, since the host does not know the groups.
-"""
+upper bounds, since the host does not know the groups."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constex
 def count_kernel(
     groups, counts, num_pairs, num_groups, chunk, TILE: tl.constexpr, PAD: tl.constexpr
 ):
-    """One program per chunk of pairs: counts[chunk, group] = pairs of this group in the chunk."""
+    """One program per chunk of pairs: counts[chunk, group] = number of its pairs in the group."""
     first, group = tl.program_id(0) * chunk, tl.arange(0, PAD)
     count = tl.zeros([PAD], tl.int32)
     for start in range(first, tl.minimum(first + chunk, num_pairs), TILE):

@@ -139,7 +139,7 @@ def _with(launch: Launch, tensors: Tensors) -> Launch:
 
 
 def _moved(value: torch.Tensor, tensors: Tensors) -> torch.Tensor | Moved:
-    """Returns a launch argument as a view of one of the tensors; unchanged if it is in none."""
+    """Returns a launch argument as a view of one of the tensors, unchanged if it lies in none."""
     begin = value.data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor is not None and 0 <= begin - tensor.data_ptr() < _span(tensor):

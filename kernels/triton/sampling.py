@@ -125,7 +125,7 @@ def race_kernel(  # noqa: PLR0913
 
 @triton.jit
 def finish(scores, winners, num_blocks, PAD: tl.constexpr):
-    """Returns the winner with the largest score in a row; of equal scores, the lowest id."""
+    """Returns the token with the largest score in a row; of several, the one with the lowest id."""
     place = tl.arange(0, PAD)
     score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
     is_best = (score == tl.max(score)) & (score > float("-inf"))

@@ -28,8 +28,8 @@ SEQS = 128  # sequences per step of the plan
 def tiles_seen(
     seq, query_start, seq_lens, num_seqs, most_tokens, KEYS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Returns, for each sequence, the first tile of keys that it attends to, the number of such
-    tiles, and whether decode attention computes the sequence (if not, the number is 0)."""
+    """Returns for each sequence: the first tile of keys that it attends to, the number of tiles
+    that it attends to, and whether decode attention computes it (if not, the number is 0)."""
     there = seq < num_seqs
     num_tokens = tl.load(query_start + seq + 1, mask=there, other=0)
     num_tokens -= tl.load(query_start + seq, mask=there, other=0)

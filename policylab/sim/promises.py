@@ -1,7 +1,7 @@
 """Promises: the latency limits of requests, and whether they were met.
 
-An SLO such as ``ttft<1,tpot<0.1`` applies to every request. Without an SLO each request has the
-limits in its job: seconds to the first token, between two tokens, and to the end."""
+An SLO such as ``ttft<1,tpot<0.1`` applies to every request. Without an SLO, each request has its
+own limits, in seconds: to the first token, between two tokens, and to the end."""
 
 from __future__ import annotations
 

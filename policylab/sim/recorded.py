@@ -282,7 +282,7 @@ class _AsRecorded:
 
 
 class _EndingWorker(FakeExecutor):
-    """A worker that computes nothing, and ends each request at the length and token in the log."""
+    """A worker that computes nothing; requests end as in the log, by length and stop token."""
 
     capabilities = frozenset()
 
@@ -316,7 +316,7 @@ class _EndingWorker(FakeExecutor):
 
 
 def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
-    """The simulated engine with the options of a step log's engine, and the given step cost."""
+    """Make a simulated engine with the options in a step log's header and this step cost."""
     names = {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",

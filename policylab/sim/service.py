@@ -207,7 +207,7 @@ def _jain(curve: Curves, window: Window) -> float:
 
 
 class ServiceGap(NamedTuple):
-    """The largest difference in service between two users over any time in which both waited."""
+    """The largest growth of the difference in service between two users while both waited."""
 
     value: float
     """The difference in service: tokens, each counted at its price, divided by the user's weight.
@@ -220,7 +220,7 @@ class ServiceGap(NamedTuple):
 
 
 def widest_gap(curve: Curves) -> ServiceGap:
-    """The largest service gap between any two users over any time in which both waited."""
+    """Find the two users whose difference in service grew most over a time in which both waited."""
     worst = ServiceGap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]

@@ -37,11 +37,10 @@ class CostModel(Protocol):
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
-        """The most tokens that a step can compute within ``seconds``.
+        """Return the most tokens that a step can compute within ``seconds``.
 
         The step has ``num_seqs`` decodes, with ``context`` cached tokens in total, and the first
-        tokens of one prompt; the result counts both. 0 if the decodes alone take longer.
-        """
+        tokens of one prompt; the result counts decodes, too. 0 if the decodes alone take longer."""
         ...
 
     def observe(self, shape: StepShape) -> None:

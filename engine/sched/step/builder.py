@@ -117,13 +117,13 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """True if the drafts, which a plug-in may have written, have one count per row and enough
-    tokens."""
+    """True if the drafts fit the plan: one count per row, and enough tokens. Drafts that a plug-in
+    has written may not."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 
 def new_seq(req: Request) -> NewSeq:
-    """Describe a request that starts to run, for the worker."""
+    """Make the worker's description of a request that starts to run."""
     return NewSeq(
         request_id=req.request_id,
         slot=req.slot,

@@ -23,7 +23,7 @@ PLAIN = re.compile(
 
 
 class CustomFunction(NamedTuple):
-    """A custom tool as a function of the chat template."""
+    """A custom tool, described to the model as a function."""
 
     function: dict[str, Any]
     """The function's description for the chat template."""

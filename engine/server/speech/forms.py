@@ -119,7 +119,7 @@ class Rules:
         return f"@part_{len(self._parts) - 1}"
 
     def json(self, schema: Any, *, is_strict: bool) -> str:
-        """Add a JSON schema; is_strict: a keyword that cannot be enforced is an error."""
+        """Add the grammar of a JSON schema, return its name. is_strict: enforce every keyword."""
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:

@@ -62,7 +62,7 @@ class ChatFormat:
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[0]))
 
     def has_thought(self, prompt: str) -> bool:
-        """Whether the prompt ends with thinking that is closed, so the answer has none."""
+        """Whether the prompt ends with completed thinking, so that the answer has none."""
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[1]))
 
     def begin(

@@ -40,7 +40,7 @@ class Ahead:
         self.why = ""  # the keyword that made the last result negative
 
     def is_alive(self, frame: ValueFrame) -> bool:
-        """Whether the object or array can still be completed, right after one of its values."""
+        """Whether the object or array, one of whose values just ended, can still be completed."""
         if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
         return bool(self._kept_or("alive", frame, self._is_alive))
@@ -113,7 +113,7 @@ class Ahead:
         return found
 
     def may_become(self, frame: ValueFrame, text: bytes) -> bool:
-        """Whether this text can be the beginning of a valid number."""
+        """Whether ``text`` can be the beginning of a number that is valid as the next value."""
         place = frame.open_place
         if not place.is_must or len(text) > MOST_DIGITS:
             return self._may_become(frame, place, text)
@@ -162,7 +162,7 @@ class Ahead:
         return self._judged(with_news(frame.filled(vector, number)))
 
     def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
-        """Whether the next value may be this literal."""
+        """Whether the next value may be the complete value ``value``."""
         place = frame.open_place
         if place.is_must and not frame.compares:
             return self._fits(place.on_listed(value))

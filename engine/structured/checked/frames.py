@@ -118,7 +118,7 @@ class ValueFrame:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the values in the frame are stored, for ``uniqueItems`` or ``enum``."""
+        """Whether the values of members or items are stored, for ``uniqueItems`` or ``enum``."""
         return self.is_kept or self.table.is_unique
 
     @property

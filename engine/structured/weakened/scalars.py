@@ -82,7 +82,7 @@ def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
 
 
 def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
-    """Merge the limits of all schemas; ``None`` if no value is left. low, high: the keywords."""
+    """Merge the limits of all schemas; ``None`` if no value is left. low, high: their keywords."""
     least = max((int(value) for value in _each(schemas, low)), default=0)
     most = min((int(value) for value in _each(schemas, high)), default=None)
     if most is not None and most < least:
@@ -131,7 +131,7 @@ def _excludes_nothing(pattern: str) -> bool:
 
 
 def widened(pattern: str) -> str:
-    """Remove look-around and back-references: the result matches all that the pattern matches."""
+    """Remove look-around and back-references; the result matches all that ``pattern`` does."""
     found: list[str] = []
     rest = pattern
     while rest:

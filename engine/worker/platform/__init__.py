@@ -94,7 +94,7 @@ class Platform(Protocol):
         ...
 
     def measure(self, work: Work) -> MemoryUse:
-        """Run this work and return the memory that it used in addition to what was allocated."""
+        """Run ``work`` and return the memory that it used, without what was allocated before."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:

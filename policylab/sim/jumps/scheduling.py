@@ -232,7 +232,7 @@ class Stretches:
         return self._places
 
     def _count(self, stretch: Stretch) -> None:
-        """Update the scheduler's counters and its list of steps in flight for the stretch."""
+        """Add a stretch to the scheduler's counters and to its list of steps in flight."""
         counters, seated = self._settler.counters, self._roster.running_rows
         num_planned, num_steps = stretch.num_planned, stretch.num_steps
         counters.num_steps += num_planned
