@@ -315,7 +315,7 @@ class InputProcessor:
         """Make the message for one of a request's n sequences, with a seed and core id of its own.
 
         Each core id is used once, so that late outputs of an aborted sequence reach no other
-        request. It contains the user's request id for logs."""
+        request. The id contains the user's request id for logs."""
         number = next(self._num_sequences)
         return msgspec.structs.replace(
             request,
@@ -419,8 +419,7 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
     def prepare(self) -> None:
-        """Start a scan of the vocabulary in a thread, as the first long prompt will need its
-        result."""
+        """Start to scan the vocabulary in a thread: the first long prompt needs the result."""
         if self._tokenizer is not None:
             self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
 

@@ -105,8 +105,8 @@ class KVLayout(NamedTuple):
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """For each group, the factor from a block's id in the pool to its index in the tensors of
-        the group's layers."""
+        """For each group, the factor by which a block's id in the pool is multiplied to get its
+        index in the tensors of the group's layers."""
         return self.parts_of if self.is_interleaved else (1,) * len(self.groups)
 
     @property

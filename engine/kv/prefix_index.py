@@ -57,7 +57,7 @@ class BlockHasher(Protocol):
 
 
 class Sha256Hasher:
-    """Hashes blocks with SHA-256: equal in every process, and no collisions can be constructed."""
+    """Hashes blocks with SHA-256: equal in every process, and nobody can construct collisions."""
 
     root = hashlib.sha256(b"metronome prefix cache").digest()
 

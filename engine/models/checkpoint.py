@@ -133,7 +133,7 @@ class Checkpoint:
 
 
 def find_files(root: Path) -> list[Path]:
-    """The safetensors files of a model directory; those of its index file, if there is one."""
+    """The safetensors files of a model directory; if it has an index file, those listed there."""
     index = read_json(root / INDEX)
     if index is not None:
         places = index.get("weight_map")

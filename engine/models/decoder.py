@@ -97,7 +97,7 @@ class NativeDecoder:
 
     @property
     def can_be_recorded(self) -> bool:
-        """False if tokens are grouped by expert on the host, which must wait for the device."""
+        """True unless tokens are grouped by expert on the host, which no graph can record."""
         return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
 
     def group_experts(self) -> None:

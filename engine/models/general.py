@@ -219,7 +219,7 @@ def _no_progress_bar() -> Iterator[None]:
 def _tried(
     causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
 ) -> GeneralModel:
-    """Make the engine's model from ``causal``. Raises ``Misfit`` if a trial with a few tokens
+    """Make a model from a module of transformers. Raises ``Misfit`` if a trial with a few tokens
     fails."""
     text = causal.config.get_text_config(decoder=True)
     try:

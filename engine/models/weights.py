@@ -33,7 +33,7 @@ class WeightSource(Protocol):
     """A source of weights: loads the tensor of each target."""
 
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
-        """A new tensor of shape ``target.shape`` on the CPU, or its quantised form."""
+        """Load a target as a new tensor of its ``shape`` on the CPU, or in quantised form."""
         ...
 
 
@@ -73,8 +73,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def own_pages(num_bytes: int) -> torch.Tensor:
-    """Zeros [num_bytes] uint8 in their own memory mapping, with huge pages if available, which
-    cause fewer page faults. Pages are allocated when they are first written."""
+    """Allocate zeros [num_bytes] uint8 in a memory mapping of their own, with huge pages if
+    possible. A page takes memory only once it is written."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -120,7 +120,7 @@ class StoredWeights:
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
-        """Choose how a target is stored: its first way whose tensors are all in the checkpoint.
+        """Return the parts of a target in the first form whose tensors are all in the checkpoint.
         Raises ``ModelError`` if there is none."""
         for way in target.ways:
             if all(map(self._is_there, way)):
@@ -176,7 +176,7 @@ class RandomWeights:
     RUN = 1_048_573
 
     def __init__(self, seed: int, norm_weight: float = 1.0) -> None:
-        """norm_weight: mean of norm weights; 0 for a model that stores them minus one."""
+        """norm_weight: mean of the norm weights; 0 if a model stores them with 1 subtracted."""
         self._seed = seed
         self._norm_weight = norm_weight
 

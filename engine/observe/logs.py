@@ -57,8 +57,8 @@ class Throttle:
         self._num_held_back = 0
 
     def admit(self, now: float | None = None) -> str | None:
-        """The text to append to the line ("" or the number of suppressed lines); ``None`` if the
-        line must be suppressed."""
+        """Return the text to append to a log line ("" or the number of suppressed lines); ``None``
+        if the line must be suppressed."""
         now = time.monotonic() if now is None else now
         if now < self._next_at:
             self._num_held_back += 1

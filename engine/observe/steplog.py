@@ -31,7 +31,7 @@ LENGTH_BYTES = CHECKSUM_BYTES = 4
 
 
 class Header(msgspec.Struct, array_like=True):
-    """The header of a step log. ``scheduler``, ``cache``: the engine's options for these two."""
+    """The header of a step log: the scheduler's set-up. ``scheduler``, ``cache``: their options."""
 
     format: int
     version: str  # engine version
@@ -181,7 +181,7 @@ class PlanCoder:
         )
 
     def decode(self, planned: PlanRecord) -> PlanColumns:
-        """Restore the columns of a record."""
+        """Restore the columns of a recorded plan. Plans must be decoded in order of encoding."""
         last = self._last
         self._last = PlanColumns(
             last.rows if planned.rows is None else _column(planned.rows),

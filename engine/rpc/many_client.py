@@ -269,8 +269,8 @@ class ManyCoresClient(CoreClient):
             raise self._over from error.__cause__
 
     def _join_core(self, outcome: RestartOutcome) -> None:
-        """Use a core that was restarted. Raises the error of the restart if it failed,
-        ``ConfigError`` if the new core handles requests differently from the dead one."""
+        """Use a core that was restarted. Raises the error of a failed restart, and ``ConfigError``
+        for a core that handles requests differently from the dead one."""
         core, index = outcome.client, outcome.core
         if core is None:
             raise outcome.error or EngineDeadError("it has ended")

@@ -186,24 +186,24 @@ class Request:
 
     @property
     def num_cached(self) -> int:
-        """Tokens found in the prefix cache when the request first started; 0 before that."""
+        """Number of tokens found in the prefix cache at the request's first start; 0 before it."""
         return self.history.num_cached
 
     # -- counts
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens and output tokens of finished steps."""
+        """Number of prompt tokens, and of output tokens from finished steps."""
         return self.table.num_tokens.at[self.row]
 
     @property
     def num_output(self) -> int:
-        """Output tokens of finished steps."""
+        """Number of output tokens from finished steps."""
         return self.table.num_tokens.at[self.row] - self.num_prompt
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is computed, or is being computed by steps in flight."""
+        """Number of tokens whose KV is computed, or is being computed by steps in flight."""
         return self.table.num_computed.at[self.row]
 
     @property

@@ -153,7 +153,7 @@ class View:
 
     @property
     def unoffered_columns(self) -> Columns:
-        """Columns of the waiting requests that can still be scheduled in this step."""
+        """Table columns of the waiting requests that can still be scheduled in this step."""
         rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
         considered = self._roster.table.considered.all[rows]
         return self._columns_of(rows[considered != self.step.index])

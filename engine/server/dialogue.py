@@ -200,8 +200,8 @@ class ChatGeneration:
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
         """The prompt as the parser needs it, to find out whether the model is thinking. If the
-        client has begun the answer, only the marker for that is returned: thinking begins, or
-        thinking ends."""
+        client has begun the answer, only a marker is returned: the one that begins or the one that
+        ends thinking."""
         thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt

@@ -155,8 +155,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _too_long(error: PromptTooLongError) -> str:
-    """The message for a prompt that is too long, in the words of OpenAI ("maximum context length is
-    4096 tokens") and Anthropic ("prompt is too long"), by which clients decide to shorten it."""
+    """The message for a prompt that is too long. Clients recognise such errors by the words of
+    OpenAI ("maximum context length is 4096 tokens") and Anthropic ("prompt is too long")."""
     if not error.length:
         return str(error)
     return (

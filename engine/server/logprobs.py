@@ -61,7 +61,7 @@ class TextLogprobs:
     """Collects the log-probabilities of one streamed text in the format of completions."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
-        """num: number of likely tokens to return per position; offsets: of tokens in the text."""
+        """num: number of likely tokens per position; offsets: finds character offsets of tokens."""
         self._num = num
         self._names = names
         self._offsets = offsets

@@ -65,7 +65,7 @@ class SlowReaders:
                 logger.exception("slow readers could not be checked")
 
     def look(self, now: float) -> None:
-        """Cut clients that stopped reading, and limit unread output; now: monotonic seconds."""
+        """Cut connections whose clients stopped reading, and limit unread output; now: seconds."""
         self._bound_unread()
         before, self._stalled = self._stalled, {}
         for connection in list(self._connections):

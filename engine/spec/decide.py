@@ -62,7 +62,7 @@ def none_forced(req: Request, num_tokens: int) -> Sequence[int]:
 
 
 class NoProposer:
-    """A proposer without drafts: only tokens that a grammar forces become drafts."""
+    """A proposer that proposes nothing: only tokens that a grammar forces become drafts."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
         return ()
@@ -291,7 +291,7 @@ class Drafts(Resource):
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
-        """The leading drafts that are worth verifying."""
+        """Return the leading drafts of ``drafts`` that are worth verifying."""
         if not drafts:
             return NO_OFFER
         if worth is None:

@@ -60,8 +60,8 @@ class SuffixProposer:
         self._query = np.empty(0, dtype=np.int32)
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """Return the tokens that most often followed the longest end of the request's text that
-        occurred before; [] if none occurred."""
+        """Return the tokens that most often followed the longest suffix of the request's tokens
+        that occurred before; [] without such a suffix."""
         tokens, ended, depth = req.tokens, self._ended, self._max_depth
         own = self._texts.get(req.arrival)
         if own is None:

@@ -37,7 +37,7 @@ class Rates:
         self.right = [right] * num_places
 
     def add(self, num_verified: int, num_right: int) -> None:
-        """Count the drafts of one step up to the first wrong one."""
+        """Count a step's drafts: the right ones, and the first wrong one after them."""
         tried, right, keep = self.tried, self.right, self._keep
         for place in range(min(num_verified, num_right + 1)):
             tried[place] = tried[place] * keep + 1.0
@@ -55,7 +55,7 @@ class Worth:
         self._rest: dict[int, tuple[int, int]] = {}  # token count when the rest ends; its length
 
     def is_resting(self, req: Request) -> bool:
-        """Whether the request must get no drafts now, as earlier ones were not worth it."""
+        """Whether the request gets no drafts now because earlier ones were not worth it."""
         until = self._rest.get(req.arrival)
         return until is not None and req.num_tokens < until[0]
 

@@ -40,7 +40,7 @@ MASSES = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """One program per (row, block) writes the largest logit of each stretch, +inf for NaN."""
+    """One program per (row, block) writes the largest of every 128 logits, +inf if one is NaN."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if tl.load(slots + row) < 0:
@@ -124,7 +124,7 @@ def aim_kernel(  # noqa: PLR0913
 
 @triton.jit
 def load_maxima(maxima, num_maxima, S: tl.constexpr):
-    """Load the largest logits of the stretches in this program's block."""
+    """Load the largest logit of each stretch (128 logits) in this program's block."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     row = tl.program_id(0).to(tl.int64)
     return tl.load(maxima + row * num_maxima + tl.program_id(1) * NUM + tl.arange(0, NUM))
@@ -132,7 +132,7 @@ def load_maxima(maxima, num_maxima, S: tl.constexpr):
 
 @triton.jit
 def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
-    """Load the logits of this program's block, with -inf in stretches that are not wanted."""
+    """Load the logits of this program's block, with -inf in stretches (128 logits) not wanted."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     stretch = tl.program_id(1) * NUM + tl.arange(0, NUM)
     ids = stretch[:, None] * S.STRETCH + tl.arange(0, S.STRETCH)[None, :]
@@ -215,8 +215,8 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block) collects logits near the cut; the row's last program finds
-    it."""
+    """One program per (row, block) collects the block's logits near the cut; the row's last program
+    computes the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

@@ -1,4 +1,4 @@
-"""Serve a workload on a virtual clock and print all figures; or print those of a run's file.
+"""Serve a workload on a virtual clock and print all figures, or print those of a stored run.
 
     metronome simulate --policy vtc --workload two-users --load 0.9 --out run.jsonl
     metronome simulate --read run.jsonl --slo "ttft<1,tpot<0.1"
@@ -12,8 +12,8 @@ policy would have done. With --durations recorded the log's own policy is replay
 times and every plan is compared. --real serves the same requests in real time with a model; they
 end at the drawn lengths.
 
-The file holds versions, seed, options, a row for each request and, with --steps, one for each
-step. The same seed writes the same bytes.
+The file of --out holds versions, seed, options, a row for each request and, with --steps, one for
+each step. The same seed writes the same bytes.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Requests:
 
     @classmethod
     def read(cls, rows: Sequence[dict[str, Any]]) -> Requests:
-        """Build the table from the dicts that ``rows`` makes."""
+        """Build the table from dicts such as the method ``rows`` makes."""
         found = cls()
         while len(found._times["arrival"]) < len(rows):
             found._grow()
@@ -184,7 +184,7 @@ class TokenTimes:
             self._time = float(ends[-1])
 
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record that requests with other ids than in the last call got tokens at ``time``."""
+        """Record that requests other than those of the last call got tokens at ``time``."""
         self.settle()
         self._ids = ids
         self._members = members = np.array([places[name] for name in ids], dtype=np.intp)

@@ -46,7 +46,7 @@ class Noise:
         self._place = dice.randrange(len(kinds))
 
     def draw(self, kind: str) -> float:
-        """Draw a random time factor for a step of this kind, of any kind if it was not measured."""
+        """Draw a random factor for a step's time, of its kind if that was measured."""
         if self._dice.random() * MEAN_RUN < 1.0:
             self._place = self._dice.randrange(len(self._ratios))
         found = self._next.get(kind, self._any)[self._place]

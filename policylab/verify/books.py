@@ -36,7 +36,7 @@ FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
 
 class BookGrowth(NamedTuple):
     """The attribute or variable that grows most, its growth in bytes per request, and the number of
-    requests served until then."""
+    requests that were served to find it."""
 
     place: str
     bytes_per_request: float
@@ -164,8 +164,8 @@ def _is_own_module(module: ModuleType, own: set[str]) -> bool:
 
 
 def _inside(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """The values that ``value`` refers to, each with the name of the attribute or variable;
-    elements of a container have the container's name, ``place``."""
+    """Yield each object that ``value`` refers to, with its attribute's or variable's name; for
+    elements of a container, the container's own name, ``place``."""
     if isinstance(value, MethodType):
         yield place, value.__self__
         value = value.__func__

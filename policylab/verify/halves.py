@@ -114,7 +114,7 @@ class DelayedMatcher:
         return DelayedCompilation(self._compiler.submit(grammar, eos_token_ids), looks)
 
     def shutdown(self) -> None:
-        """Nothing to release: the real compiler is shared."""
+        """Do nothing, because the real compiler is shared with other runs."""
 
 
 class DelayedCompilation:
@@ -217,7 +217,7 @@ class DraftCounts:
                 self.num_accepted_tokens += num - 1
 
     def check(self, resources: Sequence[Resource]) -> None:
-        """Assert that resources have these counts of drafts, and no data of ended requests."""
+        """Assert that resources count drafts as this object does and keep no data of requests."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
             if "num_draft_tokens" in (counters := resource.counters()):

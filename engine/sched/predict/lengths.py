@@ -39,7 +39,7 @@ class LengthHistory:
         return len(self._recent)
 
     def add(self, length: int) -> None:
-        """Add the output length of a finished request; the oldest entry may be dropped."""
+        """Add the output length of a finished request; a full history drops its oldest length."""
         if len(self._recent) == self._recent.maxlen:
             del self._sorted[bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
@@ -47,13 +47,13 @@ class LengthHistory:
         self._sums = self._columns = None
 
     def sample(self, rng: Random, above: int = 0) -> int | None:
-        """A random length from those greater than ``above``."""
+        """A random length from those greater than ``above``; ``None`` if there are none."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         return self._sorted[first + rng.randrange(count)] if count else None
 
     def quantile(self, q: float, above: int = 0) -> int | None:
-        """The ``q``-quantile (``q`` 0 to 1) of the lengths greater than ``above``."""
+        """The ``q``-quantile (``q`` 0 to 1) of the lengths greater than ``above``, or ``None``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:
@@ -61,7 +61,7 @@ class LengthHistory:
         return self._sorted[first + max(0, ceil(q * count) - 1)]
 
     def mean(self, above: int = 0) -> float | None:
-        """The mean of the lengths greater than ``above``."""
+        """The mean of the lengths greater than ``above``; ``None`` if there are none."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:
@@ -71,7 +71,8 @@ class LengthHistory:
         return (self._sums[-1] - self._sums[first]) / count
 
     def means(self, above: NDArray[np.int64]) -> NDArray[np.float64]:
-        """``mean`` for each value in ``above``; NaN where no length is greater than the value."""
+        """The mean of the lengths greater than each value in ``above``; NaN where there are
+        none."""
         if self._sums is None:
             self._sums = list(accumulate(self._sorted, initial=0))
         if self._columns is None:
@@ -133,8 +134,7 @@ class NoPredictor:
 class HistoryPredictor:
     """Predicts the mean of the finished outputs that are longer than the request's output so far.
 
-    If there is none, the longest output that the request may have is predicted.
-    """
+    If no output is longer, the longest output that the request may have is predicted."""
 
     name = "history"
 

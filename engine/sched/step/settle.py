@@ -71,7 +71,7 @@ class Settler:
         return self._to_clients(outputs)
 
     def take_outputs(self) -> dict[int, CoreOutputs]:
-        """Take the outputs of requests that ended outside a step."""
+        """Return, once, the last outputs of requests that ended outside a step, by client index."""
         if not self._ended:
             return {}
         return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
@@ -462,8 +462,8 @@ class OutputColumns:
         self._started = set(started)
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
-        """Add a request's new tokens to the outputs and return its index in them. ``place``: its
-        index in the plan; ``is_first``: it had no output token before."""
+        """Add a request's new tokens to these outputs; returns the request's index in the outputs.
+        ``place``: its index in the plan; ``is_first``: it had no output token before."""
         index = len(self.reqs)
         if len(tokens) != 1 and self._counts is None:
             self._counts = [1] * index

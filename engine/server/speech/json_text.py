@@ -250,7 +250,7 @@ class JsonText:
         return held
 
     def _closes(self, is_key: bool) -> Waits[bool]:
-        """Whether the quotation mark at the position ends the string, by the text after it."""
+        """Guess by the text after a quotation mark at the position whether it ends the string."""
         source = self._source
         char, offset = yield from source.look(1)
         if not char:

@@ -196,7 +196,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The JSON types and values that a property's schema allows. root: where a ``$ref`` leads."""
+    """The JSON types and values that a property's schema allows. root: where to find ``$ref``."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):

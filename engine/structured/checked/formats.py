@@ -91,7 +91,7 @@ def _ipv4(text: str) -> bool:
 
 
 def _host(text: str) -> bool:
-    """Check a host name. Labels such as ``xn--...`` must be valid encoded international ones."""
+    """Check a host name. A label that begins with ``xn--`` must encode an international label."""
     others = [label for label in text.split(".") if label[2:4] == "--"]
     return _ascii_host(text) and (not others or _idn_host(".".join(others)))
 

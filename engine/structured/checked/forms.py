@@ -40,7 +40,7 @@ Place = tuple[str, str, bool, Any, Grammar]  # an opening with the schema that f
 
 
 def _openings(places: list[Place]) -> Iterator[PartOpening]:
-    """Yield the texts before JSON parts of the output that need a checker, with the checkers."""
+    """Yield each text that begins a JSON part in need of a checker, with the part's checkers."""
     together: dict[tuple[str, str, bool], list[tuple[SchemaPlan, Grammar]]] = {}
     for text, scope, follows, schema, grammar in places:
         plan = plan_of(schema, grammar)

@@ -30,7 +30,7 @@ class Stops:
         )
 
     def next(self, text: bytes, at: int) -> int:
-        """Return the index of the first of these bytes from ``at`` on; ``len(text)`` if none."""
+        """Return the index of the first byte of this set from ``at`` on; ``len(text)`` if none."""
         found = self._pattern.search(text, at)
         return len(text) if found is None else found.start()
 

@@ -68,7 +68,7 @@ class SchemaReading:
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
-        """Return a copy of the reading that takes the way ``choice.ways[number]``."""
+        """Return a copy of the reading with the alternative ``choice.ways[number]`` added."""
         other = SchemaReading(
             **{each.name: copy(getattr(self, each.name)) for each in fields(self)}
         )
@@ -135,7 +135,7 @@ class SchemaReader:
         return schema
 
     def home(self, schema: Schema) -> SchemaResource | None:
-        """Return the part of the document that contains a schema; ``None`` for one made here."""
+        """Return the document's part with a schema; ``None`` if this module made the schema."""
         try:
             return self.document.home(schema)
         except KeyError:
@@ -206,7 +206,7 @@ class SchemaReader:
                     yield part.within(each, at)
 
     def _add_limits(self, reading: SchemaReading, schema: Schema) -> bool:
-        """Limit a reading by the keywords of ``schema``. Returns ``False`` if no value is left."""
+        """Limit a reading by a schema's keywords. Returns ``False`` if it allows no value."""
         if "type" in schema:
             reading.types &= types_of(schema)
         if not reading.types:

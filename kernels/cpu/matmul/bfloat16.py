@@ -203,8 +203,8 @@ def _evenly(num: int, most: int) -> int:
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write the sums of one panel to the output or, if only the largest output of each row is
-    wanted, update that. p: the parameters of the body that calls this."""
+    """Write a panel's sums to the output, or only update each row's largest output. p: the
+    parameters of the calling body."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -213,7 +213,7 @@ def _finish(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _gate(p, gates, ups, count):
-    """gates [count, width] = activation(gates) * ups. p: the body's parameters."""
+    """Compute gates[:count] = activation(gates) * ups, in place. p: the body's parameters."""
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
@@ -226,8 +226,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Update the largest output of each row with the sums of one panel. It is stored per row and
-    work item; NaN marks a row with an invalid output."""
+    """Update the largest output of each row with the sums of one panel. Each work item has its own
+    largest outputs; NaN marks a row with an invalid output."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))

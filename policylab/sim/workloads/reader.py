@@ -43,8 +43,8 @@ class JobPlace(NamedTuple):
     line: int
 
     def error(self, name: str, value: object, expected: str) -> ConfigError:
-        """The error for a wrong value in this line. ``name``: what has the value; ``expected``:
-        what it must be, as text."""
+        """The error for a wrong value in this line. ``name``: its column or key; ``expected``: what
+        the value must be, as text."""
         shown = repr(value)
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
