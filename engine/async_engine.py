@@ -225,11 +225,10 @@ class AsyncLLMEngine:
         return bool(await self._call(call))
 
     async def pause(self, what: PauseScope = "all") -> None:
-        """Stop computing until ``resume``; with ``"new"``, running requests continue and others
-        wait.
+        """Stop computing until ``resume``; with ``"new"``, running requests continue, and only the
+        others wait.
 
-        Requests may be added and aborted during a pause; deadlines still apply.
-        """
+        Requests may be added and aborted during a pause; deadlines still apply."""
         await self._call(partial(self._session.client.call, "pause", what))
         self._paused = what
 
@@ -302,7 +301,7 @@ class AsyncLLMEngine:
 
     @property
     def num_cores(self) -> NumCores:
-        """Number of live cores, and of all cores."""
+        """The numbers of live cores and of all cores."""
         return self._session.client.num_cores()
 
     @property

@@ -63,7 +63,7 @@ def weights_at_top(names: Iterable[str]) -> list[str]:
 
 
 def weights_of_index(index: dict[str, Any] | None) -> list[str]:
-    """Return the weight files that an index lists; [] if it is damaged, which the loader
+    """Return the weight files that an index lists; [] for a damaged index, which the loader
     reports."""
     places = None if index is None else index.get("weight_map")
     if not isinstance(places, dict):

@@ -53,7 +53,7 @@ class PrefixCache:
         return self.hashes[block]
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Put the block into the cache under this hash."""
+        """Put a block into the prefix cache under the hash of its content."""
         self.publish_each((block,), (block_hash,))
 
     def publish_each(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:

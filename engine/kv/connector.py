@@ -37,7 +37,7 @@ class KVSource(Protocol):
         nothing."""
 
     def start_load(self, req: KVRequest, blocks: Sequence[int], num_tokens: int) -> None:
-        """Start to load the KV of the ``num_tokens`` after the local hit into ``blocks``, in order.
+        """Start to load the KV of the ``num_tokens`` tokens after the local hit into ``blocks``.
 
         If this raises, the source must not write the blocks. The request then computes the tokens
         itself, and the source gets no further call for it."""

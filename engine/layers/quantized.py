@@ -27,7 +27,7 @@ class QuantizedWeight:
         return self.matrix.values.shape
 
     def dequantize(self) -> torch.Tensor:
-        """The matrix [out, in] in ``dtype``."""
+        """Return the matrix [out, in], dequantised to ``dtype``."""
         return dequantize(self.matrix, self.dtype)
 
 

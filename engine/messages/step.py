@@ -98,7 +98,7 @@ class AdapterPart(msgspec.Struct, array_like=True):
 
 
 class MediaPart(msgspec.Struct, array_like=True):
-    """Encoder work for images and other media, in this order: ``free``, ``media``, ``encode``."""
+    """Encoder work for media such as images, in the order ``free``, ``media``, ``encode``."""
 
     free: list[str] = []  # hashes of encoder outputs to free
     media: dict[int, list[MediaItem]] = {}  # worker slot of a new sequence -> its media

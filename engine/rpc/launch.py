@@ -86,8 +86,8 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
 
 
 def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
-    """Wait for cores that are loading; returns their clients. The first error is raised
-    immediately, and the other cores are ended."""
+    """Wait for cores that are loading, and return their clients. If one fails, its error is raised
+    at once and the other cores are ended."""
     with ThreadPoolExecutor(len(starting)) as threads:
         meetings = [threads.submit(each.connect) for each in starting]
         try:

@@ -300,8 +300,8 @@ class Sampler:
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
-    """Split masks in two: those of the sampled rows in ``rows``, and those of all other rows.
-    ``None`` replaces a result without any mask."""
+    """Split masks in two: those of the sampled rows in ``rows``, and those of all other rows. A
+    half without masks is ``None``."""
     if not rows:
         return None, masks
     is_one = np.zeros(len(masks.of_row), dtype=bool)

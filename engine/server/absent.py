@@ -50,7 +50,7 @@ def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def _structs_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The struct types of fields, by the field's name."""
+    """The struct type of each field that contains structs, by the field's name."""
     found = {}
     for field in msgspec.structs.fields(kind):
         for arm in (field.type, *get_args(field.type)):

@@ -37,7 +37,7 @@ class EventStream(Streaming):
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first event. If the generator fails before it, raises that error."""
+        """Wait for the first event. Raises the generator's error if it fails before that."""
         self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

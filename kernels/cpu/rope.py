@@ -78,7 +78,7 @@ def _normalise(x, weight, eps, extra):
 
 @njit(**INLINE)
 def _rotate(x, cos, sin, interleaved):
-    """Rotate the first 2 * len(cos) dimensions of a head. interleaved: pairs are adjacent."""
+    """Rotate a head's first 2 * len(cos) dimensions. interleaved: those of a pair are adjacent."""
     half = cos.shape[0]
     if interleaved:
         for i in range(half):

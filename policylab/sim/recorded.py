@@ -57,7 +57,7 @@ class Log:
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
-    """Read a step log and find each request's outcome by a replay. Raises ``ConfigError``."""
+    """Read a step log. A replay finds how each request ended. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = LogReader(log.header)
     outcome = reader.run(log)

@@ -92,7 +92,7 @@ class Cost(Protocol):
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """Host seconds between the result of a step with this many requests and the next plan."""
+        """Seconds of host work between a step of ``num_seqs`` requests and the next plan."""
         ...
 
 

@@ -55,7 +55,7 @@ def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
 
 
 def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return the value. Raises ``ModelError`` if it is not one of ``choices``."""
+    """Return ``value``. Raises ``ModelError`` with name ``what`` if it is not in ``choices``."""
     if value not in choices:
         allowed = ", ".join(map(str, choices))
         raise ModelError(f"its quantization has {what} {value!r}, supported: {allowed}")
@@ -103,7 +103,7 @@ def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def by_output(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """Return scales [out, 1], from one scale for all outputs or one for each."""
+    """Return scales as [out, 1]; ``scales`` has one for all outputs or one for each."""
     return scales.reshape(-1, 1).expand(num_outputs, 1).contiguous()
 
 

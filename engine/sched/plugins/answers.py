@@ -23,7 +23,7 @@ ALLOWED = Fit(0)[1:]  # the other fields of a Fit that refuses nothing
 
 
 def shown(value: object) -> str:
-    """Text that shows an object of a plug-in in a message, of at most 80 characters."""
+    """Text of at most 80 characters that shows a plug-in's object in a message."""
     try:
         return f"{value!r:.80}"
     except Exception:  # its __repr__ may raise

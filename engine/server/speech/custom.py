@@ -130,5 +130,5 @@ class InputReader:
         return text
 
     def end(self) -> str:
-        """Return the part of the input text that ``feed`` has not returned."""
+        """Return the rest of the input text, which ``feed`` has not returned."""
         return input_of(self.arguments)[self._num_sent :]

@@ -140,7 +140,7 @@ class Rules:
         return self.begun(calls, part)
 
     def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
-        """Expressions for thinking, which is optional unless the prompt has begun it."""
+        """Expressions for thinking in the answer, optional unless the prompt has begun it."""
         if chat_format.calls.before_text:
             end = chat_format.calls.message_end
             begins = map(self.text, chat_format.calls.before_text)

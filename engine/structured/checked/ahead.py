@@ -178,7 +178,7 @@ class Ahead:
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
     def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
-        """Whether the next value may be an object or array: ``table.kind`` determines which."""
+        """Whether the next value may be an object or array, whichever ``table.kind`` says."""
         if not frame.compares or table.place.is_endless:
             return True
         began = with_news(ValueFrame(table, frame))

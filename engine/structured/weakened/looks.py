@@ -1,4 +1,4 @@
-"""Replaces a pattern that starts with look-aheads by patterns without any; all must match."""
+"""Replaces a pattern with leading look-aheads by patterns without them, which must all match."""
 
 from __future__ import annotations
 
