@@ -1,9 +1,9 @@
 """Attention functions that transformers calls as ``attention_interface(module, q, k, v, mask,
 ...)``.
 
-``TRIAL`` records the arguments of each layer's call; it gets a blank mask tensor, whose attribute
-``rule`` is the mask function. ``PAGED`` writes K and V to the paged cache and attends over it; it
-gets no mask.
+``TRIAL`` records the arguments of each layer's call; it gets a blank mask tensor, for which
+``rule_of`` returns the mask function. ``PAGED`` writes K and V to the paged cache and attends over
+it; it gets no mask.
 
 Each attention module refers to the state of its own model, so several models can be loaded.
 """
@@ -31,6 +31,7 @@ from kernels.reference.rope import FP8_MAX
 PAGED = "metronome_paged"
 TRIAL = "metronome_trial"
 STATE = "metronome_state"  # attribute of an attention module
+RULE = "metronome_rule"  # attribute of the storage of a trial's mask
 
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query position, key position) -> True where the query attends to the key."""
@@ -121,10 +122,16 @@ def blank_mask(
     device: torch.device,
     **_: Any,
 ) -> torch.Tensor:
-    """A mask of zeros with the mask function as its attribute ``rule``."""
+    """A mask of zeros. ``rule_of`` returns the mask function for it."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, device=device)
-    mask.rule = mask_function  # type: ignore[attr-defined]
+    setattr(mask.untyped_storage(), RULE, mask_function)
     return mask
+
+
+def rule_of(mask: torch.Tensor | None) -> MaskRule | None:
+    """The mask function of a mask made by ``blank_mask``, or of a view of it, such as a slice of
+    all rows; ``None`` for other masks."""
+    return None if mask is None else getattr(mask.untyped_storage(), RULE, None)
 
 
 @dataclass(frozen=True, slots=True)

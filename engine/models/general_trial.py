@@ -25,6 +25,7 @@ from engine.models.general_attention import (
     AttentionLayer,
     MaskRule,
     read_options,
+    rule_of,
 )
 from engine.models.general_support import Misfit
 
@@ -131,8 +132,8 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
         if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
             raise Misfit("its attention does not get each token exactly once")
         read_options(call.scaling, call.query.shape[-1], call.given)
-        rule = getattr(call.mask, "rule", None)
-        if call.mask is None or rule is None:
+        rule = rule_of(call.mask)
+        if call.mask is None or rule is None or call.mask.shape[2:] != (NUM_TOKENS, NUM_TOKENS):
             raise Misfit("it builds its own attention masks")
         if rule not in windows:
             windows[rule] = window_of(rule, max_model_len, call.mask.device)

@@ -117,6 +117,20 @@ GENERAL_CASES: dict[str, GeneralCase] = {
             "hidden_size_per_layer_input": 8,
         },
     ),
+    # The upper layers read the caches of two lower ones, as in E2B and E4B.
+    "gemma4-shared-kv": GeneralCase(
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "vocab_size_per_layer_input": 300,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "helium": GeneralCase("HeliumConfig", {"head_dim": 16}),
     "glm": GeneralCase("GlmConfig", {"head_dim": 16}),
     "glm4": GeneralCase("Glm4Config", {"head_dim": 16}),

@@ -25,6 +25,7 @@ WINDOWS = {
     "gpt-oss-sinks": 6,
     "gemma3n-shared-kv": 8,
     "gemma4-two-head-sizes": 8,
+    "gemma4-shared-kv": 8,
     "mimo-v2-flash": 6,
     "llama4-chunks": 8,
 }
