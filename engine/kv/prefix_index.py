@@ -168,7 +168,7 @@ def find_tables(
 
 
 class PrefixIndex:
-    """Hashes the sequences of requests, updates the prefix cache and logs its events."""
+    """Hashes the blocks of requests, adds and removes cached blocks, and logs cache events."""
 
     def __init__(
         self,

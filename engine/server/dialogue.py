@@ -48,7 +48,7 @@ class ChatModel:
         self._chat_format: asyncio.Future[ChatFormat] | None = None
 
     async def loaded(self) -> LoadedChatModel:
-        """This model with the parser of its answers, which is made at the first call."""
+        """Return this model with the parser of its answers; the first call makes the parser."""
         made = self._chat_format
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             tokenizer = self.engine.get_tokenizer()

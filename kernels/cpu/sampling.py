@@ -281,7 +281,7 @@ def _gather(x, ids_of_x, block_max, floor):
 
 @njit(**INNER)
 def _race(values, ids, block_max, temperature, key):
-    """Returns the token id with the largest logit + temperature * noise."""
+    """Sample by noise: returns the token id with the largest logit + temperature * noise."""
     # The token with the largest logit is scored first, which excludes most others.
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]

@@ -84,9 +84,9 @@ def prefill_kernel(  # noqa: PLR0913
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """Returns the work items of all sequences except decodes, those with most keys first: [n, 2]
-    int32, sequence and first query token. Since only the device knows the number of items, n is an
-    upper bound; further items have sequence -1."""
+    """Returns the work items of all sequences that are not decodes: [n, 2] int32, sequence and
+    first query token, items with most keys first. Only the device knows the number of items: n is
+    an upper bound, and surplus items have sequence -1."""
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
     num_others = len(query_lens) - meta.num_decodes

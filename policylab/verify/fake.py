@@ -325,7 +325,7 @@ class DigestWorker(FakeExecutor):
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """Read the digest at position ``last`` from the KV cache. The result is wrong if the KV
+        """Return the digest stored at position ``last`` of the KV cache; a wrong one if the KV
         there, at the start of a window or at a random position is not as expected."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):

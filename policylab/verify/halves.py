@@ -51,8 +51,8 @@ class NoGuide:
 
 
 class Halves(NamedTuple):
-    """Scheduler-side resources for real drafters and grammars, and a function that makes a grammar
-    matcher for the checker."""
+    """What a case with real drafters and grammars needs: the scheduler's resources, and a function
+    that makes a grammar matcher for the checker."""
 
     resources: tuple[Resource, ...]
     guide: Callable[[AddRequest], Guide]

@@ -36,7 +36,7 @@ class Stops:
 
 
 class Skipped(NamedTuple):
-    """Rules by which a checker skips tokens without looking at their bytes."""
+    """Conditions under which a checker skips a token without checking it."""
 
     stops: Stops | None
     """Tokens without any of these bytes are skipped."""

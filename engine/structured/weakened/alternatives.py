@@ -85,7 +85,7 @@ def _required(reading: SchemaReading) -> set[str]:
 
 
 def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
-    """Return the types that the reading's schemas allow for a property, "integer" as "number"."""
+    """Return the types that a reading allows for a property; "integer" counts as "number"."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
         schema = named(part.schema.get("properties")).get(name)

@@ -1,8 +1,8 @@
 """Splits the schemas of a value into readings: alternative lists of schemas without choices.
 
 References and ``allOf`` are followed. ``anyOf``, ``oneOf``, ``if``, ``not`` and dependent keywords
-are choices. Each combination of their alternatives that is not seen to contradict itself is a
-reading. If there are too many combinations, a choice is replaced by a schema that allows more."""
+are choices. Each combination of alternatives is a reading, except those that visibly contradict
+themselves. If there are too many, a choice is replaced by a schema that allows more values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SchemaPart(NamedTuple):
 
 
 class SchemaChoice(NamedTuple):
-    """A keyword that leaves a choice between ways to satisfy it; each way is a list of parts."""
+    """A schema keyword that can be satisfied in several ways, each of which is a list of parts."""
 
     keyword: str
     number: int
@@ -81,7 +81,7 @@ class SchemaReading:
 
 
 class SchemaReader:
-    """Reads the schemas of one document."""
+    """Splits the schemas of one document into readings."""
 
     def __init__(self, document: Document, *, is_lenient: bool) -> None:
         self.document = document
@@ -158,8 +158,8 @@ class SchemaReader:
     # -- reading
 
     def _read_on(self, reading: SchemaReading) -> bool:
-        """Read the waiting schemas of a reading. Returns ``False`` if they contradict each
-        other."""
+        """Read all schemas of a reading that were not read yet. Returns ``False`` if they
+        contradict each other."""
         while reading.waiting:
             part = reading.waiting.pop()
             if part.schema is False:
@@ -192,8 +192,8 @@ class SchemaReader:
         return True
 
     def _in_order(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaPart]:
-        """Yield what always applies, in the order of the schema's keys: its own keywords, and the
-        schemas of ``allOf`` and ``$ref``."""
+        """Yield the parts of a schema that always apply, in the order of its keys: its own
+        keywords, and the schemas of ``allOf`` and ``$ref``."""
         keys = list(schema)
         place = keys.index("properties") if "properties" in schema else len(keys)
         yield part._replace(is_flat=True, rank=(*part.rank, place))

@@ -203,8 +203,8 @@ def _evenly(num: int, most: int) -> int:
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums to the output, or only update each row's largest output. p: the
-    parameters of the calling body."""
+    """Write one panel's sums to the output; if only each row's largest output is wanted, update
+    that instead. p: the product's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -213,7 +213,7 @@ def _finish(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _gate(p, gates, ups, count):
-    """Compute gates[:count] = activation(gates) * ups, in place. p: the body's parameters."""
+    """Compute gates[:count] = activation(gates) * ups, in place. p: the product's parameters."""
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
@@ -452,7 +452,8 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """Like `_two_tiles` for 32 rows and c [32, 32]; rows bypass the L1 cache, so b stays in it."""
+    """Multiply 32 rows by one panel like `_two_tiles`; c: [32, 32]. The rows bypass the L1
+    cache."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:
