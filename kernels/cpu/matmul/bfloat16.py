@@ -452,8 +452,7 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """Multiply 32 rows by one panel like `_two_tiles`; c: [32, 32]. The rows bypass the L1
-    cache."""
+    """Multiply 32 rows by one panel like `_two_tiles`; c: [32, 32]. Rows bypass the L1 cache."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:
