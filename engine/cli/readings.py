@@ -233,11 +233,11 @@ def stats_of(page: Page) -> SchedulerStats:
             for reason, num in page.by("prefix_cache_missed_tokens_total", "reason").items()
         },
         kv_groups=[
-            GroupUse(_window(value.labels.get("sliding_window", "")), int(value.number))
+            GroupUse(
+                int(value.labels.get("window", 0)),
+                int(value.number),
+                value.labels.get("attention") == "chunked",
+            )
             for value in page.values("kv_blocks_in_use")
         ],
     )
-
-
-def _window(label: str) -> int:
-    return int(label) if label.isdecimal() else 0

@@ -328,9 +328,11 @@ def _groups(stats: SchedulerStats) -> Iterator[Row]:
     groups of layers with this window. The row of full attention comes first."""
     if [group.window for group in stats.kv_groups] in ([], [0]):
         return
-    for window in sorted({group.window for group in stats.kv_groups}):
-        same = [group.num_blocks for group in stats.kv_groups if group.window == window]
-        layers = f"window of {window:,} tokens" if window else "full attention"
+    for kind in dict.fromkeys((group.attention, group.window) for group in stats.kv_groups):
+        same = [
+            each.num_blocks for each in stats.kv_groups if (each.attention, each.window) == kind
+        ]
+        layers = f"{kind[0]} attention" + (f" of {kind[1]:,} tokens" if kind[1] else "")
         groups = f", {len(same)} groups" if len(same) > 1 else ""
         yield f"KV blocks, {layers}{groups}", f"{sum(same):,}", ""
 

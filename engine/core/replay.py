@@ -89,6 +89,11 @@ def replay(
     return Replay(recorded.header, changes).run(recorded)
 
 
+def groups_of(header: Header) -> tuple[Group, ...]:
+    """The KV groups of the engine that wrote a step log."""
+    return tuple(_group(*values) for values in header.kv_groups) or (FULL,)
+
+
 def _group(window: int, max_blocks: int, is_chunked: int = 0) -> Group:
     """The KV group of an entry of ``Header.kv_groups``; former logs have no third number."""
     return Group(window=window, max_blocks=max_blocks, is_chunked=bool(is_chunked))
@@ -136,7 +141,7 @@ class Replay:
             header.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             hasher=make_hasher(cache, header.seed),
-            groups=[_group(*values) for values in header.kv_groups] or [FULL],
+            groups=groups_of(header),
         )
         self._outputs = outputs
         self._clock = ReplayClock()

@@ -60,4 +60,4 @@ class Evictions:
     def age(self, key: bytes) -> float | None:
         """Seconds since this hash was evicted; None if it was not, or if it was forgotten."""
         time = self._times.get(key, None)
-        return None if time is None else self.now - time
+        return None if time is None else max(0.0, self.now - time)

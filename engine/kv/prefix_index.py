@@ -224,6 +224,9 @@ class PrefixIndex:
             self._chains.extend_each([chains[i] for i in late], [reqs[i] for i in late])
         blocks = [each.tables[0][index] for each, index in zip(allocations, nth, strict=True)]
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
+        if NULL_BLOCK in blocks:  # as in ``publish``
+            hashes = [each for each, block in zip(hashes, blocks, strict=True) if block]
+            blocks = [block for block in blocks if block]
         self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: KVRequest, allocation: Allocation | None) -> list[bytes]:

@@ -7,10 +7,16 @@ import msgspec
 
 class GroupUse(msgspec.Struct, array_like=True, frozen=True):
     """The KV blocks in use in one group of layers. ``window``: the group's sliding window in
-    tokens, 0 for full attention."""
+    tokens, 0 for full attention; the size of chunks if ``is_chunked``."""
 
     window: int
     num_blocks: int
+    is_chunked: bool = False
+
+    @property
+    def attention(self) -> str:
+        """Kind of attention, as in a model's ``layer_types``: full, sliding or chunked."""
+        return "chunked" if self.is_chunked else "sliding" if self.window else "full"
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -152,11 +152,10 @@ def _of_cache(stats: SchedulerStats, before: Snapshot, now: Snapshot) -> Iterato
     """Yield texts about the KV cache: blocks in use by sliding window, and why prompt tokens were
     not cached, each only if there are several windows or causes."""
     if len(stats.kv_groups) > 1:
-        used: Counter[int] = Counter()
+        used: Counter[str] = Counter()
         for group in stats.kv_groups:
-            used[group.window] += group.num_blocks
-        each = ", ".join(f"{window or 'none'}: {num}" for window, num in sorted(used.items()))
-        yield f"KV blocks by window {each}"
+            used[f"{group.attention} {group.window or ''}".strip()] += group.num_blocks
+        yield f"KV blocks by attention: {', '.join(f'{kind} {n}' for kind, n in used.items())}"
     missed = _shares(before.prefix_missed, now.prefix_missed)
     if missed and len(now.prefix_missed) > 1:
         yield f"prompt tokens not cached: {missed}"

@@ -61,7 +61,7 @@ def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:
     """Sum the used blocks of each KV group over all cores. A dead core's list is empty."""
     known = filter(None, several)
     return [
-        GroupUse(same[0].window, sum(each.num_blocks for each in same))
+        msgspec.structs.replace(same[0], num_blocks=sum(each.num_blocks for each in same))
         for same in zip(*known, strict=True)
     ]
 

@@ -42,7 +42,6 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAFTS = "drafts."  # prefix of the counters of speculative decoding in the statistics
 PER_PLACE = "num_accepted_tokens_per_pos."
-NO_WINDOW = "none"  # label of full attention
 
 
 class SchedulerMetric(NamedTuple):
@@ -401,11 +400,11 @@ class Metrics(Collector):
         in_use = GaugeMetricFamily(
             "metronome_kv_blocks_in_use",
             "KV blocks in use by group of layers. All groups take their blocks from one pool.",
-            labels=["model_name", "group", "sliding_window"],
+            labels=["model_name", "group", "attention", "window"],
         )
         for index, group in enumerate(stats.kv_groups):
-            window = str(group.window or NO_WINDOW)
-            in_use.add_metric([self._model, str(index), window], group.num_blocks)
+            labels = [self._model, str(index), group.attention, str(group.window)]
+            in_use.add_metric(labels, group.num_blocks)
         yield in_use
         yield self._labelled(
             COUNTER,

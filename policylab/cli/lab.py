@@ -13,16 +13,19 @@ from typing import Any
 
 import msgspec
 
+from engine.config.kv_groups import FULL, Group
 from engine.errors import ConfigError
 from engine.sched.predict.profile import Profile, read_profile
 from policylab.sim.calibrate import fit, samples_of
 from policylab.sim.compare import Cell
 from policylab.sim.datasheet import from_datasheet
 from policylab.sim.estimate import Estimate
+from policylab.sim.kv_groups import EXAMPLE as EXAMPLE_OF_GROUPS
+from policylab.sim.kv_groups import groups_with, layout_of, listed, parse_groups, size_of
 from policylab.sim.named import call, split
 from policylab.sim.recorded import Log, read_log
 from policylab.sim.recorded import engine_of as recorded_engine
-from policylab.sim.run import Engine, PolicyVariant
+from policylab.sim.run import Engine, PolicyVariant, Run
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
@@ -90,6 +93,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     ):
         shown = f"default: {default}, or the value in the step log"
         group.add_argument(flag, type=int, metavar="N", help=shown)
+    group.add_argument(
+        "--kv-groups",
+        metavar="G",
+        help="sliding windows of the model's groups of layers in tokens (0: full attention, below "
+        f"0: chunks), as in {EXAMPLE_OF_GROUPS}; or a model's config.json, or the file of a run; "
+        "default: 0, or the groups in the step log",
+    )
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="size of the KV pool, in place of --num-kv-blocks; needs a config.json as --kv-groups",
+    )
     group.add_argument(
         "--max-model-len",
         type=int,
@@ -168,7 +184,52 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
     if parsed.max_model_len is not None:
         scheduler["max_model_len"] = parsed.max_model_len
     given = {name: value for name, value in given.items() if value is not None}
-    return replace(base, **given, scheduler=scheduler)
+    return _with_groups(replace(base, **given, scheduler=scheduler), parsed)
+
+
+def _with_groups(engine: Engine, parsed: argparse.Namespace) -> Engine:
+    """The engine with the KV groups, and the size of the KV pool, that the options give."""
+    text, num_bytes = parsed.kv_groups, parsed.kv_cache_memory_bytes
+    if num_bytes is not None and parsed.num_kv_blocks is not None:
+        raise ConfigError(
+            "--kv-cache-memory-bytes and --num-kv-blocks both set the size of the KV pool; give "
+            "only one of them"
+        )
+    path = None if text is None else Path(text)
+    if path is None or not path.exists() or _is_run(path):
+        if num_bytes is not None:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes is {num_bytes}, which needs the size of a block: give "
+                "a model's config.json as --kv-groups, or --num-kv-blocks"
+            )
+        if path is None or text is None:
+            return engine
+        groups = parse_groups(text) if not path.exists() else groups_of_run(Run.read(path))
+        return replace(engine, kv_groups=groups)
+    layout = layout_of(
+        path,
+        block_size=engine.block_size,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=parsed.max_model_len,
+    )
+    if num_bytes is None:
+        return replace(engine, kv_groups=layout.groups)
+    num_blocks = num_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {num_bytes}, must be at least {2 * layout.block_bytes}: a "
+            f"block takes {layout.block_bytes} bytes"
+        )
+    return replace(engine, kv_groups=layout.groups, num_blocks=num_blocks)
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_file() and path.suffix != ".json"
+
+
+def groups_of_run(run: Run) -> tuple[Group, ...]:
+    """The KV groups of the engine of a run, as its file has them."""
+    return groups_with((run.head.get("engine") or {}).get("kv_groups") or [0])
 
 
 def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
@@ -212,9 +273,11 @@ def variant(text: str, flag: str = "--policies") -> str | PolicyVariant:
 def engine_line(engine: Engine) -> str:
     """Returns a line with the sizes of the engine, to print above a table."""
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
+    windows = [{"window": size_of(group)} for group in engine.kv_groups]
+    groups = "" if engine.kv_groups == (FULL,) else f"KV groups: {listed(windows)}; "
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
-        f"{engine.num_blocks} KV blocks of {engine.block_size}; {ahead}length predictor: "
+        f"{engine.num_blocks} KV blocks of {engine.block_size}; {groups}{ahead}length predictor: "
         f"{engine.length_predictor}"
     )
 

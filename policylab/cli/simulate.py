@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.kv.prefix_ends import NEVER_SEEN
 from policylab.cli import lab, seeing
 from policylab.cli.policies import loads_of
 from policylab.sim.estimate import Estimate
 from policylab.sim.experiment import check_rate
 from policylab.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures, period_of
+from policylab.sim.kv_groups import listed
 from policylab.sim.promises import slo
 from policylab.sim.real import run_real
 from policylab.sim.recorded import Log, resimulate
@@ -162,6 +164,11 @@ def _check(parsed: argparse.Namespace) -> None:
             "--real needs an arrival rate: give --rate, or --profile so that the rate of a "
             "--load can be computed"
         )
+    if parsed.real and (parsed.kv_groups or parsed.kv_cache_memory_bytes) is not None:
+        raise ConfigError(
+            "--kv-groups and --kv-cache-memory-bytes need a simulated run; leave "
+            "--real out: a real model has its own groups, and --num-kv-blocks sizes its pool"
+        )
     if not parsed.real:
         for name in ("model", "num_threads", "step_log"):
             if getattr(parsed, name) is not None:
@@ -187,7 +194,16 @@ def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
         raise ConfigError(
             f"--durations recorded needs a step log as --workload, got {parsed.workload!r}"
         )
-    for name in ("policy", "load", "rate", "requests", "profile", "cost", "max_num_seqs"):
+    for name in (
+        "policy",
+        "load",
+        "rate",
+        "requests",
+        "profile",
+        "cost",
+        "max_num_seqs",
+        "kv_groups",
+    ):
         if getattr(parsed, name) is not None:
             raise ConfigError(
                 f"--durations recorded and --{name.replace('_', '-')} cannot be combined: recorded "
@@ -219,6 +235,8 @@ def as_data(run: Run, found: Figures) -> dict[str, Any]:
         "tiers": found.kept.by_tier,
         "users": [vars(user) for user in found.service.users] if found.service else [],
         "counters": found.counters,
+        "kv_groups": found.kv_groups,
+        "prefix_missed": found.prefix_missed,
         "bounds": vars(found.bounds) if found.bounds else None,
         "decisions": run.totals.get("decisions"),
     }
@@ -302,6 +320,7 @@ def _lines(found: Figures) -> Iterable[str]:
         f"recomputed; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens from the "
         "prefix cache"
     )
+    yield from _of_cache(found)
     kept = found.kept
     if kept.num_promised:
         yield (
@@ -320,6 +339,17 @@ def _lines(found: Figures) -> Iterable[str]:
         )
     if found.counters:
         yield "counters: " + ", ".join(f"{name} {n}" for name, n in sorted(found.counters.items()))
+
+
+def _of_cache(found: Figures) -> Iterable[str]:
+    """A line of KV groups if the model has windows, and one of missed prefixes if not all of them
+    were new."""
+    if any(group["window"] for group in found.kv_groups):
+        yield f"KV blocks in use at most: {listed(found.kv_groups, 'peak_blocks')}"
+    if found.prefix_missed.keys() - {NEVER_SEEN}:
+        each = sorted(found.prefix_missed.items(), key=lambda item: (-item[1], item[0]))
+        missed = ", ".join(f"{reason} {num:,}" for reason, num in each)
+        yield f"prompt tokens not in the prefix cache: {missed}"
 
 
 def _sizes(found: Figures) -> Iterable[tuple[str, ...]]:

@@ -265,6 +265,11 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
         console.print("warning: all requests were refused, so nothing else was tested")
     by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
     console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
+    by_windows = ", ".join(
+        f"{'+'.join(str(window or 'full') for window in windows)} {n:,}"
+        for windows, n in sorted(report.steps_by_windows.items())
+    )
+    console.print(f"steps by windows of KV groups: {by_windows}", highlight=False, soft_wrap=True)
 
 
 def _print_violation(console: Console, found: FoundCase, small: Case) -> None:

@@ -20,6 +20,7 @@ new tokens, so the share is at least ``fixed / M`` per token of context, ``fixed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
@@ -33,6 +34,7 @@ from policylab.sim.estimate import Floats
 from policylab.sim.records import Requests
 from policylab.sim.worker import StepCost
 
+MANY = 10**6
 Counts = NDArray[np.int64]
 
 
@@ -179,9 +181,17 @@ def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
         cost=StepCost(**charged) if profile is None else least_cost(profile),
         max_tokens=engine["max_num_batched_tokens"],
         max_seqs=engine["max_num_seqs"],
-        pool=engine["num_blocks"] * engine["block_size"],
+        pool=pool_of(engine),
         profile=profile,
     )
+
+
+def pool_of(engine: Mapping[str, Any]) -> int:
+    """Tokens whose keys and values in all groups of full attention fill the KV pool. With windows
+    in all groups the pool bounds no number of tokens, so the result is very large."""
+    num_full = list(engine.get("kv_groups") or [0]).count(0)
+    size: int = engine["num_blocks"] * engine["block_size"]
+    return size // num_full if num_full else size * MANY
 
 
 def least_cost(profile: Profile) -> StepCost:

@@ -101,6 +101,10 @@ class Figures:
     bound for any scheduler."""
     counters: dict[str, Any]
     """Counters that the policy and the resources report."""
+    kv_groups: list[dict[str, int]]
+    """The window of each group of layers, and the most KV blocks in use; empty if unknown."""
+    prefix_missed: dict[str, int]
+    """Prompt tokens that were not found in the prefix cache, by reason."""
     hook_seconds: float
     """Real time in the policy's hooks, the only figure that differs from run to run."""
 
@@ -197,6 +201,8 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
         bounds=bounds(work) if work else None,
         mean_e2e=float((last - arrival)[requests.done].mean()) if requests.done.any() else nan,
         counters=totals["counters"],
+        kv_groups=totals.get("kv_groups", []),
+        prefix_missed=totals.get("prefix_missed", {}),
         hook_seconds=run.hook_seconds,
     )
 

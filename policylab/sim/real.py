@@ -17,12 +17,14 @@ from engine.core.engine_core import Executor
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, RequestError
 from engine.frontend.prompt import SHOWN_ID_CHARS, RequestOptions
+from engine.kv.manager import KVManager
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 from policylab.sim.history import History
 from policylab.sim.job import FIRST_TOKEN, Job, Span, tokens_of
+from policylab.sim.kv_groups import KVPeaks
 from policylab.sim.records import DONE, REFUSED, Requests, TokenTimes, totals_of
 from policylab.sim.run import FORMAT, Engine, PolicyVariant, Run, name_of, weights_for
 from policylab.sim.workloads import Workload
@@ -48,10 +50,10 @@ class ForcedLengths:
         inner: Executor[Any],
         num_slots: int,
         lengths: Mapping[str, int],
-        kv_usage: Callable[[], float] = float,
+        kv: KVManager | None = None,
     ) -> None:
-        self.kv_peak = 0.0
-        self._kv_usage = kv_usage
+        self.kv_peaks = KVPeaks() if kv is None else KVPeaks(kv.groups)
+        self._kv = kv
         self._inner = inner
         self._lengths = lengths  # output tokens by request id
         self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot: known tokens
@@ -61,7 +63,8 @@ class ForcedLengths:
             shown = new.request_id.partition("/")[2]  # the front end puts a number before the id
             length = self._lengths.get(shown)
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
-        self.kv_peak = max(self.kv_peak, self._kv_usage())
+        if self._kv is not None:
+            self.kv_peaks.note(self._kv)
         known = plan.starts + plan.counts + 1
         return LaunchedStep(self._inner.launch(plan), known >= self._ends[plan.slots])
 
@@ -155,9 +158,7 @@ class _RealRun:
         core, num_slots = client.core, described.max_num_seqs
         scheduler: Any = core.scheduler
         kv = getattr(getattr(scheduler, "inner", scheduler), "kv", None)  # recorded or not
-        self._executor = core.executor = ForcedLengths(
-            core.executor, num_slots, self._lengths, lambda: kv.usage if kv else 0.0
-        )
+        self._executor = core.executor = ForcedLengths(core.executor, num_slots, self._lengths, kv)
         self._requests = Requests()
         self._tokens = TokenTimes(self._requests)
         self._history = History()
@@ -271,7 +272,7 @@ class _RealRun:
             requests=self._requests,
             gaps=self._tokens.gaps,
             steps=None,
-            totals=totals_of(stats, self._executor.kv_peak),
+            totals=totals_of(stats, self._executor.kv_peaks),
             hook_seconds=sum(stats.hook_seconds.values()),
             history=self._history,
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
-from engine.core.replay import NOTHING, PlanDifference, Replay, Replayed
+from engine.core.replay import NOTHING, PlanDifference, Replay, Replayed, groups_of
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, StepPlan, StepResult
@@ -25,6 +25,7 @@ from engine.sched.interface import SchedulerInterface, StepOutputs
 from engine.sched.predict.headroom import Judgement
 from engine.sched.predict.profile import Profile
 from policylab.sim.job import FILLER, Job, Span
+from policylab.sim.kv_groups import KVPeaks, size_of
 from policylab.sim.records import Seen, totals_of
 from policylab.sim.run import FORMAT, Engine, Run
 from policylab.sim.worker import StepCost
@@ -97,7 +98,7 @@ class LogReader(Replay):
         self._seen: Seen | None = None
         self._counts: dict[str, int] = {}  # output tokens of unfinished requests
         self._places: dict[str, int] = {}  # index in the run's columns
-        self._kv_peak = 0.0
+        self._kv_peaks = KVPeaks(self.kv.groups)
 
     def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
         if self._seen is None:
@@ -114,7 +115,7 @@ class LogReader(Replay):
 
     def _plan(self, planned: steplog.PlanRecord) -> PlanDifference | None:
         difference = super()._plan(planned)
-        self._kv_peak = max(self._kv_peak, self.kv.usage)
+        self._kv_peaks.note(self.kv)
         return difference
 
     @property
@@ -167,12 +168,13 @@ class LogReader(Replay):
                     "max_num_seqs": config.max_num_seqs,
                     "max_num_batched_tokens": config.max_num_batched_tokens,
                     "depth": config.num_steps_in_flight,
+                    "kv_groups": list(map(size_of, self.kv.groups)),
                 },
             },
             requests=seen.requests,
             gaps=seen.gaps,
             steps=None,
-            totals={**totals_of(stats, self._kv_peak), "num_plans": outcome.num_steps},
+            totals={**totals_of(stats, self._kv_peaks), "num_plans": outcome.num_steps},
         )
 
 
@@ -335,6 +337,7 @@ def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
         num_blocks=header.num_blocks,
         block_size=header.block_size,
         enable_prefix_caching=bool(header.cache.get("enable_prefix_caching", True)),
+        kv_groups=groups_of(header),
         scheduler=scheduler,
         cost=cost or StepCost(),
     )

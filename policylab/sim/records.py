@@ -14,6 +14,7 @@ from engine.messages.stats import SchedulerStats
 from policylab.sim.history import History
 from policylab.sim.job import Job
 from policylab.sim.jumps.stretch import Stretch
+from policylab.sim.kv_groups import KVPeaks
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -296,8 +297,9 @@ TOTALS = (
 )
 
 
-def totals_of(stats: SchedulerStats, kv_peak: float) -> dict[str, Any]:
-    """The scheduler's counters for a run. ``kv_peak``: largest share of the KV pool in use."""
+def totals_of(stats: SchedulerStats, peaks: KVPeaks) -> dict[str, Any]:
+    """The scheduler's counters for a run. ``peaks``: the most KV blocks in use."""
     found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
-    found |= {"kv_peak": kv_peak, "counters": dict(stats.counters)}
+    found |= {"kv_peak": peaks.usage, "counters": dict(stats.counters)}
+    found |= {"kv_groups": peaks.groups(), "prefix_missed": dict(stats.prefix_missed)}
     return found | ({"by_default": stats.by_default} if stats.by_default else {})

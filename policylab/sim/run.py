@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from engine.config.cache import CacheConfig
+from engine.config.kv_groups import FULL, Group, longest_request
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineError, PolicyError, RequestError
 from engine.messages.requests import CoreOutputs
@@ -33,6 +34,7 @@ from policylab.sim.job import Job
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
+from policylab.sim.kv_groups import KVPeaks, fitted, size_of
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
 from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
@@ -75,6 +77,8 @@ class Engine:
     depth: int = 1
     length_predictor: Any = "none"
     enable_prefix_caching: bool = True
+    kv_groups: tuple[Group, ...] = (FULL,)
+    """Groups of the model's layers by sliding window; all take their blocks from one pool."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Further options of ``SchedulerConfig``."""
     cost: StepCost | Profile = field(default_factory=StepCost)
@@ -90,6 +94,17 @@ class Engine:
     def __post_init__(self) -> None:
         if not (isinstance(self.depth, int) and self.depth >= 1):
             raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups with the most blocks that a request holds in each."""
+        return fitted(self.kv_groups, self.max_num_batched_tokens, self.block_size)
+
+    @property
+    def longest_request(self) -> float:
+        """Tokens of the longest request that the KV pool can hold."""
+        longest = longest_request(self.num_blocks - 1, self.groups, self.block_size)
+        return inf if longest is None else longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +293,10 @@ def _sized(workload: Workload, number: int) -> Workload:
 def sizes_of(workload: Workload, engine: Engine, seed: int) -> DemandSample:
     """The prompt and output lengths of the workload's requests that this engine accepts."""
     longest = scheduler_config("fcfs", workload, engine).max_model_len
-    fit = min(longest, engine.num_blocks * engine.block_size)
+    if engine.kv_groups == (FULL,):
+        fit = min(longest, engine.num_blocks * engine.block_size)
+    else:
+        fit = int(min(longest, engine.longest_request))
     return drawn(workload.source(seed, inf)).at_most(fit)
 
 
@@ -337,8 +355,8 @@ class Watched(TimedWorker):
         self._hash = hashlib.blake2b(digest_size=16)
         self._same = b""  # which slots computed how many tokens in the latest step
         self._num_same = 0  # consecutive steps with the same decisions
-        self.kv_peak = 0.0
-        """The largest share of the KV pool in use while a step was computed."""
+        self.kv_peaks = KVPeaks(kv.groups)
+        """The most KV blocks in use while a step was computed."""
 
     @property
     def decisions(self) -> str:
@@ -353,7 +371,7 @@ class Watched(TimedWorker):
             self._hash.update(f"{new.slot}={new.request_id}\n".encode())
         if plan.num_tokens:
             self._decided(plan.slots, plan.counts)
-            self.kv_peak = max(self.kv_peak, self._kv.usage)  # during a step the usage only grows
+            self.kv_peaks.note(self._kv)  # during a step the usage only grows
         launched = super().launch(plan)
         if self.work is not None:
             self.work.computed(plan)
@@ -409,6 +427,7 @@ class _SimulatedRun:
             engine.num_blocks,
             engine.block_size,
             enable_prefix_caching=engine.enable_prefix_caching,
+            groups=engine.groups,
         )
         chosen = choose(config)
         self._policy_class = type(chosen.policy)
@@ -438,8 +457,9 @@ class _SimulatedRun:
             "engine": {
                 each.name: getattr(engine, each.name)
                 for each in fields(engine)
-                if each.name not in ("cost", "stretches")
-            },
+                if each.name not in ("cost", "stretches", "kv_groups")
+            }
+            | {"kv_groups": list(map(size_of, engine.kv_groups))},
             "cost": str(engine.cost),
             "step_cost": _step_cost(engine.cost),
         }
@@ -462,7 +482,8 @@ class _SimulatedRun:
             outputs = core.step(source.next_time)
             if core.stretch is not None:
                 self._seen.stretched(core.stretch)
-                self._worker.kv_peak = max(self._worker.kv_peak, core.stretch.kv_usage)
+                peaks = core.stretch.growth.peaks
+                self._worker.kv_peaks.add(peaks.usage, peaks.blocks)
             self._note(outputs.values())
             self._worker.rest()
             if not core.is_idle:
@@ -509,7 +530,7 @@ class _SimulatedRun:
             names = self._seen.requests.names["request_id"]
             history.work = work.spans({name: place for place, name in enumerate(names)})
         totals = {
-            **totals_of(stats, self._worker.kv_peak),
+            **totals_of(stats, self._worker.kv_peaks),
             "busy_seconds": self._worker.busy_seconds,
             "decisions": self._worker.decisions,
         }

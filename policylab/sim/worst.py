@@ -227,7 +227,7 @@ class _WorstSearch:
                 case = _with(case, name, value)
         except ConfigError:
             return
-        if case.workload.max_model_len <= (case.engine.num_blocks - 1) * case.engine.block_size:
+        if case.workload.max_model_len <= case.engine.longest_request:
             yield case
 
     def _tried(self, case: WorstCase) -> Found:

@@ -74,19 +74,24 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Check that each KV block is either free or held, and that its reference count is the number
-    of block tables and KV transfers that use it (invariants 1 and 2)."""
+    of block tables and KV transfers that use it (invariants 1 and 2). Also check the numbers of
+    blocks in use by group."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
+    used: list[set[int]] = [set() for _ in kv.groups]
     for req in roster.by_id.values():
         for group in range(kv.num_groups):
             blocks = [block for block in kv.held(req, group) if block]
             assert len(set(blocks)) == len(blocks), f"{req} holds a block twice"
             for block in blocks:
                 refs[block] += 1
+            used[group].update(blocks)
     for loan in kv.lent.values():
         for block in loan.blocks:
             refs[block] += 1
+        used[0].update(loan.blocks)
+    assert kv.num_used == list(map(len, used)), "num_used differs from the tables"
     assert refs == pool.num_refs, "reference counts differ from the tables"
     free = pool.free_order()
     assert len(free) == pool.num_free, "num_free differs from the length of the free list"

@@ -83,7 +83,7 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
     needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
-    windows = rng.choice(((0, 5), (7,), (0, -6, 5), (0, 0, 9, -4), *((0,),) * 8))
+    windows = rng.choice(((0, 5), (7,), (0, -6, 5), (0, 0, 9, -4), (0, 2), *((0,),) * 8))
     if windows != (0,):  # loaded KV fills one group with full attention only
         needs = {name: size for name, size in needs.items() if name not in ("loads", "remote")}
     needs.pop(rng.choice(("loads", "remote")), None)  # both read kv_transfer_params

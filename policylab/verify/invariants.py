@@ -26,6 +26,7 @@
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
 [24]   prompt tokens are limited in steps with decodes                 ``check.check_mixed``
 [25]   ``rank`` and ``ranks`` of a policy agree                        ``check.check_ranks``
+[26]   a request knows why its prefix hit ended                        ``prefix_truth``
 =====  ==============================================================  ==========================
 """
 
@@ -53,6 +54,7 @@ from policylab.verify.check import (
 )
 from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from policylab.verify.needs import Need, NeededDrafts
+from policylab.verify.prefix_truth import PrefixEndTruth
 
 IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
 MANY = 64  # remembered requests, above which finished ones are forgotten
@@ -82,6 +84,7 @@ class Invariants:
         self.every = every
         self.plugins = plugins
         self.progress = ProgressCheck(scheduler, needs)
+        self.prefix_ends = PrefixEndTruth(scheduler)
         self.num_drafts = num_drafts + sum(
             need.amount for need in needs if isinstance(need, NeededDrafts)
         )
@@ -98,6 +101,8 @@ class Invariants:
             check_plan(self.scheduler, plan)
         self.progress.planned(plan)
         check_wishes(self.scheduler, plan)
+        for req in self.scheduler.view.step.new:
+            self.prefix_ends.check(req)
         self._look()
 
     def launched(self) -> None:
@@ -131,6 +136,7 @@ class Invariants:
             need.check(self.scheduler.roster.running)
 
     def _look(self) -> None:
+        self.prefix_ends.look()
         self._num_looks += 1
         if self._num_looks % self.every == 0:
             check_state(self.scheduler, num_drafts=self.num_drafts)

@@ -58,6 +58,8 @@ class Report:
     num_drafts_right: int = 0
     num_followed: int = 0  # texts that followed a grammar to its end
     steps_by_policy: Counter[str] = field(default_factory=Counter)
+    steps_by_windows: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Steps by the sliding windows of the groups of layers, 0 for full attention."""
     found: list[FoundCase] = field(default_factory=list)
     waited: Waited | None = None  # result of the overload trial, if it ran
 
@@ -69,6 +71,7 @@ class Report:
         self.num_drafts_right += other.num_drafts_right
         self.num_followed += other.num_followed
         self.steps_by_policy += other.steps_by_policy
+        self.steps_by_windows += other.steps_by_windows
         self.found += other.found
         self.waited = self.waited or other.waited
 
@@ -121,6 +124,7 @@ class Swarm:
         report.num_drafts_right += done.num_drafts_right
         report.num_followed += done.num_followed
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
+        report.steps_by_windows[case.setup.windows] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
         """Run a case; returns its outcome, or the rule that it broke. ``twice``: run it again, also

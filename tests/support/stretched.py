@@ -24,6 +24,7 @@ from policylab.sim.job import END, FILLER
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
+from policylab.sim.kv_groups import fitted, groups_with
 from policylab.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
 
 IDLE_SECONDS = 0.01
@@ -50,6 +51,7 @@ class StretchCase:
     num_blocks: int
     block_size: int
     caching: bool
+    windows: tuple[int, ...] = (0,)
     coming: list[Coming]
     seed: int
     is_uneven: bool = False
@@ -99,6 +101,8 @@ def digest(plan: StepPlan) -> str:
     names = ("slots", "generations", "starts", "counts", "samples")
     columns = [getattr(plan, name).tolist() for name in ("rows", *names)]
     deltas = [getattr(plan, f"block_{name}").tolist() for name in ("slots", "indices", "ids")]
+    if plan.block_groups is not None:
+        deltas.append(plan.block_groups.tolist())
     new = [(seq.request_id, seq.slot, len(seq.token_ids)) for seq in plan.new]
     text = repr((plan.step, columns, deltas, new, plan.freed_slots, plan.num_tokens, plan.parts))
     return text
@@ -107,7 +111,14 @@ def digest(plan: StepPlan) -> str:
 def run(case: StretchCase, *, stretches: bool, sees: Container[int] | None = None) -> Trace:
     """The case to its end. ``sees``: after which steps to look at the state; all of them."""
     trace, clock = Trace(), VirtualClock()
-    kv = RepeatingKV(case.num_blocks, case.block_size, enable_prefix_caching=case.caching)
+    budget = case.config.max_num_batched_tokens
+    groups = fitted(groups_with(case.windows), budget, case.block_size)
+    kv = RepeatingKV(
+        case.num_blocks * len(groups),
+        case.block_size,
+        enable_prefix_caching=case.caching,
+        groups=groups,
+    )
     scheduler = make_scheduler(case.config, kv, clock=clock, seed=case.seed)
     assert isinstance(scheduler, Scheduler)
     lengths = {c.add.request_id: c.num_output for c in case.coming if c.add is not None}
@@ -187,7 +198,8 @@ def state_of(scheduler: Scheduler, clock: VirtualClock) -> str:
         row, at = req.row, [getattr(table, name).at[req.row] for name in COLUMNS]
         times = (req.first_token_time, req.last_token_time)
         history = (len(req.tokens), req.rank, times, repr(req.history))
-        blocks = (kv.held(req), int(kv.num_held[row]), int(kv.num_published[row]))
+        tables = [kv.held(req, group) for group in range(kv.num_groups)]
+        blocks = (tables, int(kv.num_held[row]), int(kv.num_published[row]))
         rows.append((req.request_id, row, at, history, blocks))
     cache = kv.cache
     text = repr(
@@ -282,6 +294,7 @@ def draw_case(seed: int, policy: str | None = None) -> StretchCase:
         coming=sorted(coming, key=lambda event: event.time),
         seed=rng.randrange(2**31),
         is_uneven=rng.random() < 0.3,
+        windows=rng.choice(((0,), (0,), (0, 9), (0, 0, 5, 40), (7,), (1, 30), (0, -6), (-8, 5))),
     )
 
 

@@ -143,6 +143,29 @@ def test_the_same_content_has_a_block_in_each_group():
     assert kv.fits(holder(1, [5] * 38), 38, freeing=[req]) is True
 
 
+@pytest.mark.behaviour(68)
+@pytest.mark.parametrize("groups", [(1,), (0, 1), (2, 1)])
+def test_a_block_that_left_a_short_window_before_it_was_full_is_not_cached(groups):
+    """With steps in flight a table grows before the tokens of its last block are known."""
+    kv = windowed(60, *(Group(window=window) for window in groups))
+    reqs = [holder(row, list(range(10 * row, 10 * row + 4))) for row in (0, 1)]
+    for req in reqs:
+        assert kv.reserve(req, 4)
+    kv.reserve_next([0, 1])
+    kv.commit(reqs[0], 2)
+    kv.commit_next(reqs[1:])
+    kv.commit_next(reqs)
+    for g, window in enumerate(groups):
+        kept = {0: [1, 1], 1: [0, 0], 2: [0, 1]}[window]
+        assert [block > 0 for block in kv.held(reqs[0], g)] == [*map(bool, kept), True]
+        assert sum(kv.cache.hash_of(block) is not None for block in kv.held(reqs[0], g)) == sum(
+            kept
+        )
+    for req in reqs:
+        kv.finish(req)
+    assert kv.num_free == 59
+
+
 # -- whole runs: a block given back too early becomes a wrong token
 
 

@@ -79,7 +79,7 @@ def test_a_stretch_goes_to_the_step_before_an_end() -> None:
     stretch = engine.core.stretch
     assert stretch is not None and (stretch.num_steps, stretch.num_planned) == (8, 9)
     assert stretch.ends.tolist() == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-    assert stretch.kv_usage == 1 - 96 / 99  # twelve tokens, in blocks of four
+    assert stretch.growth.peaks.usage == 1 - 96 / 99  # twelve tokens, in blocks of four
     assert stretch.begins.tolist() == [1.0, *stretch.ends.tolist()]
     assert stretch.request_ids == ["a"] and stretch.token == FILLER
     assert [plan.starts.tolist() for plan in stretch.plans()] == [[n] for n in range(3, 12)]

@@ -140,3 +140,53 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in mistake(capsys, *FEW, *args)
+
+
+WINDOWS = ("--kv-groups", "0,64*3", "--shared-prefix", "50")
+
+
+def test_a_model_with_windows_says_which_groups_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    args = ("--rate", "5", *FEW, "--num-kv-blocks", "400", "--seed", "3")
+    lines = told(capsys, *args, *WINDOWS, "--out", str(path)).splitlines()
+    [groups] = [line for line in lines if line.startswith("KV blocks in use at most: ")]
+    assert "full attention: " in groups and "window of 64 tokens (3 groups): " in groups
+    found = json.loads(told(capsys, "--read", str(path), "--json"))
+    assert found["run"]["engine"]["kv_groups"] == [0, 64, 64, 64]
+    assert [group["window"] for group in found["kv_groups"]] == [0, 64, 64, 64]
+    assert 0 < found["kv_groups"][1]["peak_blocks"] < found["kv_groups"][0]["peak_blocks"] < 400
+    assert sum(found["prefix_missed"].values()) > 0
+    again = told(capsys, *args, "--kv-groups", str(path), "--shared-prefix", "50")
+    assert groups in again.splitlines()
+    assert "KV blocks in use" not in told(capsys, *args)
+
+
+def test_groups_are_read_from_the_configuration_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "gemma3_text", "num_hidden_layers": 12, "hidden_size": 64, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block = 2 * 2 * 16 * 2 * 16 * 2  # bytes of two layers' keys and values of 16 tokens
+    for path in (tmp_path, tmp_path / "config.json"):
+        args = ("--rate", "5", *FEW, "--kv-groups", str(path), "--max-model-len", "2000")
+        memory = ("--kv-cache-memory-bytes", str(1000 * block + 5))
+        found = json.loads(told(capsys, *args, *memory, "--json"))
+        assert found["run"]["engine"]["kv_groups"] == [0, 32, 32, 32, 32, 32]
+        assert found["run"]["engine"]["num_blocks"] == 1000
+
+
+def test_what_is_wrong_with_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'0,x', must be the path of" in mistake(capsys, "--kv-groups", "0,x")
+    assert "must have 1 to 256" in mistake(capsys, "--kv-groups", "7*300")
+    assert "needs the size of a block" in mistake(capsys, "--kv-cache-memory-bytes", "7")
+    both = ("--kv-cache-memory-bytes", "7", "--num-kv-blocks", "7")
+    assert "both set the size of the KV pool" in mistake(capsys, *both)
+    (tmp_path / "config.json").write_text("{}")
+    assert "is not the config.json of a model" in mistake(capsys, "--kv-groups", str(tmp_path))
+    real = ("--real", "--rate", "5", "--kv-groups", "0,8")
+    assert "need a simulated run" in mistake(capsys, *real)

@@ -21,8 +21,8 @@ metronome_requests_waiting{model_name="box"} 3.0
 metronome_requests_waiting_by_reason{model_name="box",reason="capacity"} 2.0
 metronome_requests_waiting_by_reason{model_name="box",reason="deferred"} 1.0
 metronome_kv_usage_ratio{model_name="box"} 0.25
-metronome_kv_blocks_in_use{group="0",model_name="box",sliding_window="none"} 30.0
-metronome_kv_blocks_in_use{group="1",model_name="box",sliding_window="512"} 7.0
+metronome_kv_blocks_in_use{group="0",model_name="box",attention="full",window="0"} 30.0
+metronome_kv_blocks_in_use{group="1",model_name="box",attention="sliding",window="512"} 7.0
 metronome_prefix_cache_missed_tokens_total{model_name="box",reason="never seen"} 64.0
 metronome_steps_total{model_name="box"} 1.5e+03
 metronome_scheduled_tokens_total{model_name="box"} 9000.0 1764057600000
@@ -115,7 +115,7 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
         "requests running 2",
         "KV in use 50.0 %",
         "KV blocks, full attention 1,200",
-        "KV blocks, window of 512 tokens, 2 groups 11",
+        "KV blocks, sliding attention of 512 tokens, 2 groups 11",
         "prefix hits 25.0 % 25.0 %",
         "prompt tokens not cached: evicted 100 160",
         "prompt tokens not cached: never seen 0 1,000",

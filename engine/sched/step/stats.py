@@ -48,6 +48,7 @@ def make_stats(
         by_default=next(filter(None, first), ""),
         prefix_missed=dict(kv.counts.missed),
         kv_groups=[
-            GroupUse(group.window, num) for group, num in zip(kv.groups, kv.num_used, strict=True)
+            GroupUse(group.window, num, group.is_chunked)
+            for group, num in zip(kv.groups, kv.num_used, strict=True)
         ],
     )

@@ -8,36 +8,67 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.kv.manager import KVManager
 from engine.kv.tables import Allocation, KVRequest
 from policylab.sim.jumps.stretch import Growth
+from policylab.sim.kv_groups import KVPeaks
 
 
 class RepeatingKV(KVManager):
     """A KV manager that reserves and publishes the blocks of many steps in one call, with the same
     result as step by step."""
 
-    def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """Returns the number of steps, up to ``most``, for which the free blocks suffice if each
+    def most_repeats(
+        self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int, *, is_alone: bool
+    ) -> int:
+        """Returns a number of steps, up to ``most``, for which the free blocks suffice if each
         request in ``rows`` computes one token per step.
 
-        ``starts``: position of each request's first new token. Returns 0 with windows, several
-        groups of layers, KV transfers or listeners for cache events, which are not supported."""
-        if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
+        ``starts``: position of each request's first new token. ``is_alone``: no step is in flight.
+        Returns 0 with KV transfers or listeners for cache events, and with steps in flight of a
+        model with several groups or windows, which are not supported."""
+        if self.transfers is not None or self._prefix_index.events is not None:
             return 0
-        if self._prefix_index.events is not None:
+        is_grouped = self.groups != (FULL,)
+        if is_grouped and not is_alone:
             return 0
         free = self.pool.num_free
-        if len(rows) * (most // self.block_size + 1) <= free:
+        if len(rows) * (most // self.block_size + 1) * self.num_groups <= free:
             return most
         held = self.num_held[rows]
+        spare = [self._spare_entries(rows, g, group) for g, group in self.tables.windows]
+        num_full = self.num_groups - len(spare)
         num_enough, num_too_many = 0, most + 1
         while num_too_many - num_enough > 1:
             middle = (num_enough + num_too_many) // 2
-            entries = -(-(starts + middle) // self.block_size)
-            is_enough = int((entries - held).clip(min=0).sum()) <= free
+            entries = (-(-(starts + middle) // self.block_size) - held).clip(min=0)
+            needed = num_full * int(entries.sum())
+            needed += sum(int(np.minimum(entries, most_more).sum()) for most_more in spare)
+            is_enough = needed <= free
             num_enough, num_too_many = (middle, num_too_many) if is_enough else (num_enough, middle)
         return num_enough
+
+    def _spare_entries(self, rows: NDArray[np.intp], g: int, group: Group) -> NDArray[np.int64]:
+        """By how many blocks each request can grow at most in a group with a window, before it
+        gives back a block for each that it takes. Shared blocks are not given back."""
+        most, refs = window_blocks(group.window, 1, self.block_size), self.pool.num_refs
+        tables = [self._allocations[row].tables[g] for row in rows.tolist()]
+        own = [[refs[block] for block in table].count(1) for table in tables]
+        return np.maximum(most - np.array(own, dtype=np.int64), 0) + 1
+
+    def only_takes(self, rows: Sequence[int]) -> bool:
+        """True if the running requests in ``rows`` give back no more blocks than they take when
+        they grow, so that the number of free blocks never rises. At the end of a chunk they do."""
+        if any(group.is_chunked for group in self.groups):
+            return False
+        for row in rows:
+            tables = self._allocations[row].tables
+            for g, group in self.tables.windows:
+                position = len(tables[g]) * self.block_size
+                if len(group.outside(tables[g], position, self.block_size)) > 1:
+                    return False
+        return True
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
         """True if one of the blocks that the running requests in ``rows`` publish next could extend
@@ -68,6 +99,8 @@ class RepeatingKV(KVManager):
         For each request: ``rows``, its index in this manager; ``starts``, the position of its first
         token; ``known``, the number of its tokens in the cache so far; ``order``, its place in the
         order in which requests take blocks. ``tokens`` of a request has the tokens of all steps."""
+        if self.groups != (FULL,):
+            return self._repeat_in_order(reqs, rows.tolist(), starts, order, times)
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         num_steps = len(times)
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -101,6 +134,39 @@ class RepeatingKV(KVManager):
             ]
             fills.sort()
             self._publish_along(reqs, allocations, before, [fill[1] for fill in fills])
+        growth.peaks.note(self)
+        return growth
+
+    def _repeat_in_order(
+        self,
+        reqs: Sequence[KVRequest],
+        rows: Sequence[int],
+        starts: NDArray[np.int32],
+        order: Sequence[int],
+        times: Sequence[float],
+    ) -> Growth:
+        """``repeat`` for several groups or windows, without steps in flight. Blocks are taken,
+        given back and published in the order of single steps, on which later block ids depend."""
+        size, num_steps = self.block_size, len(times)
+        rooms = (self.num_held[rows] * size - starts).tolist()
+        growing = _by_step(rooms, num_steps, size)
+        filling = _by_step((size - 1 - starts % size).tolist(), num_steps, size)
+        places = {row: place for place, row in enumerate(rows)}
+        growth = Growth(peaks=KVPeaks(self.groups))
+        growth.peaks.note(self)
+        for step in sorted(growing.keys() | filling.keys()):
+            if grown := growing.get(step):
+                self.set_time(times[step])
+                self.reserve_next([rows[place] for place in sorted(grown, key=order.__getitem__)])
+                deltas = self.tables.drain()
+                growth.steps += [step] * len(deltas.rows)
+                growth.places += [places[row] for row in deltas.rows]
+                growth.indices += deltas.indices
+                growth.blocks += deltas.blocks
+                growth.groups += deltas.groups
+                growth.peaks.note(self)
+            if full := filling.get(step):
+                self.commit_next([reqs[place] for place in full])
         return growth
 
     def _publish_along(
@@ -125,3 +191,13 @@ class RepeatingKV(KVManager):
         if places:
             blocks, hashes = zip(*[next(coming[place]) for place in places], strict=True)
             self.cache.publish_each(blocks, hashes)
+
+
+def _by_step(firsts: Sequence[int], num_steps: int, period: int) -> dict[int, list[int]]:
+    """The indices in ``firsts`` by step: each occurs at its first step and then every ``period``
+    steps, before ``num_steps``."""
+    found: dict[int, list[int]] = {}
+    for place, first in enumerate(firsts):
+        for step in range(first, num_steps, period):
+            found.setdefault(step, []).append(place)
+    return found

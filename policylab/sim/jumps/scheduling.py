@@ -94,7 +94,7 @@ class Stretches:
             return None
         left = int(np.minimum.reduce(columns.limits - known))  # tokens until a request ends
         num_steps = int(min(num_steps, left - len(in_flight)))
-        num_steps = self._kv.most_repeats(rows, starts, num_steps)
+        num_steps = self._kv.most_repeats(rows, starts, num_steps, is_alone=not in_flight)
         if min(num_steps, left - 1) < 1:
             return None
         self._step, self._in_flight = step, in_flight
@@ -132,7 +132,6 @@ class Stretches:
             stretch.begins.tolist(),
             num_steps if num_before else num_planned,  # steps after which full blocks are published
         )
-        stretch.kv_usage = self._kv.usage
         table.advance(rows, num_planned)
         if num_more:
             table.launch(rows)
@@ -175,7 +174,8 @@ class Stretches:
         kv = self._kv
         if req.num_pending or kv.missing(req, req.num_tokens) <= kv.num_free:
             return False
-        return not kv.may_gain(req, self._roster.running_rows.list)
+        rows = self._roster.running_rows.list
+        return not kv.may_gain(req, rows) and kv.only_takes(rows)
 
     def _is_steady(self, in_flight: Sequence[int]) -> bool:
         """True if the steps in flight and the next step have the same running requests, all of them

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.messages.step import EMPTY, Column, StepPlan
 from engine.sched.predict.cost import StepShape
+from policylab.sim.kv_groups import KVPeaks
 
 Times = NDArray[np.float64]
 NO_TIMES: Times = np.empty(0)
@@ -25,6 +26,8 @@ class Growth:
     places: list[int] = field(default_factory=list)  # index of the request within the stretch
     indices: list[int] = field(default_factory=list)  # in the request's block table
     blocks: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)  # of layers; empty if there is only one
+    peaks: KVPeaks = field(default_factory=KVPeaks)  # after each step
 
 
 @dataclass(eq=False, slots=True)
@@ -62,9 +65,7 @@ class Stretch:
     token: int = 0
     """The token that every request got in every step; it ends no request."""
     growth: Growth = field(default_factory=Growth)
-    """Filled in when the stretch is settled, as is ``kv_usage``."""
-    kv_usage: float = 0.0
-    """The share of the KV pool in use after the last planned step, which is the stretch's peak."""
+    """Filled in when the stretch is settled."""
 
     @property
     def num_steps(self) -> int:
@@ -80,6 +81,7 @@ class Stretch:
         """The plan of the step at this index (from 0) of the stretch."""
         ones, growth = np.ones(len(self.rows), dtype=np.int32), self.growth
         first, last = bisect_left(growth.steps, index), bisect_right(growth.steps, index)
+        groups = growth.groups[first:last]
         return StepPlan(
             step=self.step + index,
             rows=self.rows,
@@ -94,6 +96,7 @@ class Stretch:
             block_ids=np.array(growth.blocks[first:last], dtype=np.int32),
             freed_slots=[] if index else self.freed_slots,
             num_tokens=len(ones),
+            block_groups=np.array(groups, dtype=np.int32) if groups else None,
         )
 
     def plans(self) -> Iterator[StepPlan]:

@@ -96,12 +96,19 @@ def _facts(subject: Subject) -> dict[str, str]:
         "seats (most requests that run at the same time)": engine.get("max_num_seqs"),
         "tokens a step": engine.get("max_num_batched_tokens"),
         "KV blocks": engine.get("num_blocks"),
+        "windows of KV groups (0: full attention)": _windows(engine),
         "tokens a block": engine.get("block_size"),
         "length predictor": engine.get("length_predictor"),
         "a step takes": head.get("cost"),
         "hash of all decisions": subject.run.totals.get("decisions"),
     }
     return {name: "" if value is None else str(value) for name, value in facts.items()}
+
+
+def _windows(engine: dict[str, Any]) -> str | None:
+    """The sliding windows of a model that has some."""
+    windows = engine.get("kv_groups") or [0]
+    return ", ".join(map(str, windows)) if any(windows) else None
 
 
 def _listed(facts: dict[str, str]) -> str:

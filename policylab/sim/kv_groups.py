@@ -1,0 +1,155 @@
+"""KV groups of a simulated model: groups of layers with the same sliding window, read from an
+option or from a model's config.json, and the KV blocks that they took at most."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.config.kv_groups import FULL, Group, window_blocks
+from engine.errors import ConfigError
+from engine.kv.layout import KVLayout, LayerCache, NoCache, PagedKV, make_layout
+from engine.kv.manager import KVManager
+
+FORM = re.compile(r"(-?\d+)(?:\*(\d+))?")
+MOST_GROUPS = 256
+BYTES = 2  # of a number in the cache
+EXAMPLE = "0,1024*5"
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """The groups with these sizes, see ``size_of``, as in ``0,1024*5``. Raises ``ConfigError``."""
+    windows: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        found = FORM.fullmatch(part)
+        if found is None:
+            raise ConfigError(
+                f"--kv-groups is {text!r}, must be the path of a model's config.json, or windows "
+                f"in tokens (0: full attention, below 0: chunks), as in {EXAMPLE}"
+            )
+        windows += [int(found[1])] * min(int(found[2] or 1), MOST_GROUPS + 1)
+    if not 1 <= len(windows) <= MOST_GROUPS:
+        raise ConfigError(f"--kv-groups {text!r} has {len(windows)} groups, must have 1 to 256")
+    return groups_with(windows)
+
+
+def size_of(group: Group) -> int:
+    """The group's sliding window in tokens, 0 for full attention; below 0: the size of chunks."""
+    return -group.window if group.is_chunked else group.window
+
+
+def groups_with(sizes: Iterable[int]) -> tuple[Group, ...]:
+    """The groups with these sizes, those of full attention first."""
+    in_order = sorted(sizes, key=lambda size: (size != 0, size))
+    return tuple(Group(window=abs(size), is_chunked=size < 0) for size in in_order)
+
+
+def fitted(
+    groups: Iterable[Group], max_num_batched_tokens: int, block_size: int
+) -> tuple[Group, ...]:
+    """The groups with the most blocks of a request for this token budget and block size."""
+    return tuple(
+        replace(group, max_blocks=window_blocks(group.window, max_num_batched_tokens, block_size))
+        if group.window
+        else group
+        for group in groups
+    )
+
+
+def layout_of(
+    path: Path, *, block_size: int, max_num_batched_tokens: int, max_model_len: int | None
+) -> KVLayout:
+    """The layout of the KV cache, in 16-bit numbers, of the model with this config.json.
+    max_model_len: default: the model's limit. Raises ``ConfigError``."""
+    from transformers import AutoConfig
+
+    folder = path if path.is_dir() else path.parent
+    try:
+        known = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = known.get_text_config(decoder=True)
+        layers = layers_of(config)
+        longest = max_model_len or int(config.max_position_embeddings)
+    except Exception as error:  # code of transformers, run on the user's file
+        raise ConfigError(
+            f"--kv-groups {str(path)!r} is not the config.json of a model with attention: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return make_layout(
+        layers,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=longest,
+    )
+
+
+def layers_of(config: Any) -> list[LayerCache]:
+    """What each layer keeps in the cache, by transformers' configuration of a decoder."""
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    windows = _windows(config, num_layers)
+    num_own = num_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    own: list[LayerCache] = [
+        PagedKV(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=getattr(config, "v_head_dim", None) or 0,
+            window=abs(window),
+            is_chunked=window < 0,
+            dtype_bytes=BYTES,
+        )
+        for window in windows[:num_own]
+    ]
+    return own + [NoCache()] * (num_layers - num_own)
+
+
+def _windows(config: Any, num_layers: int) -> list[int]:
+    """The size of each layer's window, see ``size_of``."""
+    window = getattr(config, "sliding_window", None) or 0
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+    if getattr(config, "use_sliding_window", True) is False:
+        window = 0
+    sizes = {"sliding_attention": window, "chunked_attention": -chunk, "full_attention": 0}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return [sizes[kind] for kind in kinds]
+
+
+class KVPeaks:
+    """The most KV blocks in use during a run: ``usage``, as a share of the pool, and ``blocks`` of
+    each group."""
+
+    def __init__(self, groups: Sequence[Group] = (FULL,)) -> None:
+        self.usage = 0.0
+        self.blocks = [0] * len(groups)
+        self._windows = list(map(size_of, groups))
+
+    def note(self, kv: KVManager) -> None:
+        """Take the present use into account."""
+        self.add(kv.usage, kv.num_used)
+
+    def add(self, usage: float, blocks: Sequence[int]) -> None:
+        """Take this use into account."""
+        self.usage = max(self.usage, usage)
+        self.blocks = list(map(max, self.blocks, blocks))
+
+    def groups(self) -> list[dict[str, int]]:
+        """The size of each group, see ``size_of``, and its most blocks."""
+        both = zip(self._windows, self.blocks, strict=True)
+        return [{"window": window, "peak_blocks": blocks} for window, blocks in both]
+
+
+def listed(groups: Sequence[Mapping[str, int]], value: str = "") -> str:
+    """Groups as text, with the sum of a value over groups of the same size."""
+    counts = Counter(group["window"] for group in groups)
+    parts = []
+    for window, count in counts.items():
+        kind = "chunks" if window < 0 else "window"
+        name = f"{kind} of {abs(window):,} tokens" if window else "full attention"
+        many = f" ({count} groups)" if count > 1 else ""
+        total = sum(group[value] for group in groups if group["window"] == window) if value else 0
+        parts.append(f"{name}{many}" + (f": {total:,}" if value else ""))
+    return "; ".join(parts)

@@ -1,0 +1,45 @@
+"""Checks why prefix hits ended, against a memory of all blocks that were ever cached."""
+
+from __future__ import annotations
+
+from engine.kv.prefix_ends import CACHING_OFF, EVICTED, NOT_READ, WINDOW_GONE
+from engine.kv.prefix_index import Chains, Sha256Hasher
+from engine.sched.request import Request
+from engine.sched.scheduler import Scheduler
+
+
+class PrefixEndTruth:
+    """Checks the reason that each request has for the end of its prefix hit."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._kv = scheduler.kv
+        self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
+        self._roster = scheduler.roster
+        self._seen: set[bytes | None] = set()  # keys of all blocks that were ever cached
+        self._early: set[int] = set()  # arrivals of requests that got their hit before a seat
+
+    def look(self) -> None:
+        """Remember the blocks that are cached now, and the requests that hold blocks and wait."""
+        self._seen.update(self._kv.cache.hashes)
+        self._early.update(req.arrival for req in self._roster.block_holders.values())
+
+    def check(self, req: Request) -> None:
+        """Check the reason of a request that has just been admitted, before ``look``."""
+        kv, history = self._kv, req.history
+        if history.num_preempted or kv.source is not None or req.arrival in self._early:
+            return  # its hit is an earlier one, or loaded tokens follow it
+        num_full, num_found = (req.num_prompt - 1) // kv.block_size, history.num_cached
+        reason, age = history.prefix_end
+        text = f"{req}: {num_found} cached tokens of {req.num_prompt}, reason {reason!r}, {age} s"
+        assert (not reason) == (num_found == num_full * kv.block_size), text
+        assert age is None or (age >= 0.0 and reason in (EVICTED, WINDOW_GONE)), text
+        if not reason:
+            return
+        assert (reason == CACHING_OFF) == (not kv.caching), text
+        assert (reason == NOT_READ) == (kv.caching and not req.reads_cache), text
+        if kv.caching and req.reads_cache:
+            chain: list[bytes] = []
+            self._chains.extend(chain, req, num_found + kv.block_size)
+            was_seen = chain[-1] in self._seen
+            assert was_seen == (reason in (EVICTED, WINDOW_GONE)), f"{text}, seen: {was_seen}"
+        assert reason != WINDOW_GONE or kv.tables.windows, text
