@@ -105,7 +105,9 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
     assert told["prefix_hit_ratio"] == 0.25 and told["preemptions"] == 5
     assert told["prefix_missed"] == {"evicted": 100, "never seen": 0}
     assert told["total"]["prefix_missed"] == {"evicted": 160, "never seen": 1000}
-    assert told["kv_groups"][1:] == [{"window": 512, "num_blocks": n} for n in (3, 8)]
+    assert told["kv_groups"][1:] == [
+        {"window": 512, "num_blocks": n, "is_chunked": False} for n in (3, 8)
+    ]
     assert told["wait_seconds"] == {"seats": 8.0, "[x]": 30.0}
     assert told["counters"] == {"drafts.num_drafts": 500.0, "grammars.none": 0.0}
     assert told["total"]["refused"] == 3 and told["total"]["wait_seconds"]["seats"] == 8.0
