@@ -105,8 +105,8 @@ def place_kernel(  # noqa: PLR0913
 
 
 def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
-    """Sort pairs by group. chosen: the group of each pair, int32 of any shape, -1: none; block:
-    pairs per block."""
+    """Sort pairs of token and expert by expert. chosen: the expert of each pair, int32 of any
+    shape, -1: skip the pair; block: pairs per block, to which each expert's pairs are padded."""
     groups, launches = align_launches(chosen.reshape(-1).contiguous(), num_groups, block)
     for launch in launches:
         launch.run()

@@ -62,8 +62,8 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """Returns (score, id) of the token with the largest score, logit + temperature * noise, in a
-    block. x: the block's logits, -inf for excluded tokens (not all of them); heat: temperature."""
+    """Returns (score, id) of a block's token with the largest score: logit + temperature * noise.
+    x: the block's logits, -inf for excluded tokens, at least one finite; heat: temperature."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))

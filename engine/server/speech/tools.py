@@ -157,8 +157,8 @@ def _known_name(name: Any) -> str:
 
 
 def _choice(choice: Any, names: list[str]) -> Choice:
-    """Parse ``tool_choice`` for tools with these names. A single tool that it names must be called
-    exactly once. Raises ``ApiError``."""
+    """Parse ``tool_choice`` of a request whose tools have these names. If it names one tool, the
+    answer must call this tool exactly once. Raises ``ApiError``."""
     if choice is None or choice in CHOICES:
         allowed = [] if choice == "none" else names
         return Choice(allowed, "required" if choice == "required" else "auto")

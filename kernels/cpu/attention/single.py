@@ -126,9 +126,9 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """Add the attention output of an item's keys: acc[g] += scores[g] @ values, for each query head
-    g of KV head `head`. place: (the body's parameters, item); arrays: (scores, acc). The last four
-    arguments are literals."""
+    """Add the attention output of a work item's keys: acc[g] += scores[g] @ values, for each query
+    head g of KV head `head`. place: (the body's parameters, item); arrays: (scores, acc). `group`
+    (query heads per KV head), `vectors`, `lanes` and `cell` are compile-time constants."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell

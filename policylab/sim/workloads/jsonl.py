@@ -36,8 +36,8 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
 
 
 class JsonLine(msgspec.Struct, omit_defaults=True):
-    """One request in a workload file. ``prompt``: spans of texts as (name, length, start) in
-    tokens. ``texts``: token ids of real texts, by name. The rest as in ``Job``."""
+    """One request in a workload file. ``prompt``: pieces (name, length, start) of named texts, in
+    tokens. ``texts``: token ids of the texts that are not made up. The rest as in ``Job``."""
 
     id: str
     arrival: float
