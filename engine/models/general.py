@@ -30,7 +30,7 @@ from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
-from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, TokenPositions
+from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, cache_arguments
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
     Misfit,
@@ -71,8 +71,6 @@ class GeneralModel:
         self._embed: Any = causal.get_input_embeddings()
         self._output_type = findings.output_type
         self._state = PagedState(findings.layers)
-        text = causal.config.get_text_config(decoder=True)
-        self._counts_cached = bool(getattr(text, "attn_temperature_tuning", False))
         causal.set_attn_implementation(PAGED)
         for layer in findings.layers:
             setattr(layer.module, STATE, self._state)
@@ -86,8 +84,7 @@ class GeneralModel:
             vectors[batch.embeds.rows] = batch.embeds.values.to(vectors.dtype)
             tokens = {"inputs_embeds": vectors[None]}
         positions = batch.positions
-        if self._counts_cached:
-            tokens["past_key_values"] = TokenPositions(positions)
+        tokens |= cache_arguments(self._causal, positions)
         with self._state.during(batch.attn, kv):
             output = self._backbone(
                 **tokens,

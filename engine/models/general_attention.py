@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -225,10 +226,27 @@ class TokenPositions:
         """The difference between position and index of each token [N]."""
         return self._offsets
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Offset of the first query in a mask, for the trial."""
+        return 0
+
+    def get_mask_sizes(self, num_queries: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number and offset of the keys in a mask, for the trial."""
+        return num_queries, 0
+
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, values
+
+
+def cache_arguments(module: PreTrainedModel, positions: torch.Tensor) -> dict[str, Any]:
+    """The arguments with which ``module`` uses these token positions [N], in addition to
+    ``position_ids``; empty for most models."""
+    text = module.config.get_text_config(decoder=True)
+    if not getattr(text, "attn_temperature_tuning", False):
+        return {}
+    return {"past_key_values": TokenPositions(positions)}
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kv.layout import PagedKV
@@ -24,6 +23,7 @@ from engine.models.general_attention import (
     AttentionCall,
     AttentionLayer,
     MaskRule,
+    cache_arguments,
     read_options,
     rule_of,
 )
@@ -39,7 +39,7 @@ class Findings:
     """What the trial found out about a model's module."""
 
     layers: tuple[AttentionLayer, ...]
-    backbone: nn.Module
+    backbone: PreTrainedModel
     """The submodule that computes hidden states."""
     output_type: type
     """Type of the backbone's output."""
@@ -53,7 +53,7 @@ class TrialRun:
 
     calls: list[AttentionCall]
     output: Any  # output of the module called
-    backbone: nn.Module
+    backbone: PreTrainedModel
     backbone_output: Any
 
     @property
@@ -83,7 +83,7 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
     )
 
 
-def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
+def _backbones(causal: PreTrainedModel) -> list[PreTrainedModel]:
     """The submodules that may compute the hidden states, the likeliest first."""
     named = [causal.base_model, causal.get_decoder()]
     children = [part for part in causal.children() if isinstance(part, PreTrainedModel)]
@@ -91,15 +91,15 @@ def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
 
 
 def _run(
-    module: nn.Module,
-    backbones: list[nn.Module],
+    module: PreTrainedModel,
+    backbones: list[PreTrainedModel],
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> TrialRun:
     """Run a module. Record its attention calls and the output of its backbone, which is the first
     of ``backbones`` that it calls. ``positions``: ``None`` for 0, 1, 2, ..."""
     calls: list[AttentionCall] = []
-    outputs: dict[nn.Module, Any] = {}
+    outputs: dict[PreTrainedModel, Any] = {}
     device = next(module.parameters()).device
     handles = [
         part.register_forward_hook(lambda part, _args, out: outputs.setdefault(part, out))
@@ -107,11 +107,13 @@ def _run(
     ]
     for part in module.modules():
         setattr(part, STATE, calls)
+    given = {} if positions is None else cache_arguments(module, positions.to(device))
     try:
         output = module(
             input_ids=tokens[None].to(device),
             position_ids=None if positions is None else positions[None].to(device),
             use_cache=False,
+            **given,
         )
     finally:
         for handle in handles:

@@ -195,7 +195,7 @@ GENERAL_CASES: dict[str, GeneralCase] = {
             "attention_chunk_size": 8,
             "layer_types": ["chunked_attention", FULL, "chunked_attention"],
             "no_rope_layers": [1, 0, 1],
-            "floor_scale": 16,
+            "floor_scale": 4,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
             "intermediate_size_mlp": 96,
