@@ -125,7 +125,8 @@ def needed(layer: LayerCache, num_tokens: int) -> int:
 def decode(
     layout: KVLayout, block_size: int, context: int, max_model_len: int
 ) -> list[tuple[int, int]]:
-    """The tokens and the KV blocks of a request in each decode step after ``context`` tokens."""
+    """The tokens and the KV blocks of a request in each decode step after ``context`` tokens, from
+    its first token on."""
     num_blocks = (-(-max_model_len // block_size) + 1) * len(layout.groups) + 1
     kv = KVManager(num_blocks, block_size, groups=layout.groups)
     config = SchedulerConfig(
@@ -143,7 +144,7 @@ def decode(
     in_flight: deque = deque()
     while scheduler.has_unfinished_requests():
         plan = scheduler.schedule()
-        if plan.num_tokens == 1:
+        if plan.num_tokens == 1 and len(known) > context:
             used.append((int(plan.starts[0]) + 1, sum(kv.num_used)))
         in_flight.append((plan, worker.launch(plan)))
         if len(in_flight) < NUM_IN_FLIGHT and not plan.is_empty:

@@ -278,6 +278,13 @@ class KVManager:
             allocation.num_ready += allocation.num_remote
         return True
 
+    def trim(self, req: KVRequest) -> None:
+        """Release the request's blocks that have left their windows, between two plans. ``reserve``
+        does so too, but not before a decoding request needs its next block."""
+        allocation = self._found(req)
+        if self.tables.windows and allocation is not None:
+            self.tables.trim_between_plans(req.row, allocation, _first_query(req))
+
     def start_load(self, req: KVRequest) -> None:
         """Load KV from the source into the request's blocks after its prefix hit, as soon as no
         step in flight writes them. ``take_failed_loads`` returns the request if the load cannot
@@ -395,11 +402,12 @@ class KVManager:
         self.counts.num_resets += 1
         return True
 
-    def drain(self) -> Deltas:
-        """Return the changes of block tables since the last call, and publish new cache events."""
+    def drain(self, *, is_launched: bool = True) -> Deltas:
+        """Return the changes of block tables since the last call, and publish new cache events.
+        ``is_launched``: as in ``BlockTables.drain``."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.flush()
-        return self.tables.drain()
+        return self.tables.drain(is_launched=is_launched)
 
     def ensure_rows(self, num_rows: int) -> None:
         """Extend the arrays that have an entry per batch row to at least ``num_rows`` entries."""

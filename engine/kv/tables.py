@@ -88,6 +88,7 @@ class Allocation:
     loading: bool = False  # a transfer writes into the blocks, or waits to start
     load_error: str = ""  # why the source could not start the load; never cleared
     prefix_end: PrefixEnd = WHOLE  # why no more blocks were adopted from the cache
+    unsent_nulls: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries
     hit: PrefixHit | None = None  # result of the last lookup
     hit_known: int = -1  # number of tokens of the request at that lookup
     hit_version: int = -1  # ``PrefixCache.version`` at that lookup
@@ -130,6 +131,7 @@ class BlockTables:
         self._pool = pool
         self._block_size = block_size
         self._deltas = no_deltas()
+        self._trimmed: list[tuple[int, Allocation]] = []  # with ``unsent_nulls``, by row
         self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
     @property
@@ -160,6 +162,7 @@ class BlockTables:
             for g, table in enumerate(allocation.tables):
                 self._num_used[g] -= [refs[block] for block in table].count(1)
         self._pool.release(live_blocks(allocation.tables))
+        allocation.unsent_nulls = []
 
     def extend_each(self, rows: Sequence[int], allocations: Sequence[Allocation]) -> None:
         """Append a new block to each request's tables, and record these changes for the worker."""
@@ -186,8 +189,12 @@ class BlockTables:
             self._add(row, self._places(sent, len(table)), table[sent:], g)
         allocation.num_sent = len(allocation.blocks)
 
-    def drain(self) -> Deltas:
-        """Take the recorded changes of block tables, to send them to the worker."""
+    def drain(self, *, is_launched: bool = True) -> Deltas:
+        """Take the recorded changes of block tables, to send them to the worker. ``is_launched``:
+        False for a plan of an idle step, which is not sent."""
+        while is_launched and self._trimmed:
+            row, allocation = self._trimmed.pop()
+            self._queue_nulls(row, allocation)
         deltas = self._deltas
         if deltas.rows:
             self._deltas = no_deltas()
@@ -212,16 +219,14 @@ class BlockTables:
 
     def trim(self, row: int, allocation: Allocation, position: int) -> None:
         """Release the request's blocks that no query at ``position`` or later reads."""
-        for g, group in self.windows:
-            table = allocation.tables[g]
-            outside = group.outside(table, position, self._block_size)
-            num_free = self._pool.num_free
-            self._pool.release([table[index] for index in outside])
-            self._num_used[g] -= self._pool.num_free - num_free
-            for index in outside:
-                table[index] = NULL_BLOCK
-                if index < allocation.num_sent:
-                    self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
+        self._release_outside(allocation, position)
+        self._queue_nulls(row, allocation)
+
+    def trim_between_plans(self, row: int, allocation: Allocation, position: int) -> None:
+        """``trim`` for a request that may lose all its blocks before the next plan, which then must
+        not report its changed entries."""
+        self._release_outside(allocation, position)
+        self._trimmed.append((row, allocation))
 
     def num_exclusive(
         self, allocations: Sequence[Allocation], keep: Sequence[Sequence[int]]
@@ -234,6 +239,25 @@ class BlockTables:
         refs = self._pool.num_refs
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
         return sum(refs[block] == count for block, count in lost.items()) - kept
+
+    def _release_outside(self, allocation: Allocation, position: int) -> None:
+        """Release blocks as ``trim`` does, without recording changes for the worker."""
+        for g, group in self.windows:
+            table = allocation.tables[g]
+            outside = group.outside(table, position, self._block_size)
+            num_free = self._pool.num_free
+            self._pool.release([table[index] for index in outside])
+            self._num_used[g] -= self._pool.num_free - num_free
+            for index in outside:
+                table[index] = NULL_BLOCK
+                if index < allocation.num_sent:
+                    allocation.unsent_nulls.append((g, index))
+
+    def _queue_nulls(self, row: int, allocation: Allocation) -> None:
+        """Record for the worker the request's entries that became null."""
+        for g, index in allocation.unsent_nulls:
+            self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
+        allocation.unsent_nulls = []
 
     def _places(self, start: int, upto: int) -> array[int]:
         """The integers from ``start`` to ``upto`` - 1."""

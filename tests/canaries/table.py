@@ -92,8 +92,14 @@ CANARIES = (
     Canary(
         "share the blocks of the first group alone",
         TABLES,
-        "        for table in tables:\n            self._pool.adopt(",
-        "        for table in tables[:1]:\n            self._pool.adopt(",
+        "        for g, table in enumerate(tables):\n            num_free",
+        "        for g, table in enumerate(tables[:1]):\n            num_free",
+    ),
+    Canary(
+        "report blocks that left a window in a plan that is not sent",
+        BUILDER,
+        "is_launched=len(rows) > 0 or bool(roster.freed_slots)",
+        "is_launched=True",
     ),
     # the prefix cache
     Canary(

@@ -66,7 +66,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     else:
         slots, generations = table.slot.all[rows], table.generation.all[rows]
     assert not step.preempted or (slots >= 0).all(), "preempted in the step that grants it tokens"
-    grown = kv.drain()
+    grown = kv.drain(is_launched=len(rows) > 0 or bool(roster.freed_slots))
     block_slots = block_indices = block_ids = EMPTY
     if grown.rows:
         block_slots = table.slot.all[np.array(grown.rows, dtype=np.intp)]

@@ -284,6 +284,8 @@ class Appender:
                 self._ledger.on_tokens([(req.user, len(taken))])
             table.facts.stamp_one(row, outputs.now)
             self._kv.commit(req, min(table.num_computed.at[row], num_tokens))
+            if is_first:
+                self._kv.trim(req)
             index = outputs.add(req, taken, place, is_first=is_first)
             stop_id = table.stop_id.at[row]
             if num_tokens >= table.limit.at[row] or stop_id == taken[-1] or stop_id == -2:
@@ -304,6 +306,8 @@ class Appender:
         table.facts.stamp(rows, started, outputs.now)
         outputs.add_members(members, new, places, started)
         self.commit_ends(rows, num_tokens, table.num_computed)
+        for index in started:
+            self._kv.trim(members.reqs[index])
         if self._ledger is not None:
             self._ledger.on_tokens((req.user, 1) for req in members.reqs)
         return members.may_have_ended(tokens, num_tokens)

@@ -154,17 +154,17 @@ class RepeatingKV(KVManager):
         places = {row: place for place, row in enumerate(rows)}
         growth = Growth(peaks=KVPeaks(self.groups))
         growth.peaks.note(self)
-        for step in sorted(growing.keys() | filling.keys()):
+        for step in sorted({0, *growing, *filling}):  # the first plan may report freed blocks
             if grown := growing.get(step):
                 self.set_time(times[step])
                 self.reserve_next([rows[place] for place in sorted(grown, key=order.__getitem__)])
-                deltas = self.tables.drain()
-                growth.steps += [step] * len(deltas.rows)
-                growth.places += [places[row] for row in deltas.rows]
-                growth.indices += deltas.indices
-                growth.blocks += deltas.blocks
-                growth.groups += deltas.groups
-                growth.peaks.note(self)
+            deltas = self.tables.drain()
+            growth.steps += [step] * len(deltas.rows)
+            growth.places += [places[row] for row in deltas.rows]
+            growth.indices += deltas.indices
+            growth.blocks += deltas.blocks
+            growth.groups += deltas.groups
+            growth.peaks.note(self)
             if full := filling.get(step):
                 self.commit_next([reqs[place] for place in full])
         return growth
