@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from engine.config.cli import json_object
-from engine.core.replay import replay
+from engine.config.kv_groups import FULL, kinds_of
+from engine.core.replay import groups_of, replay
 from engine.errors import ConfigError
+from engine.observe.steplog import StepLog
 
 DIFFERENT = 1
 
@@ -55,4 +57,7 @@ def run(parsed: argparse.Namespace) -> int:
         **changes,
     )
     print(outcome)
+    groups = groups_of(StepLog(parsed.log, allow_truncated=parsed.allow_truncated).header)
+    if groups != (FULL,):
+        print(f"KV groups by attention: {kinds_of(groups)}")
     return DIFFERENT if outcome.difference is not None else 0

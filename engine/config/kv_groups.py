@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 NULL_BLOCK = 0
 """The block that stands in a table where nothing is held; it is never written or read."""
@@ -54,14 +55,40 @@ class Group:
             limit = lost
         return limit
 
+    @property
+    def kind(self) -> str:
+        """The kind of attention, and the size of its windows or chunks, in words."""
+        if not self.window:
+            return "full attention"
+        kind = "chunks" if self.is_chunked else "sliding windows"
+        return f"attention in {kind} of {self.window} tokens"
+
 
 FULL = Group()
+
+
+def kinds_of(groups: Iterable[Group]) -> str:
+    """The kinds of attention of these groups, each with its number of groups, as text."""
+    return ", ".join(f"{kind}: {num}" for kind, num in Counter(g.kind for g in groups).items())
 
 
 def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
     """The most blocks that a request holds at once in layers with a sliding window of ``window``
     tokens."""
     return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
+
+
+def sized(
+    groups: Iterable[Group], max_num_batched_tokens: int, block_size: int
+) -> tuple[Group, ...]:
+    """The groups with ``max_blocks`` for steps in which a request computes up to this many
+    tokens."""
+    return tuple(
+        replace(group, max_blocks=window_blocks(group.window, max_num_batched_tokens, block_size))
+        if group.window
+        else group
+        for group in groups
+    )
 
 
 def request_blocks(groups: Sequence[Group], block_size: int, num_tokens: int) -> int:

@@ -18,7 +18,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
-from engine.config.kv_groups import max_concurrency, window_blocks
+from engine.config.kv_groups import FULL, max_concurrency, request_blocks, sized
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -102,25 +102,32 @@ def not_collecting() -> Iterator[None]:
 
 
 def log_pool(decided: Decided, facts: ModelFacts) -> None:
-    """Log the size of the KV cache and how many requests fit into it."""
+    """Log the size of the KV cache, how many tokens and requests fit into it, and what a request
+    holds in each group of layers.
+
+    In layers with windows a request holds fewer blocks while it decodes than while it computes its
+    prompt."""
     num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
+    longest, groups = decided.max_model_len, decided.kv_groups
+    decoding = sized(groups, 1, block_size)
+    num_decoding = max_concurrency(num_usable, decoding, block_size, longest)
+    num_all = max_concurrency(num_usable, groups, block_size, longest)
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB, enough for %.2f requests of %d tokens",
-        num_usable,
-        block_size,
-        decided.num_kv_blocks * facts.block_bytes / GIB,
-        max_concurrency(num_usable, decided.kv_groups, block_size, decided.max_model_len),
-        decided.max_model_len,
+        "KV cache: %d blocks of %d tokens, %.2f GiB, enough for %d tokens: %.2f requests of %d "
+        "tokens%s",
+        *(num_usable, block_size, decided.num_kv_blocks * facts.block_bytes / GIB),
+        *(num_decoding * longest, num_decoding, longest),
+        "" if groups == (FULL,) else f" while they decode, {num_all:.2f} while all prefill",
     )
-    for group, count in Counter(decided.kv_groups).items():
-        if group.window:
-            logger.info(
-                "layers with %s of %d tokens: %d KV groups, in each of which a request holds at "
-                "most %d blocks, and %d while it decodes",
-                "chunks" if group.is_chunked else "a window",
-                *(group.window, count, group.max_blocks),
-                window_blocks(group.window, 1, block_size),
-            )
+    if groups == (FULL,):
+        return
+    for (group, after), count in Counter(zip(groups, decoding, strict=True)).items():
+        entries = request_blocks([group], block_size, longest)
+        logger.info(
+            "KV groups with %s: %d; such a request holds %d blocks in each%s",
+            *(group.kind, count, request_blocks([after], block_size, longest)),
+            f" while it decodes, {entries} at most" if group.window else "",
+        )
 
 
 def read_ahead(path: Path) -> None:

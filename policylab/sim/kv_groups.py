@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config.kv_groups import FULL, Group, window_blocks
+from engine.config.kv_groups import FULL, Group
 from engine.errors import ConfigError
 from engine.kv.layout import KVLayout, LayerCache, NoCache, PagedKV, make_layout
 from engine.kv.manager import KVManager
@@ -46,18 +45,6 @@ def groups_with(sizes: Iterable[int]) -> tuple[Group, ...]:
     """The groups with these sizes, those of full attention first."""
     in_order = sorted(sizes, key=lambda size: (size != 0, size))
     return tuple(Group(window=abs(size), is_chunked=size < 0) for size in in_order)
-
-
-def fitted(
-    groups: Iterable[Group], max_num_batched_tokens: int, block_size: int
-) -> tuple[Group, ...]:
-    """The groups with the most blocks of a request for this token budget and block size."""
-    return tuple(
-        replace(group, max_blocks=window_blocks(group.window, max_num_batched_tokens, block_size))
-        if group.window
-        else group
-        for group in groups
-    )
 
 
 def layout_of(

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from engine.config.cache import CacheConfig
-from engine.config.kv_groups import FULL, Group, longest_request
+from engine.config.kv_groups import FULL, Group, longest_request, sized
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineError, PolicyError, RequestError
 from engine.messages.requests import CoreOutputs
@@ -34,7 +34,7 @@ from policylab.sim.job import Job
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
-from policylab.sim.kv_groups import KVPeaks, fitted, size_of
+from policylab.sim.kv_groups import KVPeaks, size_of
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
 from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
@@ -98,7 +98,7 @@ class Engine:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups with the most blocks that a request holds in each."""
-        return fitted(self.kv_groups, self.max_num_batched_tokens, self.block_size)
+        return sized(self.kv_groups, self.max_num_batched_tokens, self.block_size)
 
     @property
     def longest_request(self) -> float:

@@ -10,6 +10,7 @@ from math import inf
 from random import Random
 from typing import Any
 
+from engine.config.kv_groups import sized
 from engine.config.sched import SchedulerConfig
 from engine.errors import RequestError
 from engine.messages.params import SamplingParams
@@ -24,7 +25,7 @@ from policylab.sim.job import END, FILLER
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
-from policylab.sim.kv_groups import fitted, groups_with
+from policylab.sim.kv_groups import groups_with
 from policylab.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
 
 IDLE_SECONDS = 0.01
@@ -112,7 +113,7 @@ def run(case: StretchCase, *, stretches: bool, sees: Container[int] | None = Non
     """The case to its end. ``sees``: after which steps to look at the state; all of them."""
     trace, clock = Trace(), VirtualClock()
     budget = case.config.max_num_batched_tokens
-    groups = fitted(groups_with(case.windows), budget, case.block_size)
+    groups = sized(groups_with(case.windows), budget, case.block_size)
     kv = RepeatingKV(
         case.num_blocks * len(groups),
         case.block_size,
