@@ -14,6 +14,7 @@ from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, Sa
 from engine.errors import ConfigError, RequestError
 from engine.llm import RequestProgress
 from engine.messages.requests import CompletionOutput
+from engine.messages.stats import GroupUse
 from engine.observe.stats_log import StatsLog, TokenCounts
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -219,6 +220,14 @@ def test_stats_log_tells_what_is_out_of_the_ordinary(caplog: pytest.LogCaptureFi
     stats.num_preemptions, stats.blocked, stats.num_parked = 4, "", 0
     stats.step_seconds, stats.floor_seconds = 5.0, 6.65  # faster than memory: in the caches
     assert line().endswith("prefix hit rate 0.0 %, preempted 1")  # news since the last line
+    stats.kv_groups = [GroupUse(0, 30), GroupUse(512, 3), GroupUse(512, 4), GroupUse(64, 1, True)]
+    stats.prefix_missed = {"never seen": 30, "evicted": 90}
+    assert line().endswith(
+        "KV blocks by attention: full 30, sliding 512 7, chunked 64 1, "
+        "prompt tokens not cached: evicted 75 %, never seen 25 %"
+    )
+    stats.kv_groups = [GroupUse(0, 30)]
+    assert line().endswith("prefix hit rate 0.0 %")
 
 
 def test_options_reach_the_scheduler() -> None:

@@ -9,16 +9,18 @@ from support.holders import fill, holder
 from support.simulate import Run, expected, make_request, random_requests
 
 from engine.config.cache import CacheConfig
-from engine.config.decide import GIB, decide_num_blocks
+from engine.config.decide import GIB, Decided, ModelFacts, decide_num_blocks
 from engine.config.kv_groups import FULL as FULL_GROUP
 from engine.config.kv_groups import (
     Group,
     longest_request,
     max_concurrency,
     request_blocks,
+    sized,
     window_blocks,
 )
 from engine.config.sched import SchedulerConfig
+from engine.core.build import log_pool
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
     PagedKV,
@@ -233,6 +235,44 @@ def test_concurrency_is_that_of_requests_of_full_length():
     assert f"{max_concurrency(1536, [Group()], 16, 16384):.2f}" == "1.50"
     groups = [Group(), Group(window=1024, max_blocks=window_blocks(1024, 2048, 16))]
     assert f"{max_concurrency(1536, groups, 16, 16384):.2f}" == "1.26"
+
+
+@pytest.mark.parametrize(
+    ("groups", "lines"),
+    [
+        (
+            [FULL_GROUP],
+            ["1000 blocks of 16 tokens, 0.01 GiB, enough for 16000 tokens: 15.62 requests of 1024"],
+        ),
+        (
+            [FULL_GROUP, Group(window=64), Group(window=64), Group(window=128, is_chunked=True)],
+            [
+                "enough for 12337 tokens: 12.05 requests of 1024 tokens while they decode, 8.40 "
+                "while all prefill",
+                "KV groups with full attention: 1; such a request holds 64 blocks in each",
+                "sliding windows of 64 tokens: 2; such a request holds 5 blocks in each while it "
+                "decodes, 17 at most",
+                "chunks of 128 tokens: 1; such a request holds 9 blocks in each while it decodes",
+            ],
+        ),
+    ],
+)
+def test_the_start_says_how_many_tokens_and_requests_fit(groups, lines, caplog):
+    decided = Decided(
+        max_model_len=1024,
+        num_kv_blocks=1001,
+        block_size=16,
+        vocab_size=9,
+        eos_token_ids=(),
+        device="cpu",
+        scheduler=SchedulerConfig(),
+        kv_groups=sized(groups, 256 - 63, 16),
+    )
+    with caplog.at_level("INFO", logger="engine"):
+        log_pool(decided, ModelFacts(vocab_size=9, block_bytes=10_000))
+    for text in lines:
+        assert text in caplog.text
+    assert caplog.text.count("\n") == max(1, len({*groups}) + (len(groups) > 1))
 
 
 @pytest.mark.behaviour(76)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from support.simulate import make_request, random_requests
 
 from engine.cli.main import main
 from engine.config.cache import CacheConfig
+from engine.config.kv_groups import FULL, Group
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.recording import RecordingScheduler, describe, record
@@ -34,11 +35,15 @@ BLOCK_SIZE = 4
 
 
 def recorded(
-    path: Path, clock: Callable[[], float], num_blocks: int = 40, **options: object
+    path: Path,
+    clock: Callable[[], float],
+    num_blocks: int = 40,
+    groups: Sequence[Group] = (FULL,),
+    **options: object,
 ) -> RecordingScheduler:
     options = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_model_len": 64, **options}
     config = SchedulerConfig(**options)
-    kv = KVManager(num_blocks, BLOCK_SIZE)
+    kv = KVManager(num_blocks, BLOCK_SIZE, groups=groups)
     header = describe(config, CacheConfig(block_size=BLOCK_SIZE), kv, seed=7)
     return record(path, header, lambda own: make_scheduler(config, kv, clock=own, seed=7), clock)
 
@@ -86,6 +91,24 @@ def test_a_run_replays_to_identical_plans(
     outcome = replay(path)
     assert outcome.difference is None and outcome.num_steps > 50
     assert str(outcome) == f"identical: {outcome.num_steps} steps, 40 requests"
+
+
+def test_a_replay_names_the_groups_of_a_model_with_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for groups in ([FULL, Group(window=8, max_blocks=9), Group(window=8, max_blocks=9)], [FULL]):
+        path = tmp_path / f"{len(groups)}"
+        scheduler = recorded(path, FakeClock(), groups=groups)
+        scheduler.add_request(make_request("a", [1] * 30, 3))
+        scheduler.schedule()
+        scheduler.shutdown()
+        assert main(["replay", str(path)]) == 0
+        first, *rest = capsys.readouterr().out.splitlines()
+        assert first == "identical: 1 steps, 1 requests"
+        named = [
+            "KV groups by attention: full attention: 1, attention in sliding windows of 8 tokens: 2"
+        ]
+        assert rest == (named if len(groups) > 1 else [])
 
 
 @pytest.mark.parametrize(
