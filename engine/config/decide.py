@@ -213,16 +213,26 @@ def cap_to_pool(
     sched: SchedulerConfig, block_size: int, num_blocks: int, groups: Sequence[Group] = (FULL,)
 ) -> SchedulerConfig:
     """Lower max_model_len to the longest request that the KV pool can hold. ``sched`` is returned
-    unchanged if the pool is large enough."""
+    unchanged if the pool is large enough.
+
+    Raises ``ConfigError`` if the pool has no room for one token."""
     longest = longest_request(num_blocks - 1, groups, block_size)
+    if longest == 0:
+        raise ConfigError(
+            f"num_kv_blocks is {num_blocks}, but every request needs a block in each of the "
+            f"model's {len(groups)} groups of layers, and one block is reserved; set num_kv_blocks "
+            f"to at least {len(groups) + 1}"
+        )
     room = sched.max_model_len if longest is None else longest + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched
     logger.warning(
-        "max_model_len lowered from %d to %d: the KV pool has %d blocks of %d tokens",
+        "max_model_len lowered from %d to %d: the KV pool has %d blocks of %d tokens; a request of "
+        "the former length takes num_kv_blocks=%d",
         sched.max_model_len,
         room,
         num_blocks - 1,
         block_size,
+        request_blocks(groups, block_size, sched.max_model_len - 1) + 1,
     )
     return replace(sched, max_model_len=room)

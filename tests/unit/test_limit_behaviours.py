@@ -6,6 +6,7 @@ import pytest
 from support.simulate import expected, make_request, make_run
 
 from engine.config.decide import cap_to_pool
+from engine.config.kv_groups import Group
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.sched.policies.priority import Priority
@@ -64,6 +65,13 @@ def test_the_length_is_capped_to_a_pool_given_by_number() -> None:
     asked = SchedulerConfig(max_model_len=2048)
     capped = cap_to_pool(asked, 16, 5)
     assert capped.max_model_len == 4 * 16 + 1
+
+
+def test_a_pool_without_a_block_for_each_group_is_refused() -> None:
+    asked, groups = SchedulerConfig(max_model_len=2048), (Group(), Group(window=8, max_blocks=4))
+    assert cap_to_pool(asked, 16, 3, groups).max_model_len == 17
+    with pytest.raises(ConfigError, match=r"num_kv_blocks is 2, .* 2 groups .* at least 3"):
+        cap_to_pool(asked, 16, 2, groups)
 
 
 @pytest.mark.behaviour(46)
