@@ -58,8 +58,10 @@ def llama(hf: HF) -> DecoderSpec:
 
 
 def mistral(hf: HF) -> DecoderSpec:
+    """The spec of Mistral, and of Ministral, whose config.json has ``layer_types``."""
     hf = {"num_key_value_heads": 8, "sliding_window": 4096, **hf}
-    return decoder(hf, layers=layers(hf, rope(hf), hf["sliding_window"] or 0))
+    kinds = layer_types(hf, ["sliding_attention"] * count(hf, "num_hidden_layers"))
+    return decoder(hf, layers=layers(hf, rope(hf), windows(hf, kinds)))
 
 
 def qwen2_windows(hf: HF) -> list[int]:
@@ -245,17 +247,20 @@ def smollm3(hf: HF) -> DecoderSpec:
     num_layers = count(hf, "num_hidden_layers")
     every = hf.get("no_rope_layer_interval") or 4
     has_rope = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
-    kinds = ["full_attention" if on else "sliding_attention" for on in has_rope[:num_layers]]
-    windowed = hf.get("use_sliding_window") and hf.get("sliding_window")
-    sizes = windows(hf, layer_types(hf, kinds)) if windowed else 0
+    has_windows = bool(hf.get("use_sliding_window"))
+    kinds = [
+        "sliding_attention" if has_windows and not on else "full_attention"
+        for on in has_rope[:num_layers]
+    ]
     table = rope(hf, theta=2e6)
     ropes = [table if on else None for on in has_rope[:num_layers]]
-    return replace(llama(hf), layers=layers(hf, ropes, sizes))
+    return replace(llama(hf), layers=layers(hf, ropes, windows(hf, layer_types(hf, kinds))))
 
 
 FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MinistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,

@@ -18,6 +18,8 @@ from engine.config.kv_groups import request_blocks
 
 WINDOWS = {
     "mistral-window": 9,
+    "ministral": 7,
+    "smollm3-window-by-type": 6,
     "gemma2": 10,
     "gemma3": 7,
     "qwen3-moe-mixed": 10,

@@ -100,6 +100,9 @@ CASES: dict[str, Case] = {
     "llama-bf16": Case("Llama", {}, torch.bfloat16),
     "mistral": Case("Mistral", {"sliding_window": None}),
     "mistral-window": Case("Mistral", {"sliding_window": 9, "head_dim": 32}),
+    "ministral": Case(
+        "Ministral", {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING], "head_dim": 32}
+    ),
     "qwen2": Case("Qwen2", {}),
     "qwen2-window": Case(
         "Qwen2",
@@ -210,6 +213,10 @@ CASES: dict[str, Case] = {
             "attention_bias": True,
             "tie_word_embeddings": False,
         },
+    ),
+    # transformers goes by layer_types alone.
+    "smollm3-window-by-type": Case(
+        "SmolLM3", {"sliding_window": 6, "layer_types": [SLIDING, FULL, SLIDING]}
     ),
     "mixtral": Case("Mixtral", {"num_local_experts": 4}),
     "mixtral-window": Case(

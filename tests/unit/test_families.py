@@ -128,6 +128,14 @@ def test_gemma3_turns_local_layers_at_their_own_base() -> None:
     )
 
 
+def test_mistral_with_types_of_layers_is_ministral() -> None:
+    types = ["sliding_attention", "full_attention"] * 4
+    hf = {**SIZES, "num_attention_heads": 8, "sliding_window": 9, "layer_types": types}
+    for name in ("MistralForCausalLM", "MinistralForCausalLM"):
+        assert [layer.window for layer in FAMILIES[name](hf).layers] == [9, 0] * 4
+    assert [layer.window for layer in FAMILIES["MixtralForCausalLM"](hf).layers] == [9] * 8
+
+
 def random_rope(kind: str, dice: random.Random) -> dict[str, Any]:
     """Parameters of one kind, for heads of 32."""
     given: dict[str, Any] = {"rope_type": kind, "rope_theta": dice.choice([1e3, 1e4, 5e5])}
