@@ -97,6 +97,7 @@ def _config(model: str) -> dict[str, Any]:
         raise ConfigError(
             f"model {model!r} is none of {', '.join(MODELS)} and no readable config.json: {error}"
         ) from error
+    config |= config.get("text_config") or {}  # of a model that also reads images
     missing = [name for name in MODELS["llama-8b"] if name not in config]
     if missing:
         raise ConfigError(f"{path} has no {missing[0]!r}, which is needed to count the weights")

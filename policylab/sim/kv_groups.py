@@ -21,7 +21,8 @@ EXAMPLE = "0,1024*5"
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:
-    """The groups with these sizes, see ``size_of``, as in ``0,1024*5``. Raises ``ConfigError``."""
+    """The KV groups in a list of windows as in ``0,1024*5``: window, or window times number of
+    groups. Windows are numbers as in ``size_of``. Raises ``ConfigError``."""
     windows: list[int] = []
     for part in text.replace(" ", "").split(","):
         found = FORM.fullmatch(part)
@@ -42,7 +43,7 @@ def size_of(group: Group) -> int:
 
 
 def groups_with(sizes: Iterable[int]) -> tuple[Group, ...]:
-    """The groups with these sizes, those of full attention first."""
+    """KV groups with these windows (numbers as in ``size_of``), those of full attention first."""
     in_order = sorted(sizes, key=lambda size: (size != 0, size))
     return tuple(Group(window=abs(size), is_chunked=size < 0) for size in in_order)
 
@@ -50,8 +51,8 @@ def groups_with(sizes: Iterable[int]) -> tuple[Group, ...]:
 def layout_of(
     path: Path, *, block_size: int, max_num_batched_tokens: int, max_model_len: int | None
 ) -> KVLayout:
-    """The layout of the KV cache, in 16-bit numbers, of the model with this config.json.
-    max_model_len: default: the model's limit. Raises ``ConfigError``."""
+    """The layout of the KV cache, in 16-bit numbers, of the model whose config.json is at ``path``.
+    max_model_len: ``None`` for the model's own limit. Raises ``ConfigError``."""
     from transformers import AutoConfig
 
     folder = path if path.is_dir() else path.parent
@@ -95,7 +96,7 @@ def layers_of(config: Any) -> list[LayerCache]:
 
 
 def _windows(config: Any, num_layers: int) -> list[int]:
-    """The size of each layer's window, see ``size_of``."""
+    """The window of each layer, a number as in ``size_of``."""
     window = getattr(config, "sliding_window", None) or 0
     chunk = getattr(config, "attention_chunk_size", None) or 0
     if getattr(config, "use_sliding_window", True) is False:
@@ -115,22 +116,23 @@ class KVPeaks:
         self._windows = list(map(size_of, groups))
 
     def note(self, kv: KVManager) -> None:
-        """Take the present use into account."""
+        """Include the present use of a KV manager's pool."""
         self.add(kv.usage, kv.num_used)
 
     def add(self, usage: float, blocks: Sequence[int]) -> None:
-        """Take this use into account."""
+        """Include a use of the pool: its share, and the blocks of each group."""
         self.usage = max(self.usage, usage)
         self.blocks = list(map(max, self.blocks, blocks))
 
     def groups(self) -> list[dict[str, int]]:
-        """The size of each group, see ``size_of``, and its most blocks."""
+        """For each group its window (a number as in ``size_of``) and its most blocks in use."""
         both = zip(self._windows, self.blocks, strict=True)
         return [{"window": window, "peak_blocks": blocks} for window, blocks in both]
 
 
 def listed(groups: Sequence[Mapping[str, int]], value: str = "") -> str:
-    """Groups as text, with the sum of a value over groups of the same size."""
+    """Groups as text: each kind of attention with its number of groups and, if ``value`` is the
+    name of a number of theirs, its sum."""
     counts = Counter(group["window"] for group in groups)
     parts = []
     for window, count in counts.items():

@@ -48,6 +48,13 @@ CANARIES = (
         "",
     ),
     Canary(
+        "count blocks that left a window as in use",
+        TABLES,
+        "            self._num_used[g] -= self._pool.num_free - num_free\n",
+        "",
+    ),
+    Canary("forget which blocks were evicted", POOL, "        self.evictions.add_each(lost)\n", ""),
+    Canary(
         "tell the worker a wrong entry",
         TABLES,
         "self._places(sent, len(table))",

@@ -167,7 +167,7 @@ def test_own_blocks_that_were_evicted_come_before_those_of_another_salt():
     assert end_of(kv, PROMPT, cache_salt="b") == (0, "evicted", 1.0)
 
 
-def test_a_request_that_evicts_the_other_salts_blocks_itself_is_told_of_them():
+def test_the_other_salt_is_named_even_if_the_request_evicts_its_blocks():
     kv = KVManager(6, 4)
     served(kv, PROMPT, cache_salt="a")
     assert end_of(kv, PROMPT, cache_salt="b") == (0, "another cache salt", None)

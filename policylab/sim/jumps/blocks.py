@@ -59,7 +59,8 @@ class RepeatingKV(KVManager):
 
     def only_takes(self, rows: Sequence[int]) -> bool:
         """True if the running requests in ``rows`` give back no more blocks than they take when
-        they grow, so that the number of free blocks never rises. At the end of a chunk they do."""
+        they grow, so that the number of free blocks never rises. False for models with chunked
+        attention: at the end of a chunk all its blocks are given back."""
         if any(group.is_chunked for group in self.groups):
             return False
         for row in rows:
