@@ -76,34 +76,31 @@ def layout_of(
 
 def layers_of(config: Any) -> list[LayerCache]:
     """What each layer keeps in the cache, by transformers' configuration of a decoder."""
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    windows = _windows(config, num_layers)
-    num_own = num_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    own: list[LayerCache] = [
-        PagedKV(
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=getattr(config, "v_head_dim", None) or 0,
-            window=abs(window),
-            is_chunked=window < 0,
-            dtype_bytes=BYTES,
-        )
-        for window in windows[:num_own]
+    num_own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_own
+    layers: list[LayerCache] = [
+        _paged(layer, kind)
+        for layer, kind in zip(config.per_layer_config, kinds[:num_own], strict=False)
     ]
-    return own + [NoCache()] * (num_layers - num_own)
+    return layers + [NoCache()] * (config.num_hidden_layers - num_own)
 
 
-def _windows(config: Any, num_layers: int) -> list[int]:
-    """The window of each layer, a number as in ``size_of``."""
-    window = getattr(config, "sliding_window", None) or 0
-    chunk = getattr(config, "attention_chunk_size", None) or 0
-    if getattr(config, "use_sliding_window", True) is False:
+def _paged(layer: Any, kind: str) -> PagedKV:
+    """The cache of a layer with this configuration, of this kind of attention."""
+    window = getattr(layer, "sliding_window", None) or 0
+    if getattr(layer, "use_sliding_window", True) is False:
         window = 0
-    sizes = {"sliding_attention": window, "chunked_attention": -chunk, "full_attention": 0}
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    return [sizes[kind] for kind in kinds]
+    chunk = getattr(layer, "attention_chunk_size", None) or 0
+    sizes = {"sliding_attention": window, "chunked_attention": chunk, "full_attention": 0}
+    num_heads = layer.num_attention_heads
+    return PagedKV(
+        num_kv_heads=getattr(layer, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // num_heads,
+        value_dim=getattr(layer, "v_head_dim", None) or 0,
+        window=sizes[kind],
+        is_chunked=kind == "chunked_attention",
+        dtype_bytes=BYTES,
+    )
 
 
 class KVPeaks:

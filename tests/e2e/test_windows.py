@@ -5,6 +5,7 @@ Prompts of about one, two and five windows, long answers, and whatever the engin
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from e2e.tiny_models import TinyModels
 
 from engine import SamplingParams
 from engine.config.kv_groups import request_blocks
+from policylab.sim.kv_groups import layout_of
 
 WINDOWS = {
     "mistral-window": 9,
@@ -131,7 +133,15 @@ def test_blocks_that_left_every_window_are_free(case):
     """A long request holds little more of its windowed layers than the window."""
     path, window, reference = case
     with engine_for(path, dtype="float32", block_size=4, max_num_batched_tokens=BUDGET) as engine:
-        groups = engine.session.client.decided.kv_groups
+        decided = engine.session.client.decided
+        groups = decided.kv_groups
+        simulated = layout_of(
+            Path(path),
+            block_size=4,
+            max_num_batched_tokens=BUDGET,
+            max_model_len=decided.max_model_len,
+        )
+        assert simulated.groups == groups, "the simulator reads other groups from config.json"
         params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
         engine.add_request("long", reference.prompts[6], params)
         num_blocks = engine.session.client.decided.num_kv_blocks - 1
