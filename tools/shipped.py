@@ -5,6 +5,7 @@ A launch is built as in a step, from tensors that are never read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
@@ -51,7 +52,9 @@ PREFILLS = {"chunk 16": (9, 1), "chunk 32": (9, 3), "chunk 64": (12, 4), "prefil
 FORMS = (*DECODES, *PREFILLS)
 # Chunks whose keys are split, in tiles of their own.
 SPLITS = {"split": (64, 4), "split 7": (32, 7)}
-SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi",))
+# Tensors of a KV group after the first begin anywhere in those of all groups.
+LATER = "later group"
+SWITCHES = (("window", "sinks", LATER), ("window", "softcap"), ("alibi",))
 NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
 
@@ -83,7 +86,7 @@ def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozens
 
     def build() -> Launch:
         q_dtype, kv_dtype = DTYPES[dtype]
-        meta = _meta(4, query_len, page)
+        meta = _meta(4, query_len, page, is_aligned=LATER not in switches)
         q = torch.empty(4 * query_len, KV_HEADS * group, head_dim, dtype=q_dtype)
         kv = torch.empty(2, 2, KV_HEADS, page, head_dim, dtype=kv_dtype)
         variant = _variant(switches, KV_HEADS * group, kv_dtype is FP8)
@@ -96,7 +99,11 @@ def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozens
     return Shipped(name, build, dtype)
 
 
-def write(dtype: str, head_dim: int, norm: str, rope: str, num_tokens: int) -> Shipped:
+def write(
+    dtype: str, head_dim: int, norm: str, rope: str, num_tokens: int, *, is_later: bool = False
+) -> Shipped:
+    """is_later: in a KV group after the first."""
+
     def build() -> Launch:
         q_dtype, kv_dtype = DTYPES[dtype]
         qkv = torch.empty(num_tokens, 6 * KV_HEADS * head_dim, dtype=q_dtype)
@@ -105,10 +112,11 @@ def write(dtype: str, head_dim: int, norm: str, rope: str, num_tokens: int) -> S
         heads = (4 * KV_HEADS, KV_HEADS, head_dim)
         variant = (_rope(rope, head_dim), _norm(norm, q_dtype, head_dim), scales)
         out = torch.empty(num_tokens, 4 * KV_HEADS, head_dim, dtype=q_dtype)
-        return write_launch(qkv, kv, _meta(4, num_tokens // 4, 64), heads, variant, out)
+        meta = _meta(4, num_tokens // 4, 64, is_aligned=not is_later)
+        return write_launch(qkv, kv, meta, heads, variant, out)
 
     name = f"write of {num_tokens}, {dtype}, head {head_dim}, norm {norm}, rope {rope}"
-    return Shipped(name, build, dtype)
+    return Shipped(name + f", {LATER}" * is_later, build, dtype)
 
 
 def merge(num_parts: int, head_dim: int) -> Shipped:
@@ -140,6 +148,7 @@ def plan(shares: Shares, window: int) -> Shipped:
 
 def shipped() -> Iterator[Shipped]:
     yield from around_the_cache()
+    yield from around_later_groups()
     yield from around_parts()
     for module in OTHERS:
         yield from map(other_than_attention, module.configurations())
@@ -169,6 +178,14 @@ def around_the_cache() -> Iterator[Shipped]:
         yield write(dtype, dim, norm, "halves", 16)
 
 
+def around_later_groups() -> Iterator[Shipped]:
+    """Attention and writes of layers in a later KV group, with other head sizes than the first."""
+    for dtype, dim, num_tokens in product(("bf16", "bf16 over fp8"), (64, 192), (16, 4096)):
+        yield write(dtype, dim, "none", "halves", num_tokens, is_later=True)
+    for dtype, form in product(("bf16", "bf16 over fp8"), FORMS):
+        yield attention(dtype, 192, 64, form, frozenset(("window", "sinks", LATER)))
+
+
 def around_parts() -> Iterator[Shipped]:
     """Merges of partial attention, and plans of which program reads which keys."""
     for parts, dim in product((2, 32), HEAD_DIMS):
@@ -188,17 +205,23 @@ def other_than_attention(launch: Launch) -> Shipped:
     return Shipped(f"{name}, {str(dtype).removeprefix('torch.')}", lambda: launch, needs)
 
 
-def _meta(num_seqs: int, query_len: int, page: int) -> AttentionMeta:
+def _meta(num_seqs: int, query_len: int, page: int, *, is_aligned: bool = True) -> AttentionMeta:
+    """is_aligned: block tables and slots begin at a multiple of 16 bytes, as the first group's."""
+
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
+
+    def of_group(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        rest = ints(math.prod(shape) + 1, dtype=dtype)
+        return rest[:-1].view(shape) if is_aligned else rest[1:].view(shape)
 
     num_tokens = num_seqs * query_len
     return AttentionMeta(
         query_start=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
         seq_lens=ints(num_seqs) + 8192,
-        block_tables=ints(num_seqs, 256),
+        block_tables=of_group(num_seqs, 256),
         positions=ints(num_tokens, dtype=torch.int64),
-        slots=ints(num_tokens, dtype=torch.int64),
+        slots=of_group(num_tokens, dtype=torch.int64),
         block_size=page,
         num_decodes=num_seqs if query_len == 1 else 0,
         max_query_len=query_len,

@@ -189,6 +189,16 @@ def test_every_kind_of_layer(family: str, keys: Keys, tmp_path: Path) -> None:
     serve(model(tmp_path, family, **options), keys, 2, 8)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
+def test_tensors_of_groups_that_begin_anywhere(
+    max_num_seqs: int, keys: Keys, tmp_path: Path
+) -> None:
+    """Block tables and cache slots of all groups but the first are not aligned."""
+    root = model(tmp_path, "gemma3", num_hidden_layers=3)
+    options = {"max_num_batched_tokens": 507, "max_model_len": 2048 + 100}
+    serve(root, keys, 2, max_num_seqs, False, **options)
+
+
 QUANTIZED = {
     "int8": (None, {}),
     "fp8": (None, {}),

@@ -80,5 +80,11 @@ def test_write_compiles(case: dict[str, Any]) -> None:
     check(shipped.write(at_home(case), case["head_dim"], *kinds), case["device"])
 
 
+@pytest.mark.parametrize("num_tokens", [16, 4096])
+def test_write_of_a_later_group_compiles(num_tokens: int) -> None:
+    """Of layers with other sizes than those of the first."""
+    check(shipped.write("bf16", 192, "none", "halves", num_tokens, is_later=True), FIRST)
+
+
 def test_merge_compiles() -> None:
     check(shipped.merge(16, 128), FIRST)

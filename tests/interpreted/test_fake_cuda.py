@@ -110,6 +110,20 @@ def test_a_draft_model_is_in_order_too(model):
     assert not cuda.faults
 
 
+@pytest.mark.parametrize("mode", ["recorded", "drafts"])
+def test_a_model_of_several_kv_groups_is_in_order_too(mode, tmp_path):
+    """Its blocks leave their windows while it decodes."""
+    sizes = {**SHAPE, "num_hidden_layers": 3, "sliding_window": 7}
+    case = CASES["gemma3"]
+    save(random_model(config_of(Case(case.family, {**case.options, **sizes})), seed=0), tmp_path)
+    with llm_for(tmp_path, device="cpu") as llm:
+        expected = tokens(run(llm, 3, 12))
+    with FakeCuda() as cuda, llm_for(tmp_path, **MODES[mode]) as llm:
+        assert len(llm.llm_engine.stats().kv_groups) == 3
+        assert tokens(run(llm, 3, 12)) == expected
+    assert not cuda.faults
+
+
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
     with FakeCuda() as cuda:
