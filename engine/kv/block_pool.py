@@ -81,7 +81,7 @@ class PrefixCache:
         twins = self._twins.get(block_hash)
         if twins is None:
             del self._block[block_hash]
-            self.evictions.add(block_hash)
+            self.evictions.add_each((block_hash,))
             if self.on_loss is not None:
                 self.on_loss(block_hash)
             if self.watch is not None:
@@ -106,13 +106,14 @@ class PrefixCache:
                 hashes[block] = None
                 del by_hash[block_hash]
                 lost.append(block_hash)
-        self.evictions.add_each(lost)
+        if lost:
+            self.evictions.add_each(lost)
         self.version += 1
         self.num_losses += 1
 
     def clear(self) -> None:
         """Remove all blocks from the cache without calling ``on_loss``."""
-        self.evictions.add_each(self._block)
+        self.evictions.add_each(list(self._block))
         self.hashes[:] = [None] * len(self.hashes)
         self._block.clear()
         self._twins.clear()

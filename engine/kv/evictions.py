@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -13,7 +15,7 @@ MOST_KEPT = 1 << 16  # 10 to 20 MB
 
 class Latest(Generic[Value]):
     """A map from hashes to values that keeps at least the ``num_kept`` latest entries, and at most
-    twice as many."""
+    three times as many."""
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
@@ -32,32 +34,39 @@ class Latest(Generic[Value]):
         self.put_each((key,), value)
 
     def put_each(self, keys: Iterable[bytes], value: Value) -> None:
-        """Set one value for several hashes."""
-        new, num_kept = self._new, self._num_kept
-        for key in keys:
-            new[key] = value
-            if len(new) >= num_kept:
-                self._old = new
-                new = self._new = {}
+        """Set one value for at most ``num_kept`` hashes."""
+        self._new.update(zip(keys, repeat(value)))
+        if len(self._new) >= self._num_kept:
+            self._old, self._new = self._new, {}
 
 
 class Evictions:
-    """The time at which each block hash was last evicted, in seconds. ``now``: the present time,
-    which the scheduler sets in each step."""
+    """The times at which hashes were last evicted, in seconds. ``now``: the present time, which the
+    scheduler sets in each step.
+
+    Evictions are only noted when they happen, in steps that decode too. They are sorted by hash
+    when a time is looked up."""
 
     def __init__(self, num_blocks: int) -> None:
         self.now = 0.0
-        self._times: Latest[float] = Latest(min(max(num_blocks, LEAST_KEPT), MOST_KEPT))
+        self._num_kept = min(max(num_blocks, LEAST_KEPT), MOST_KEPT)
+        self._times: Latest[float] = Latest(self._num_kept)
+        self._unsorted: deque[tuple[float, Sequence[bytes]]] = deque()
+        self._num_unsorted = 0
 
-    def add(self, key: bytes) -> None:
-        """Remember that the last block with this hash is evicted now."""
-        self._times.put(key, self.now)
-
-    def add_each(self, keys: Iterable[bytes]) -> None:
-        """``add`` each of these hashes."""
-        self._times.put_each(keys, self.now)
+    def add_each(self, keys: Sequence[bytes]) -> None:
+        """Note that the last blocks with these hashes are evicted now."""
+        unsorted = self._unsorted
+        unsorted.append((self.now, keys[-self._num_kept :]))
+        self._num_unsorted += len(unsorted[-1][1])
+        while self._num_unsorted - len(unsorted[0][1]) >= self._num_kept:
+            self._num_unsorted -= len(unsorted.popleft()[1])
 
     def age(self, key: bytes) -> float | None:
-        """Seconds since this hash was evicted; None if it was not, or if it was forgotten."""
-        time = self._times.get(key, None)
-        return None if time is None else max(0.0, self.now - time)
+        """Seconds since this hash was evicted; ``None`` if it was not, or was forgotten."""
+        for time, keys in self._unsorted:
+            self._times.put_each(keys, time)
+        self._unsorted.clear()
+        self._num_unsorted = 0
+        evicted = self._times.get(key, None)
+        return None if evicted is None else max(0.0, self.now - evicted)

@@ -180,6 +180,7 @@ class PrefixIndex:
         self.events = events
         self._cache = cache
         self._groups = tuple(groups)
+        self._has_windows = any(group.window for group in groups)
         self._chains = chains
         self._block_size = chains.block_size
         if events is not None:
@@ -224,7 +225,7 @@ class PrefixIndex:
             self._chains.extend_each([chains[i] for i in late], [reqs[i] for i in late])
         blocks = [each.tables[0][index] for each, index in zip(allocations, nth, strict=True)]
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
-        if NULL_BLOCK in blocks:  # as in ``publish``
+        if self._has_windows and NULL_BLOCK in blocks:  # as in ``publish``
             hashes = [each for each, block in zip(hashes, blocks, strict=True) if block]
             blocks = [block for block in blocks if block]
         self._cache.publish_each(blocks, hashes)

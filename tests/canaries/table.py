@@ -53,7 +53,12 @@ CANARIES = (
         "            self._num_used[g] -= self._pool.num_free - num_free\n",
         "",
     ),
-    Canary("forget which blocks were evicted", POOL, "        self.evictions.add_each(lost)\n", ""),
+    Canary(
+        "forget which blocks were evicted",
+        POOL,
+        "            self.evictions.add_each(lost)\n",
+        "            pass\n",
+    ),
     Canary(
         "tell the worker a wrong entry",
         TABLES,

@@ -8,7 +8,7 @@ from support.simulate import Run, make_request, make_run
 
 from engine.config.kv_groups import Group
 from engine.config.sched import SchedulerConfig
-from engine.kv.evictions import Latest
+from engine.kv.evictions import Evictions, Latest
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import MediaItem
@@ -230,8 +230,20 @@ def test_the_latest_evictions_are_kept_and_the_memory_is_bounded():
         assert latest.get(b"%d" % max(0, number - 9), None) == max(0, number - 9)
         assert len(latest) <= 20
     assert latest.get(b"5", None) is None
-    latest.put_each([b"%d" % number for number in range(1000)], 7)
-    assert len(latest) <= 20 and latest.get(b"999", None) == 7
+
+
+def test_only_the_latest_evictions_are_remembered():
+    evictions, keys = Evictions(10), [b"%d" % number for number in range(9000)]
+    for number in range(5000):
+        evictions.now = float(number)
+        evictions.add_each(keys[number : number + 1])
+        if number % 700 == 0:
+            assert evictions.age(keys[number]) == 0.0
+    assert evictions.age(keys[4000]) == 999.0 and evictions.age(keys[1000]) is None
+    evictions.now = 6000.0
+    evictions.add_each(keys)
+    evictions.now = 6001.0
+    assert evictions.age(keys[-1]) == 1.0 and evictions.age(keys[0]) is None
 
 
 # -- with a scheduler
