@@ -67,6 +67,7 @@ RUNS = (
     ("arrivals", {"D": "admission"}, "admission.py --vllm-python PYTHON"),
     ("processes", {"C": "wire-overhead"}, "wire_overhead.py --vllm-python PYTHON"),
     ("GPU", {"E": DEVICE}, "device.py"),
+    ("windows", {"A": "windows"}, "windows.py"),
 )
 
 W1 = "32 requests at once, 256 tokens in, 64 out"
@@ -301,12 +302,56 @@ def device() -> str:
     return table(("share of the floor in parentheses", "Qwen3-0.6B", "Llama-3.1-8B"), rows)
 
 
+def windows() -> str:
+    """The fourth table: models with sliding windows, next to one group of full attention."""
+    found = kept("windows")
+    held = {each["model"]: each for each in found["held"]}
+    models = ("Gemma-3-27B", "gpt-oss-20b", "Mistral-7B-v0.1", "Gemma-3-270M")
+    none = [""] * (len(models) - 1)
+
+    def both(ours: float, other: float) -> str:
+        return f"{number(ours)} ({number(other)})"
+
+    def floor(model: str) -> str:
+        steps = found["floor_ms"].get(model)
+        return both(*steps["8"].values()) if steps else ""
+
+    service = found["service"]
+    most = [each["most"] for each in service["running"].values()]
+    firsts = service["first_tokens_s"]["0.8"].values()
+    rows = [
+        [
+            "KV held while decoding, MiB",
+            *(both(held[name]["held"] / 2**20, held[name]["one_group"] / 2**20) for name in models),
+        ],
+        [
+            "of this, more than layers need",
+            *(f"{100 * (held[name]['held'] / held[name]['needed'] - 1):.1f} %" for name in models),
+        ],
+        ["decode step of 8, E, estimate: ms (if no layer had a window)", *map(floor, models)],
+        [
+            f"requests in {service['pool_gib']:g} GiB of KV, simulated",
+            "{:.0f} ({:.0f})".format(*most),
+            *none,
+        ],
+        *(
+            [
+                f"first token {quantile} at 0.8 of one group's capacity, simulated: s",
+                both(*(each[quantile] for each in firsts)),
+                *none,
+            ]
+            for quantile in ("p50", "p99")
+        ),
+    ]
+    return table(("after 32,768 tokens (all layers in one KV group)", *models), rows)
+
+
 def _row(section: str, **wanted: Any) -> dict[str, Any]:
     rows: list[dict[str, Any]] = kept(DEVICE)["sections"][section]["rows"]
     return next(row for row in rows if all(row[key] == value for key, value in wanted.items()))
 
 
-WRITERS = {each.__name__: each for each in (why, short, runs, cpu, scheduling, device)}
+WRITERS = {each.__name__: each for each in (why, short, runs, cpu, scheduling, device, windows)}
 PLACES = re.compile(rf"<!-- ({'|'.join(WRITERS)}) -->\n.*?<!-- \1 end -->\n", re.DOTALL)
 
 
