@@ -74,6 +74,7 @@ class Thrashes(FCFS):
 def test_a_good_policy_passes() -> None:
     tally = check_policy(Good, steps=500)
     assert tally.num_steps >= 500 and tally.steps_by_policy["Good"] == tally.num_steps
+    assert tally.steps_by_windows.total() == tally.num_steps and len(tally.steps_by_windows) > 1
 
 
 @pytest.mark.parametrize(
