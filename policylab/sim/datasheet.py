@@ -1,19 +1,23 @@
 """Estimate step times from a model's sizes and a processor's data sheet.
 
 A step takes the larger of two times, reading the weights once and multiplying each token by them,
-plus the time to read the KV cache and a launch cost. A fixed share of the peak rates is assumed
-(roofline model: Williams, Waterman and Patterson, 2009).
+plus the time to read the KV cache, of which layers with a sliding window read only that, and a
+launch cost. A fixed share of the peak rates is assumed (roofline model: Williams, Waterman and
+Patterson, 2009).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.sched.predict.profile import Profile
+from engine.sched.predict.profile import Profile, WindowCost
+from policylab.sim.kv_groups import windows_of
 
 OF_BANDWIDTH = 0.8  # share of the peak that well-made kernels reach
 OF_FLOPS = 0.6
@@ -83,7 +87,9 @@ def from_datasheet(text: str) -> Profile:
             f"--profile is {text!r}, must be a file or MODEL@DEVICE; models are "
             f"{', '.join(MODELS)} or the path of a config.json, devices {', '.join(DEVICES)}"
         )
-    return _profile(text, _config(model), DEVICES[name], int(count))
+    config = _config(model)
+    windows = [] if model in MODELS else windows_of(Path(model))
+    return _profile(text, config, windows, DEVICES[name], int(count))
 
 
 def _config(model: str) -> dict[str, Any]:
@@ -104,7 +110,11 @@ def _config(model: str) -> dict[str, Any]:
     return config
 
 
-def _profile(name: str, config: dict[str, Any], device: Device, count: int) -> Profile:
+def _profile(
+    name: str, config: dict[str, Any], windows: Sequence[int], device: Device, count: int
+) -> Profile:
+    """The profile of a model on ``count`` devices. windows: of each layer in tokens, 0 for full
+    attention; empty if all layers have full attention."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
@@ -116,14 +126,17 @@ def _profile(name: str, config: dict[str, Any], device: Device, count: int) -> P
     reading = BYTES * (weights + output) / bandwidth
     token = 2 * weights / flops
     knee = max(1, round(reading / token))
-    cached = 2 * BYTES * kv_heads * head * layers / bandwidth
-    pair = 4 * heads * head * layers / flops
+    cached = 2 * BYTES * kv_heads * head / bandwidth  # in one layer
+    pair = 4 * heads * head / flops
+    sizes = Counter(windows or [0] * layers)
+    num_full = sizes.pop(0, 0)
     #            step             prompt  sequence            decode  context  attention
-    charged = [LAUNCH + reading, 0.0, 2 * output / flops, 0.0, cached, pair]
+    charged = [LAUNCH + reading, 0.0, 2 * output / flops, 0.0, cached * num_full, pair * num_full]
     return Profile(
         name=f"{name}, by data sheet",
         is_calibrated=False,
         knots=[knee],
         coefficients=[*charged, 0.0, token],
+        windows=[WindowCost(size, cached * num, pair * num) for size, num in sorted(sizes.items())],
         source={"bandwidth": device.bandwidth, "flops": device.flops, "devices": count},
     )

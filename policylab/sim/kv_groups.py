@@ -18,6 +18,7 @@ FORM = re.compile(r"(-?\d+)(?:\*(\d+))?")
 MOST_GROUPS = 256
 BYTES = 2  # of a number in the cache
 EXAMPLE = "0,1024*5"
+SLIDING = "sliding_attention"
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:
@@ -53,12 +54,8 @@ def layout_of(
 ) -> KVLayout:
     """The layout of the KV cache, in 16-bit numbers, of the model whose config.json is at ``path``.
     max_model_len: ``None`` for the model's own limit. Raises ``ConfigError``."""
-    from transformers import AutoConfig
-
-    folder = path if path.is_dir() else path.parent
     try:
-        known = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        config = known.get_text_config(decoder=True)
+        config = _decoder_config(path)
         layers = layers_of(config)
         longest = max_model_len or int(config.max_position_embeddings)
     except Exception as error:  # code of transformers, run on the user's file
@@ -74,10 +71,31 @@ def layout_of(
     )
 
 
+def windows_of(path: Path) -> list[int]:
+    """The sliding window of each layer in tokens, 0 for full attention, of the model whose
+    config.json is at ``path``; empty if transformers does not know the model."""
+    try:
+        config = _decoder_config(path)
+        kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+        return [_paged(*each).window for each in zip(config.per_layer_config, kinds, strict=True)]
+    except Exception:  # code of transformers, run on the user's file
+        return []
+
+
+def _decoder_config(path: Path) -> Any:
+    """The configuration of a model's decoder, as transformers reads it from a config.json."""
+    from transformers import AutoConfig
+
+    folder = path if path.is_dir() else path.parent
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config(
+        decoder=True
+    )
+
+
 def layers_of(config: Any) -> list[LayerCache]:
     """What each layer keeps in the cache, by transformers' configuration of a decoder."""
     num_own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_own
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * num_own
     layers: list[LayerCache] = [
         _paged(layer, kind)
         for layer, kind in zip(config.per_layer_config, kinds[:num_own], strict=False)
@@ -91,7 +109,7 @@ def _paged(layer: Any, kind: str) -> PagedKV:
     if getattr(layer, "use_sliding_window", True) is False:
         window = 0
     chunk = getattr(layer, "attention_chunk_size", None) or 0
-    sizes = {"sliding_attention": window, "chunked_attention": chunk, "full_attention": 0}
+    sizes = {SLIDING: window, "chunked_attention": chunk, "full_attention": 0}
     num_heads = layer.num_attention_heads
     return PagedKV(
         num_kv_heads=getattr(layer, "num_key_value_heads", None) or num_heads,

@@ -561,7 +561,8 @@ def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
     """The parameters of the step cost as plain data."""
     if isinstance(cost, StepCost):
         return asdict(cost)
-    return {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
+    found = {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
+    return found | ({"windows": cost.windows} if cost.windows else {})
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -163,6 +164,31 @@ def test_a_data_sheet_is_named_a_guess() -> None:
         from_datasheet("llama-8b@h1000")
     with pytest.raises(ConfigError, match="model 'nobody' is none of"):
         from_datasheet("nobody@h100")
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+def test_layers_with_windows_read_no_more_than_these(name: str, tmp_path: Path) -> None:
+    """Requests shorter than a window cost as much as with full attention, longer ones less."""
+    layers = 6 if name == "gemma3_text" else 1
+    sizes = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 30}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = {"model_type": name, "vocab_size": 32000, "sliding_window": 1024, **sizes}
+    kinds = ["full_attention" if i % layers == 5 else "sliding_attention" for i in range(30)]
+    profiles = []
+    for each in ({}, {"layer_types": ["full_attention"] * 30, "sliding_window": None}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": kinds, **each}))
+        profiles.append(from_datasheet(f"{tmp_path}@h100"))
+
+    def decode(profile: Profile, length: int) -> float:
+        return profile.seconds(StepShape(8, 8, 8, 8 * length, 8 * (length + 1), 0.0))
+
+    local, full = profiles
+    assert decode(local, 1000) == pytest.approx(decode(full, 1000))
+    more = decode(full, 32768) - decode(full, 1024)
+    expected = more * kinds.count("full_attention") / 30
+    assert decode(local, 32768) - decode(local, 1024) == pytest.approx(expected, abs=1e-7)
+    prompt = StepShape(1, 8192, 0, 0, 8192 * 8193 // 2, 0.0)
+    assert local.seconds(prompt) < full.seconds(prompt)
 
 
 def test_calibrate_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

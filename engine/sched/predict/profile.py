@@ -45,9 +45,25 @@ class HostCost(msgspec.Struct, frozen=True):
         return self.step + self.sequence * num_seqs + added
 
 
+class WindowCost(msgspec.Struct, frozen=True):
+    """The cost of attention in layers with a sliding window of ``size`` tokens, in seconds."""
+
+    size: int
+    context: float
+    """Seconds per token in the KV cache that a row reads."""
+    attention: float
+    """Seconds per pair of a new token and a token in its window."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """The cost of a step of this shape in seconds, if all its rows are equally long."""
+        read = min(shape.context, self.size * shape.num_seqs)
+        pairs = min(shape.attention, self.size * shape.num_tokens)
+        return self.context * read + self.attention * pairs
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicts the seconds of a step: the sum of its features times their coefficients, times a
-    factor for the kind of step (regime)."""
+    """Predicts the seconds of a step: the sum of its features times their coefficients and of
+    ``windows``, times a factor for the kind of step (regime)."""
 
     format: int = FORMAT
     name: str
@@ -59,6 +75,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, none below 0: for each of ``FEATURES``, then per token below the first knot, between
     knots, and above the last knot."""
     factors: dict[str, float] = {}
+    windows: list[WindowCost] = []
+    """Layers with windows, which the coefficients of "context" and "attention" leave out."""
     host: HostCost = HostCost()
     noise: list[tuple[str, float]] = []
     """For each of a number of consecutive steps: its regime, and its measured seconds divided by
@@ -74,6 +92,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """The mean duration of a step of this shape, from its plan to its result."""
         charged = features(shape, self.knots)
         sums = sum(c * x for c, x in zip(self.coefficients, charged, strict=True))
+        sums += sum(window.seconds(shape) for window in self.windows)
         return sums * self.factors.get(regime(shape), 1.0)
 
     def write(self, path: str | Path) -> None:
