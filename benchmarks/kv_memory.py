@@ -42,6 +42,7 @@ def mixed(num: int, local: PagedKV, period: int, full: PagedKV | None = None) ->
     return [local if (index + 1) % period else full for index in range(num)]
 
 
+MIMO_FULL = paged(4, 192, value_dim=128)
 GEMMA_3N = mixed(20, paged(2, 256, 512), 5)
 GEOMETRIES: dict[str, list[LayerCache]] = {
     "Gemma-3-27B": mixed(62, paged(16, 128, 1024), 6),
@@ -59,10 +60,7 @@ GEOMETRIES: dict[str, list[LayerCache]] = {
     "Command-R7B": mixed(32, paged(8, 128, 4096), 4),
     "OLMo-3-7B": mixed(32, paged(32, 128, 4096), 4),
     "OLMo-3-32B": mixed(64, paged(8, 128, 4096), 4),
-    "MiMo-V2-Flash": [
-        paged(4, 192, value_dim=128),
-        *mixed(47, paged(8, 192, 128, value_dim=128), 6, paged(4, 192, value_dim=128)),
-    ],
+    "MiMo-V2-Flash": [MIMO_FULL, *mixed(48, paged(8, 192, 128, value_dim=128), 6, MIMO_FULL)[1:]],
     "Llama-4-Scout": mixed(48, paged(8, 128, 8192, is_chunked=True), 4),
 }
 

@@ -281,8 +281,7 @@ class KVManager:
     def trim(self, req: KVRequest) -> None:
         """Release the request's blocks that have left their windows, between two plans. ``reserve``
         does so too, but not before a decoding request needs its next block."""
-        allocation = self._found(req)
-        if self.tables.windows and allocation is not None:
+        if self.tables.windows and (allocation := self._found(req)) is not None:
             self.tables.trim_between_plans(req.row, allocation, _first_query(req))
 
     def start_load(self, req: KVRequest) -> None:

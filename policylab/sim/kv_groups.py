@@ -111,8 +111,11 @@ def _paged(layer: Any, kind: str) -> PagedKV:
     chunk = getattr(layer, "attention_chunk_size", None) or 0
     sizes = {SLIDING: window, "chunked_attention": chunk, "full_attention": 0}
     num_heads = layer.num_attention_heads
+    num_kv_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+    if layer.model_type == "mimo_v2_flash" and kind == SLIDING:
+        num_kv_heads *= 2  # in its code, not in its configuration
     return PagedKV(
-        num_kv_heads=getattr(layer, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // num_heads,
         value_dim=getattr(layer, "v_head_dim", None) or 0,
         window=sizes[kind],
