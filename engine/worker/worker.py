@@ -264,6 +264,10 @@ class ModelWorker:
         layers = stored_as(model.cache_spec, self._kv_dtype)
         keeps_all = any(feature.reads_first_group for feature in self._features)
         if keeps_all and all(layer.window for layer in layers if isinstance(layer, PagedKV)):
+            logger.info(
+                "all layers of the model have windows, but keep the KV of all tokens: the draft "
+                "model needs a block for each of them"
+            )
             return layers, one_group(layers, config.block_size)
         layout = make_layout(
             layers,

@@ -127,6 +127,7 @@ FAMILIES: dict[str, Callable[[random.Random, Options], Options]] = {
     "Gemma3TextConfig": _typed(query_pre_attn_scalar=16),
     "Gemma3nTextConfig": _gemma3n,
     "Gemma4TextConfig": _gemma4,
+    "Gemma4UnifiedTextConfig": _gemma4,
     "MistralConfig": _plain(),
     "MinistralConfig": _typed(),
     "Ministral3Config": _ministral3,
