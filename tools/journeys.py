@@ -192,8 +192,9 @@ async def cancel_streams(recorder: Recorder) -> None:
 
 def generate(recorder: Recorder) -> None:
     from engine import LLM, SamplingParams
+    from engine.assets import BOX_MODEL
 
-    llm = LLM(log_level="warning", disable_log_stats=True)
+    llm = LLM(BOX_MODEL, log_level="warning", disable_log_stats=True)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     for number in range(1, TIMES + 1):
         prompt = f"def function_{number}(x):"
@@ -211,8 +212,9 @@ JOURNEYS: dict[str, Callable[[Recorder], None]] = {
 def compile_kernels() -> None:
     """Compile the kernels before calls are recorded, which would slow the compiler."""
     from engine import LLM, SamplingParams
+    from engine.assets import BOX_MODEL
 
-    llm = LLM(log_level="warning", disable_log_stats=True)
+    llm = LLM(BOX_MODEL, log_level="warning", disable_log_stats=True)
     llm.generate(["def f(x):"], SamplingParams(max_tokens=2, temperature=0.0))
     llm.shutdown()
 

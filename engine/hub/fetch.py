@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config.model import ModelConfig, is_hub_name
 from engine.errors import ConfigError
+from engine.gguf.link import is_gguf_path
 from engine.hub.files import Repository
 
 
@@ -36,6 +37,10 @@ def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConf
         tokenizer = _fetch(config, "tokenizer", source, revision, False, True)
     elif revision is not None and not is_hub_name(source or config.model):
         raise _no_revision("tokenizer_revision", revision, "tokenizer", source or config.model)
+    if for_core or for_text:
+        model = _directory(model)
+    if for_text and tokenizer is not None:
+        tokenizer = _directory(tokenizer)
     return replace(
         config,
         model=model,
@@ -44,6 +49,16 @@ def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConf
         tokenizer_revision=None,
         hf_token=None,
     )
+
+
+def _directory(model: str) -> str:
+    """Return the model directory of a GGUF file; other values unchanged."""
+    if is_hub_name(model) or not is_gguf_path(model):
+        return model
+    # Imported here: the gguf package is needed for such files only.
+    from engine.gguf.directory import directory_of
+
+    return str(directory_of(model))
 
 
 def _fetch(
@@ -58,11 +73,13 @@ def _fetch(
     from engine.hub.download import download
 
     cache = config.download_dir
+    name, _, gguf = name.partition(":")
     return str(
         download(
             Repository(
                 option=option,
                 name=name,
+                gguf=gguf or None,
                 revision=revision,
                 token=config.hf_token,
                 cache=None if cache is None else str(Path(cache).expanduser()),
@@ -76,6 +93,6 @@ def _fetch(
 
 def _no_revision(option: str, revision: str, what: str, value: str) -> ConfigError:
     return ConfigError(
-        f"{option} is {revision!r}, but {what} is {value!r}, a local directory, which has no "
+        f"{option} is {revision!r}, but {what} is {value!r}, a local path, which has no "
         f"revisions; leave {option} out, or name a repository"
     )

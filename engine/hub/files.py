@@ -34,6 +34,8 @@ class Repository:
 
     option: str
     name: str
+    gguf: str | None = None
+    """Type of quantisation, or name, of the GGUF file to fetch; ``None``: a model directory."""
     revision: str | None = None
     token: str | bool | None = field(default=None, repr=False)
     cache: str | None = None

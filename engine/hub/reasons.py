@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from engine.errors import ModelError
-from engine.hub import files
+from engine.hub import files, gguf_files
 from engine.hub.files import Repository
 
 LOGIN = "hf_token, HF_TOKEN or `hf auth login`"
@@ -26,8 +26,9 @@ MAX_LINE = 200
 
 def spelled(repository: Repository) -> str:
     """Return a repository's name for errors: the option, its value and the revision."""
+    name = repository.name + (f":{repository.gguf}" if repository.gguf else "")
     of_revision = "" if repository.revision is None else f" at revision {repository.revision!r}"
-    return f"{repository.option} {repository.name!r}{of_revision}"
+    return f"{repository.option} {name!r}{of_revision}"
 
 
 def is_final(error: Exception) -> bool:
@@ -132,6 +133,8 @@ def check_weights(repository: Repository, endpoint: str, names: Collection[str])
     if files.INDEX in names or files.weights_at_top(names):
         return
     where = spelled(repository)
+    if ggufs := gguf_files.models_of(names):
+        raise only_gguf(repository, list(ggufs))
     if pickles := files.of_kind(names, ".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(
             f"{where} has weights only as pickles ({pickles[0]}), which can run code when they are "
@@ -140,14 +143,17 @@ def check_weights(repository: Repository, endpoint: str, names: Collection[str])
             "convert it yourself with transformers: AutoModelForCausalLM.from_pretrained(name)"
             ".save_pretrained(path)"
         )
-    if ggufs := files.of_kind(names, ".gguf"):
-        raise ModelError(
-            f"{where} has weights only as GGUF ({ggufs[0]}), which is not supported; use the "
-            "repository of the original model"
-        )
     raise ModelError(
         f"{where} has no *.safetensors weights; use a repository that has some, or "
         'load_format="dummy" for random weights'
+    )
+
+
+def only_gguf(repository: Repository, names: list[str]) -> ModelError:
+    """Make the error for a repository with GGUF files alone, of which none was chosen."""
+    return ModelError(
+        f"{spelled(repository)} has weights only as GGUF: choose one with "
+        f"{gguf_files.options(repository, names)}"
     )
 
 

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
+from engine.gguf.link import gguf_file
 from engine.kv.layout import LayerCache, SharedKV
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
@@ -34,12 +36,14 @@ from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, cac
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
     Misfit,
+    causal_class,
     check_class,
     check_support,
     read_hf_config,
     refusal,
 )
 from engine.models.general_trial import Findings, is_close, run_trial
+from engine.models.gguf_weights import GgufCheckpoint, state_dict
 
 logger = logging.getLogger("engine.models")
 
@@ -180,18 +184,25 @@ def _stored(
     config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the module with the weights of the directory. Raises ``ModelError`` if some are
-    missing."""
+    missing, or of another model."""
+    options: dict[str, Any] = {
+        "config": hf,
+        "dtype": dtype,
+        "attn_implementation": TRIAL,
+        "output_loading_info": True,
+    }
+    file = gguf_file(info.path)
     with _no_progress_bar():
-        causal, report = AutoModelForCausalLM.from_pretrained(
-            info.path,
-            config=hf,
-            dtype=dtype,
-            attn_implementation=TRIAL,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
+        if file is None:
+            causal, report = AutoModelForCausalLM.from_pretrained(
+                info.path,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                **options,
+            )
+        else:
+            causal, report = _of_gguf(file, hf, options)
     missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
     if missing:
         raise ModelError(
@@ -199,6 +210,19 @@ def _stored(
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
         )
     return causal
+
+
+def _of_gguf(
+    file: Path, hf: PreTrainedConfig, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the module with the weights of a GGUF file; also returns the report on missing ones."""
+    with GgufCheckpoint(file) as checkpoint:
+        state = state_dict(checkpoint, options["dtype"], is_gpt_oss=hf.model_type == "gpt_oss")
+    causal, report = causal_class(hf).from_pretrained(None, state_dict=state, **options)
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        raise ModelError(f"{file} has tensors that its model does not use: {', '.join(unused[:5])}")
+    return causal, report
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def check_support(config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig) ->
     try:
         _check_config(hf)
         if not _is_remote(config, hf):
-            cls = _causal_class(hf)
+            cls = causal_class(hf)
             if info.architecture not in ("", cls.__name__):
                 raise Misfit(
                     f"transformers creates a {cls.__name__} from a {hf.model_type!r} config"
@@ -82,7 +82,7 @@ def layer_types(hf: PreTrainedConfig) -> set[str]:
     return set(getattr(hf.get_text_config(decoder=True), "layer_types", None) or ())
 
 
-def _causal_class(hf: PreTrainedConfig) -> type[Any]:
+def causal_class(hf: PreTrainedConfig) -> type[Any]:
     """The class that transformers would create from a config."""
     known = AutoModelForCausalLM._model_mapping
     if type(hf) not in known:

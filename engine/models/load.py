@@ -6,11 +6,13 @@ import logging
 import time
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
+from engine.gguf.link import gguf_file
 from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
@@ -166,7 +168,7 @@ def load_decoder(
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
         decoder = _build(spec, made_up, dtype, placement)
     else:
-        with Checkpoint(info.path) as checkpoint:
+        with open_checkpoint(info.path) as checkpoint:
             spec = untie_if_different(spec, checkpoint)
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
@@ -192,6 +194,16 @@ def _build(
         decoder = assemble(spec, weights, placement)
         decoder.weight_dtype = dtype
         return decoder
+
+
+def open_checkpoint(root: Path) -> Checkpoint:
+    """Open the weights of a model directory. Raises ``ModelError``."""
+    file = gguf_file(root)
+    if file is None:
+        return Checkpoint(root)
+    from engine.models.gguf_weights import GgufCheckpoint  # imports the gguf package
+
+    return GgufCheckpoint(file)
 
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:

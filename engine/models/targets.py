@@ -139,18 +139,26 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
             (rows, hidden),
             *(expert_parts(spec, block, e, halves) for block in blocks for halves in GATE_UP),
             *(stacked(f"{block}experts.gate_up_proj", spec, e, (rows, hidden)) for block in blocks),
+            *(
+                (
+                    *stacked(f"{block}experts.gate_proj.weight", spec, e, (rows // 2, hidden)),
+                    *stacked(f"{block}experts.up_proj.weight", spec, e, (rows // 2, hidden)),
+                )
+                for block in blocks
+            ),
         )
         down = (hidden, moe.intermediate_size)
         yield target(
             f"{ours}{e}.down",
             down,
             *((whole(f"{b}experts.{e}.{n}.weight", *down),) for b in blocks for n in DOWN),
-            *(stacked(f"{block}experts.down_proj", spec, e, down) for block in blocks),
+            *(stacked(f"{b}experts.{n}", spec, e, down) for b in blocks for n in STACKED_DOWN),
         )
 
 
 GATE_UP = (("gate_proj", "up_proj"), ("w1", "w3"))
 DOWN = ("down_proj", "w2")
+STACKED_DOWN = ("down_proj", "down_proj.weight")
 
 
 def expert_parts(

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.assets import BOX_MODEL
-from engine.config.model import is_hub_name
+from engine.assets import served_name
+from engine.config.model import is_hub_name, name_of_gguf
 from engine.errors import ConfigError
-
-BOX_NAME = "box"
+from engine.gguf.link import is_gguf_path
 
 
 class ServedNames(NamedTuple):
@@ -28,8 +27,9 @@ class ServedNames(NamedTuple):
 
 
 def names_of(model: str, chosen: Sequence[str] = ()) -> ServedNames:
-    """The ``chosen`` names; by default the name of the model's repository, ``box`` for the model in
-    the package, or the last part of the model's path. Raises ``ConfigError`` for an empty name."""
+    """Return the ``chosen`` names, by default one: that of the model's repository, that of a model
+    which a package contains, or the last part of the model's path, without the ending of a GGUF
+    file. Raises ``ConfigError`` for an empty name."""
     if not all(name.strip() for name in chosen):
         raise ConfigError("served_model_name has an empty name: name it, or leave the option out")
     if chosen:
@@ -37,8 +37,11 @@ def names_of(model: str, chosen: Sequence[str] = ()) -> ServedNames:
     if is_hub_name(model):
         return ServedNames((model,))
     whole = Path(model).expanduser().absolute()
-    if whole == BOX_MODEL.absolute():
-        name = BOX_NAME
+    own = served_name(whole)
+    if own is not None:
+        name = own
+    elif is_gguf_path(model):
+        name = name_of_gguf(whole)
     else:
         name = whole.name if whole.name not in ("", "..") else whole.resolve().name
     paths = dict.fromkeys((model, str(whole), str(whole.resolve())))

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from engine.config.model import ModelConfig, read_json, read_model_info
+from engine.config.model import GGUF_LINK, ModelConfig, read_json, read_model_info
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.chat import Messages, read_templates, render_chat
 from engine.text.token_bytes import TokenBytes
@@ -207,9 +207,10 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     if (root / "tokenizer.json").is_file():
         return _read_tokenizer(root)
     if not any((root / name).is_file() for name in OTHER_FILES):
+        reason = (read_json(root / GGUF_LINK) or {}).get("no_tokenizer")
         raise ModelError(
-            f"{root} has no tokenizer.json; set tokenizer to the directory of the tokenizer, or "
-            "skip_tokenizer_init=True to work with token ids only"
+            f"{reason or f'{root} has no tokenizer.json'}; set tokenizer to the directory of the "
+            "tokenizer, or skip_tokenizer_init=True to work with token ids only"
         )
     return _convert_tokenizer(root, config.trust_remote_code)
 

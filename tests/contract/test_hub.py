@@ -334,7 +334,7 @@ def test_a_missing_revision_names_those_there_are(hub: FakeHub, fetch: Fetch) ->
     [
         ({"pytorch_model.bin": b"p"}, r"only as pickles \(pytorch_model.bin\).*refs/pr/N"),
         ({"consolidated.00.pth": b"p"}, r"only as pickles \(consolidated.00.pth\)"),
-        ({"model-q4.gguf": b"g"}, r"only as GGUF \(model-q4.gguf\).*the original model"),
+        ({"model-q4.gguf": b"g"}, r"only as GGUF: choose one with org/tiny:q4"),
         ({}, r"no \*.safetensors weights"),
         ({"consolidated.safetensors": b"w"}, r"no \*.safetensors weights"),
     ],

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from support.patience import WAIT_SECONDS
 
+from engine.assets import BOX_MODEL
+
 pytestmark = pytest.mark.usefixtures("can_interrupt")
 
 # Runs in every process of the command before anything else: at the moment that it waits for, a
@@ -54,7 +56,8 @@ class Interrupted(FCFS):
         return super().rank(req, view)
 """
 RUN = "import sys; from engine.cli.entry import run; sys.exit(run())"
-GENERATE = ["generate", "--num-threads", "1", "--max-tokens", "9", "Hello"]
+MODEL = ["--model", str(BOX_MODEL)]
+GENERATE = ["generate", "--num-threads", "1", *MODEL, "--max-tokens", "9", "Hello"]
 OWN = "users_policy.Interrupted"
 JOBS = ["--requests", "300", "--loads", "0.5", "--seeds", "2", "--jobs", "2"]
 
@@ -110,7 +113,7 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
     assert (done.stderr, done.returncode) == ("metronome: interrupted\n", 130), done.stdout
 
 
-SERVE = ["serve", "--port", "0", "--num-threads", "1"]
+SERVE = ["serve", "--port", "0", "--num-threads", "1", *MODEL]
 BENCH = ["bench", "throughput", "--num-prompts", "4"]
 VERIFY = ["verify", "--policy", OWN, "--steps", "50000"]
 APART = [*GENERATE, "--multiprocess"]
@@ -126,7 +129,7 @@ MOMENTS = {
     "starting a core": ("main:import:multiprocessing.popen_spawn_posix", APART),
     "a core that imports": ("child:import:torch", APART),
     "a core that loads": ("child:open:config.json", APART),
-    "a prompt that is typed": ("main:builtins.input:", ["chat", "--num-threads", "1"]),
+    "a prompt that is typed": ("main:builtins.input:", ["chat", "--num-threads", "1", *MODEL]),
     "a step": ("main:test.rank:", [*GENERATE, *OF_OWN]),
     "a step of a core": ("child:test.rank:", [*APART, *OF_OWN]),
     "a measured start": ("child:import:torch", ["bench", "startup", "--num-iters", "1"]),
@@ -186,7 +189,8 @@ def test_sigterm_leaves_nothing(name: str, receiver: str, tmp_path: Path) -> Non
 
 def test_a_command_without_standard_streams_runs() -> None:
     """What it opens must not become standard error, to which libraries write."""
-    command = f"exec {sys.executable} -c '{RUN}' generate --max-tokens 2 x <&- >&- 2>&-"
+    generate = f"generate --model {BOX_MODEL} --max-tokens 2 x"
+    command = f"exec {sys.executable} -c '{RUN}' {generate} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], timeout=WAIT_SECONDS, check=False).returncode == 0
 
 

@@ -12,11 +12,15 @@ import pytest
 from support.patience import WAIT_SECONDS
 from support.permissions import bound
 
+from engine.assets import BOX_MODEL
 from kernels.cpu.disk_cache import CachePlaces, OneSaverAtATime, directory_name
 
 ROOT = Path(__file__).parents[2]
 PREPARE = "from kernels.cpu import slots; import logging; slots.GROW.prepare()"
-GENERATE = ("-m", "engine.cli.main", "generate", "--max-tokens", "3", "--num-threads", "1", "Hello")
+GENERATE = (
+    *("-m", "engine.cli.main", "generate", "--model", str(BOX_MODEL)),
+    *("--max-tokens", "3", "--num-threads", "1", "Hello"),
+)
 UNSET = ("HOME", "NUMBA_CACHE_DIR", "METRONOME_KERNEL_CACHE", "XDG_CACHE_HOME")
 
 

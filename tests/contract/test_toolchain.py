@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import LLM
+from engine.assets import BOX_MODEL
 from engine.errors import ConfigError
 from engine.worker.worker import ModelWorker
 from kernels.toolchain import missing_for_build, why_triton_cannot_start
@@ -60,7 +61,7 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(
     with pytest.raises(
         ConfigError, match=rf"device='cuda' needs Triton.*{told}.*; or use device='cpu'"
     ):
-        LLM(device="cuda")
+        LLM(BOX_MODEL, device="cuda")
 
 
 def test_nothing_is_missing_where_a_module_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from typing import Any
 
 from engine import LLMEngine, RequestOutput, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.messages.params import OutputKind
 
 PROMPTS = ["A list comprehension", "The import statement", "class Reader:", "Return a new"]
 SIZES: dict[str, Any] = {
+    "model": str(BOX_MODEL),
     "max_num_seqs": 32,
     "max_num_batched_tokens": 256,
     "max_model_len": 512,

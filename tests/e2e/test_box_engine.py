@@ -103,14 +103,14 @@ async def test_an_answer_to_a_conversation() -> None:
 )
 def test_what_cannot_work_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(**options)
+        LLM(**{"model": BOX_MODEL, **options})
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(BOX_MODEL / name)
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-        LLM(tmp_path, **SIZES)
-    with LLM(tmp_path, **SIZES, skip_tokenizer_init=True) as llm:
+        LLM(**{**SIZES, "model": tmp_path})
+    with LLM(**{**SIZES, "model": tmp_path}, skip_tokenizer_init=True) as llm:
         (output,) = llm.generate([[5, 6]], greedy(max_tokens=3), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3

@@ -5,6 +5,10 @@ import re
 import subprocess
 import sys
 
+from engine.assets import BOX_MODEL
+
+MODEL = ("--model", str(BOX_MODEL))
+
 
 def metronome(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -15,7 +19,9 @@ def metronome(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_generate_ends_with_a_line_of_figures() -> None:
-    done = metronome("generate", "--max-tokens", "12", "--num-threads", "1", "A list comprehension")
+    done = metronome(
+        *("generate", *MODEL, "--max-tokens", "12", "--num-threads", "1", "A list comprehension")
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("A list comprehension") and done.stderr == ""
     figures = done.stdout.splitlines()[-1]
@@ -34,7 +40,8 @@ def test_startup_is_measured_in_fresh_processes() -> None:
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "engine.cli.main", "generate", "--max-tokens", "50", "Hello"]
+    command = [sys.executable, "-m", "engine.cli.main", "generate", *MODEL, "--max-tokens", "50"]
+    command.append("Hello")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None and running.stderr is not None
         assert running.stdout.read(1) == b"H"

@@ -12,6 +12,7 @@ import pytest
 from support.simulate import make_request
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.cli.main import main
 from engine.ipc.address import address_of
 from engine.rpc.zmq_client import EngineCoreClient
@@ -41,7 +42,7 @@ def test_several_programs_use_one_core_and_the_texts_are_those_of_a_core_of_ones
 ) -> None:
     _, address = core
     with (
-        LLM(num_threads=1) as own,
+        LLM(BOX_MODEL, num_threads=1) as own,
         LLM(core_address=address) as one,
         LLM(core_address=address) as two,
     ):

@@ -18,12 +18,15 @@ import zmq
 from support.patience import WAIT_SECONDS
 from support.served import Served, forked, free_port
 
+from engine.assets import BOX_MODEL
+
 pytest.importorskip("opentelemetry.sdk")
 
 OPTIONS = (
     "--served-model-name", "box", "--num-threads", "1", "--max-model-len", "512",
     "--num-kv-blocks", "400", "--dtype", "float32",
 )  # fmt: skip
+MODEL = ("--model", str(BOX_MODEL))
 PROMPT = list(range(5, 300))
 ADMIN = {"Authorization": "Bearer the-admin"}
 
@@ -116,9 +119,13 @@ def test_all_observers_fail_and_requests_do_not(
 def test_what_is_known_at_the_start_is_an_error(option: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "below")
-    command = [sys.executable, "-m", "engine.cli.main", "generate", "--max-tokens", "2", "x"]
+    command = [sys.executable, "-m", "engine.cli.main", "generate", *MODEL, "--max-tokens", "2"]
     done = subprocess.run(
-        [*command, option, place], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+        [*command, option, place, "x"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
     )
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -133,9 +140,9 @@ def test_a_command_keeps_its_answer_when_its_trace_is_lost(tmp_path: Path) -> No
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))\n"
         "sys.exit(run())\n"
     )
-    command = [sys.executable, "-c", code, "generate", "--max-tokens", "4", "--num-threads", "1"]
+    command = [sys.executable, "-c", code, "generate", *MODEL, "--max-tokens", "4"]
     done = subprocess.run(
-        [*command, "--torch-profiler-dir", str(tmp_path), "Hello"],
+        [*command, "--num-threads", "1", "--torch-profiler-dir", str(tmp_path), "Hello"],
         capture_output=True,
         text=True,
         timeout=WAIT_SECONDS,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, AsyncLLMEngine, EngineArgs, RequestError, SamplingParams
+from engine.assets import BOX_MODEL
 
 PROMPTS = ["A list comprehension", "def f(x):", "Once upon a time", "The", "for i in"] * 2
 TWO = {"multiprocess": True, "data_parallel_size": 2, "num_threads": 2}
@@ -26,7 +27,7 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[LLM]:
-    with LLM(num_threads=1) as llm:
+    with LLM(BOX_MODEL, num_threads=1) as llm:
         yield llm
 
 
@@ -36,7 +37,7 @@ def results(llm: LLM, params: SamplingParams) -> list[Any]:
 
 
 def test_outputs_and_errors_are_those_of_a_core_in_this_process(here: LLM) -> None:
-    with LLM(**TWO) as llm:
+    with LLM(BOX_MODEL, **TWO) as llm:
         for params in PARAMS.values():
             assert results(llm, params) == results(here, params)
         for wrong in ([1 << 30], [], "x" * 100_000):
@@ -52,7 +53,7 @@ def test_outputs_and_errors_are_those_of_a_core_in_this_process(here: LLM) -> No
 @pytest.mark.behaviour(126)
 def test_a_hundred_at_once_with_the_core_in_a_process() -> None:
     greedy, options = PARAMS["greedy"], {"dtype": "float32", "num_threads": 1}  # in any company
-    with LLM(**options) as here:
+    with LLM(BOX_MODEL, **options) as here:
         outputs = here.generate(PROMPTS, greedy, use_tqdm=False)
     wanted = {p: o.outputs[0].text for p, o in zip(PROMPTS, outputs, strict=True)}
 
@@ -82,8 +83,9 @@ def test_the_front_end_of_a_core_elsewhere_loads_no_torch() -> None:
     code = (
         "import sys\n"
         "from engine import LLM\n"
+        "from engine.assets import BOX_MODEL\n"
         "if __name__ == '__main__':\n"
-        "    with LLM(multiprocess=True, num_threads=1) as llm:\n"
+        "    with LLM(BOX_MODEL, multiprocess=True, num_threads=1) as llm:\n"
         "        assert llm.generate('The', use_tqdm=False)[0].finished\n"
         "    assert 'torch' not in sys.modules\n"
     )

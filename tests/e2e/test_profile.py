@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from engine import LLM, AsyncLLMEngine, ConfigError, EngineArgs, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.cli.main import main
 
+MODEL = ("--model", str(BOX_MODEL))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "here": (1, {}),
@@ -28,7 +30,7 @@ def sections_in(path: str) -> Counter[str]:
 def test_every_core_writes_a_trace_of_its_steps(where: str, tmp_path: Path) -> None:
     num_cores, options = WHERE[where]
     directory = tmp_path / "traces"
-    with LLM(num_threads=num_cores, torch_profiler_dir=directory, **options) as llm:
+    with LLM(BOX_MODEL, num_threads=num_cores, torch_profiler_dir=directory, **options) as llm:
         with pytest.raises(ConfigError, match="no profile is being recorded"):
             llm.stop_profile()
         llm.start_profile()
@@ -60,7 +62,7 @@ async def test_profiles_of_an_engine_for_tasks(tmp_path: Path) -> None:
 
 
 def test_without_the_option_it_is_named(tmp_path: Path) -> None:
-    with LLM(num_threads=1) as llm:
+    with LLM(BOX_MODEL, num_threads=1) as llm:
         with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
             llm.start_profile()
         with pytest.raises(ConfigError, match="no profile is being recorded"):
@@ -81,7 +83,8 @@ def test_without_the_option_it_is_named(tmp_path: Path) -> None:
 def test_a_command_records_what_it_does(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "--num-threads", "1", "--torch-profiler-dir", str(tmp_path)]) == 0
+    options = [*MODEL, "--num-threads", "1", "--torch-profiler-dir", str(tmp_path)]
+    assert main([*command, *options]) == 0
     (path,) = tmp_path.iterdir()
     assert f"trace: {path}" in capsys.readouterr().err
     assert sections_in(str(path))["forward"] == 3

@@ -13,6 +13,7 @@ import pytest
 from support.served import Served, forked
 
 from engine import LLM, SamplingParams
+from engine.assets import BOX_MODEL
 
 RECOMMENDED = {"temperature": 0.9, "top_k": 1, "repetition_penalty": 1.1, "max_new_tokens": 24}
 VALUES = {"temperature": 0.9, "top_k": 1, "repetition_penalty": 1.1, "max_tokens": 24}
@@ -98,7 +99,7 @@ def test_a_library_call_without_params_takes_them_and_params_are_complete(
     where: dict[str, Any], directory: Path
 ) -> None:
     options = {"num_threads": 1, "num_kv_blocks": 64, "max_model_len": 256, **where}
-    with LLM(generation_config=directory, **options) as llm:
+    with LLM(BOX_MODEL, generation_config=directory, **options) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(**VALUES)
         ask = {"use_tqdm": False}
         first, second = llm.generate([PROMPT, PROMPT], **ask)
@@ -115,6 +116,7 @@ def test_a_library_call_without_params_takes_them_and_params_are_complete(
 
 def test_commands_take_them_too() -> None:
     command = [sys.executable, "-m", "engine.cli.main", "generate", PROMPT, "--num-threads", "1"]
+    command += ["--model", str(BOX_MODEL)]
     override = ["--override-generation-config", json.dumps({"max_new_tokens": 5})]
 
     def num_tokens(*options: str) -> str:

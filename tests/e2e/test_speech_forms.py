@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
 from engine.server.speech.forms import form_of_answer
 from engine.server.speech.tools import tools_of
@@ -42,7 +43,7 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(max_model_len=1024, num_kv_blocks=200, num_threads=1)
+    made = LLM(BOX_MODEL, max_model_len=1024, num_kv_blocks=200, num_threads=1)
     yield made
     made.shutdown()
 

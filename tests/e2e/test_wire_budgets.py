@@ -8,6 +8,7 @@ from measure import Usage
 from wire_cores import WaitingBuild, cpu_seconds, pid_of, request, start
 
 from engine import LLM, SamplingParams
+from engine.assets import BOX_MODEL
 
 BUSY_CORES = 0.3  # used by others: the machine is not quiet enough for budgets on time
 SECONDS = 5.0
@@ -67,7 +68,8 @@ def test_a_round_trip_takes_less_than_a_millisecond() -> None:
 @pytest.mark.perf
 def test_a_process_of_its_own_costs_little() -> None:
     llms = {
-        place: LLM(multiprocess=place, max_num_seqs=64, disable_log_stats=True) for place in PLACES
+        place: LLM(BOX_MODEL, multiprocess=place, max_num_seqs=64, disable_log_stats=True)
+        for place in PLACES
     }
     seconds: dict[bool, list[float]] = {place: [] for place in PLACES}
     for index in range(6):

@@ -19,6 +19,7 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from engine.assets import BOX_MODEL
 from support.patience import WAIT_SECONDS
 
 # A server that is forked from a process that has imported these is ready in a quarter of the time.
@@ -39,6 +40,15 @@ class Answer(NamedTuple):
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+def serve_command(port: int, options: tuple[str, ...]) -> tuple[str, ...]:
+    """The command line of a server: with the model in the box, unless the options name another
+    model or a running core."""
+    is_first = bool(options) and not options[0].startswith("-")
+    if not is_first and not {"--model", "--core-address"} & set(options):
+        options += ("--model", str(BOX_MODEL))
+    return ("serve", "--port", str(port), *options)
 
 
 class Forked:
@@ -102,7 +112,7 @@ class Served:
         **variables: str,
     ) -> Served:
         """One that is not ready yet."""
-        command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
+        command = (sys.executable, "-m", "engine.cli.main", *serve_command(port, options))
         return cls(subprocess.Popen(command, env={**os.environ, **variables}, stderr=log), port)
 
     def ask(
@@ -144,7 +154,7 @@ def forked(
     the same process unless the options say otherwise. ``tls``: how to connect, if the options give
     the server a certificate."""
     port = free_port()
-    command = ("serve", "--port", str(port), *options)
+    command = serve_command(port, options)
     if "--multiprocess" not in options:
         command += ("--no-multiprocess",)
     process = Forked(command, log, {**os.environ, **variables})

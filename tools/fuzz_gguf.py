@@ -1,0 +1,398 @@
+"""Reads damaged and hostile GGUF files: each is read whole or refused with a ``ModelError``.
+
+    python tools/fuzz_gguf.py 10000 [SEED]
+
+Files are made from valid tiny models of every native architecture: values of other types,
+impossible counts and shapes, tensors that overlap, and bytes that are flipped, inserted or cut off.
+Prints how many were read and refused, and by how much the process grew. A file that raises any
+other error is kept, and its path is part of the error.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from engine.cli.models import rows_of_file
+from engine.config.model import ModelConfig, read_model_info
+from engine.errors import ModelError
+from engine.gguf.config import ARCHITECTURES
+from engine.gguf.directory import make
+from engine.gguf.general import GENERAL
+from engine.models.gguf_weights import GgufCheckpoint
+from engine.models.load import native_spec
+from engine.models.targets import targets
+from engine.models.weights import StoredWeights
+from engine.text.tokenizer import load_tokenizer
+
+HIDDEN, FEED, HEADS, HEAD_DIM, VOCAB, EXPERTS = 32, 64, 2, 16, 40, 2
+NATIVE = tuple(name for name in ARCHITECTURES if name not in GENERAL)
+Type = GGUFValueType
+Value = tuple[Type, Any]
+NUMBERS = {
+    Type.UINT8: "<B",
+    Type.INT8: "<b",
+    Type.UINT16: "<H",
+    Type.INT16: "<h",
+    Type.UINT32: "<I",
+    Type.INT32: "<i",
+    Type.FLOAT32: "<f",
+    Type.BOOL: "<?",
+    Type.UINT64: "<Q",
+    Type.INT64: "<q",
+    Type.FLOAT64: "<d",
+}
+WEIRD: tuple[Value, ...] = (
+    *((Type.UINT32, value) for value in (0, 1, 3, 2**31, 2**32 - 1)),
+    *((Type.INT32, value) for value in (-1, -(2**31), 7)),
+    *((Type.UINT64, value) for value in (2**63, 2**64 - 1, 2**40)),
+    *((Type.INT64, value) for value in (-(2**63), 2**62)),
+    *((Type.FLOAT32, value) for value in (0.0, -1.0, float("nan"), float("inf"), 1e38, 0.5)),
+    *((Type.FLOAT64, value) for value in (1e300, float("-inf"))),
+    *((Type.BOOL, value) for value in (True, False)),
+    *((Type.STRING, value) for value in (b"", b"yarn", b"linear", b"x" * 5000, b"\xff\xfe\x00")),
+    (Type.ARRAY, (Type.UINT32, [])),
+    (Type.ARRAY, (Type.UINT32, [2, 2])),
+    (Type.ARRAY, (Type.INT32, [-1, 5, 7])),
+    (Type.ARRAY, (Type.FLOAT32, [float("nan")])),
+    (Type.ARRAY, (Type.BOOL, [True])),
+    (Type.ARRAY, (Type.STRING, [b"a", b"\xff", b""])),
+    (Type.ARRAY, (Type.STRING, [])),
+)
+EXTREME = (0, 1, 7, 31, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+MORE_KEYS = (
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scale_linear"),
+    *("rope.dimension_count", "rope.freq_base_swa", "attention.key_length"),
+    *("attention.value_length", "attention.sliding_window", "attention.scale"),
+    *("attention.sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+    *("embedding_scale", "residual_scale", "logit_scale"),
+)
+GENERAL_KEYS = (
+    *("general.alignment", "general.name", "split.no", "split.count", "split.tensors.count"),
+    *("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.chat_template"),
+    *("tokenizer.ggml.padding_token_id", "tokenizer.ggml.unknown_token_id"),
+    *("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.pre"),
+    *("general.sampling.temp", "general.sampling.top_k", "general.sampling.top_p"),
+)
+
+
+@dataclass
+class Stored:
+    """One tensor of a file that is being made."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int = int(GGMLQuantizationType.F32)
+    offset: int = -1
+    """Position among the data; -1: after the tensor before."""
+
+
+@dataclass
+class File:
+    """The contents of a file, before they are encoded."""
+
+    metadata: list[tuple[str, Value]]
+    tensors: list[Stored]
+    magic: bytes = b"GGUF"
+    version: int = 3
+    num_tensors: int | None = None
+    num_keys: int | None = None
+
+    def encode(self) -> bytes:
+        num_tensors = len(self.tensors) if self.num_tensors is None else self.num_tensors
+        num_keys = len(self.metadata) if self.num_keys is None else self.num_keys
+        out = bytearray(self.magic + struct.pack("<IQQ", self.version, num_tensors, num_keys))
+        for key, (kind, value) in self.metadata:
+            out += text(key.encode()) + struct.pack("<I", kind) + encoded(kind, value)
+        end = 0
+        for each in self.tensors:
+            offset = end if each.offset < 0 else each.offset
+            out += text(each.name.encode()) + struct.pack("<I", len(each.shape))
+            out += b"".join(struct.pack("<Q", size) for size in reversed(each.shape))
+            out += struct.pack("<IQ", each.kind, offset)
+            end = max(end, -(-(offset + num_bytes(each)) // 32) * 32) % (1 << 40)
+        out += bytes(-len(out) % 32)
+        return bytes(out) + b"\x3c" * min(end, 1 << 20)
+
+
+@dataclass
+class Result:
+    """What became of the files."""
+
+    files: int = 0
+    read: int = 0
+    refused: int = 0
+    grown_mib: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+def num_bytes(each: Stored) -> int:
+    size, total = GGML_QUANT_SIZES.get(GGMLQuantizationType.F32, (1, 4)), prod(each.shape)
+    if each.kind in set(GGMLQuantizationType):
+        size = GGML_QUANT_SIZES[GGMLQuantizationType(each.kind)]
+    return min(total // size[0] * size[1], 1 << 20)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def encoded(kind: Type, value: Any) -> bytes:
+    if kind is Type.STRING:
+        return text(value)
+    if kind is Type.ARRAY:
+        inner, values = value
+        begin = struct.pack("<IQ", inner, len(values))
+        return begin + b"".join(encoded(inner, each) for each in values)
+    return struct.pack(NUMBERS[kind], value)
+
+
+def valid(architecture: str) -> File:
+    """A file that can be read: a model of one layer."""
+    number: Callable[[int], Value] = lambda value: (Type.UINT32, value)  # noqa: E731
+    values: dict[str, Value] = {
+        "context_length": number(64),
+        "embedding_length": number(HIDDEN),
+        "block_count": number(1),
+        "feed_forward_length": number(FEED),
+        "attention.head_count": number(HEADS),
+        "attention.head_count_kv": number(1),
+        "attention.layer_norm_rms_epsilon": (Type.FLOAT32, 1e-5),
+        "rope.freq_base": (Type.FLOAT32, 10_000.0),
+    }
+    if architecture == "gemma3":
+        values["attention.sliding_window"] = number(16)
+    if architecture == "qwen3moe":
+        for key, value in (("count", EXPERTS), ("used_count", 1), ("feed_forward_length", FEED)):
+            values[f"expert_{key}"] = number(value)
+    metadata: list[tuple[str, Value]] = [
+        ("general.architecture", (Type.STRING, architecture.encode())),
+        *((f"{architecture}.{key}", value) for key, value in values.items()),
+        *vocabulary(architecture.startswith("qwen")),
+        ("tokenizer.ggml.eos_token_id", number(2)),
+    ]
+    return File(metadata, tensors_of(architecture))
+
+
+def vocabulary(has_merges: bool) -> list[tuple[str, Value]]:
+    """Metadata of a tokenizer: byte-level with merges, or SentencePiece with scores."""
+    prefix = "tokenizer.ggml."
+    kinds = (Type.ARRAY, (Type.INT32, [1] * VOCAB))
+    if has_merges:
+        tokens = [bytes([97 + index]) for index in range(26)]
+        tokens += [b"a" + each for each in tokens[: VOCAB - len(tokens)]]
+        merges = [b"a " + each[1:] for each in tokens[26:]]
+        return [
+            (f"{prefix}model", (Type.STRING, b"gpt2")),
+            (f"{prefix}pre", (Type.STRING, b"qwen2")),
+            (f"{prefix}tokens", (Type.ARRAY, (Type.STRING, tokens))),
+            (f"{prefix}token_type", kinds),
+            (f"{prefix}merges", (Type.ARRAY, (Type.STRING, merges))),
+        ]
+    return [
+        (f"{prefix}model", (Type.STRING, b"llama")),
+        (
+            f"{prefix}tokens",
+            (Type.ARRAY, (Type.STRING, [b"<%d>" % index for index in range(VOCAB)])),
+        ),
+        (
+            f"{prefix}scores",
+            (Type.ARRAY, (Type.FLOAT32, [-float(index) for index in range(VOCAB)])),
+        ),
+        (f"{prefix}token_type", kinds),
+    ]
+
+
+def tensors_of(architecture: str) -> list[Stored]:
+    rows = HEADS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (HIDDEN,),
+        "ffn_norm": (HIDDEN,),
+        "attn_q": (rows, HIDDEN),
+        "attn_k": (HEAD_DIM, HIDDEN),
+        "attn_v": (HEAD_DIM, HIDDEN),
+        "attn_output": (HIDDEN, rows),
+        "ffn_gate": (FEED, HIDDEN),
+        "ffn_up": (FEED, HIDDEN),
+        "ffn_down": (HIDDEN, FEED),
+    }
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
+        shapes |= {"attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)}
+    if architecture in ("gemma2", "gemma3", "olmo2"):
+        shapes |= {"post_attention_norm": (HIDDEN,), "post_ffw_norm": (HIDDEN,)}
+    if architecture == "olmo2":
+        shapes |= {"attn_q_norm": (rows,), "attn_k_norm": (HEAD_DIM,)}
+    if architecture == "phi3":
+        shapes |= {"attn_qkv": (rows + 2 * HEAD_DIM, HIDDEN), "ffn_up": (2 * FEED, HIDDEN)}
+    if architecture == "qwen3moe":
+        shapes |= {f"{name}_exps": (EXPERTS, *shapes[name]) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {"ffn_down_exps": (EXPERTS, HIDDEN, FEED), "ffn_gate_inp": (EXPERTS, HIDDEN)}
+    without = {
+        "olmo2": ("attn_norm", "ffn_norm"),
+        "phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"),
+        "qwen3moe": ("ffn_gate", "ffn_up", "ffn_down"),
+    }.get(architecture, ())
+    found = [
+        Stored(f"blk.0.{name}.weight", shape)
+        for name, shape in shapes.items()
+        if name not in without
+    ]
+    if architecture == "qwen2":
+        sizes = (("q", rows), ("k", HEAD_DIM), ("v", HEAD_DIM))
+        found += [Stored(f"blk.0.attn_{name}.bias", (size,)) for name, size in sizes]
+    embed, norm = Stored("token_embd.weight", (VOCAB, HIDDEN)), Stored("output_norm.weight", (32,))
+    return [embed, norm, *found]
+
+
+def damage_values(file: File, random: Random) -> None:
+    """Replace, add, remove or double a metadata value."""
+    index = random.randrange(len(file.metadata))
+    key, value = file.metadata[index]
+    architecture = key.partition(".")[0] if index else "llama"
+    what = random.randrange(8)
+    if what < 4:
+        file.metadata[index] = key, random.choice(WEIRD)
+    elif what < 6:
+        added = random.choice([*GENERAL_KEYS, *(f"{architecture}.{each}" for each in MORE_KEYS)])
+        file.metadata.append((added, random.choice(WEIRD)))
+    elif what == 6:
+        del file.metadata[index]
+    else:
+        file.metadata.append((key, value))
+
+
+def damage_tensors(file: File, random: Random) -> None:
+    """Change the description of a tensor."""
+    each = random.choice(file.tensors)
+    what = random.randrange(7)
+    if what == 0:
+        shape = list(each.shape)
+        shape[random.randrange(len(shape))] = random.choice(EXTREME)
+        each.shape = tuple(shape)
+    elif what == 1:
+        each.shape = (*each.shape, random.choice(EXTREME))[: random.randrange(1, 7)]
+    elif what == 2:
+        each.kind = random.choice([*GGMLQuantizationType, 4, 99, 2**32 - 1])
+    elif what == 3:
+        each.offset = random.choice((*EXTREME, 32, 64, 4096))
+    elif what == 4:
+        other = random.choice(file.tensors).name
+        names = (other, "", "x" * 3000, "blk.999999999.attn_q.weight", "rope_freqs.weight")
+        each.name = random.choice((*names, "rope_factors_long.weight", "output.weight"))
+    elif what == 5:
+        file.tensors.remove(each)
+    else:
+        file.tensors.append(Stored(each.name, each.shape))
+
+
+def damage_counts(file: File, random: Random) -> None:
+    """Change a number of the first bytes."""
+    what = random.randrange(4)
+    if what == 0:
+        file.magic = random.choice((b"GGML", b"FUGG", b"\0\0\0\0", b"GGUf"))
+    elif what == 1:
+        file.version = random.choice((0, 1, 2, 4, 3 << 24, 2**32 - 1))
+    elif what == 2:
+        file.num_tensors = random.choice(EXTREME)
+    else:
+        file.num_keys = random.choice(EXTREME)
+
+
+def damage_bytes(content: bytes, random: Random) -> bytes:
+    """Flip, insert, overwrite or cut off bytes, most of them in the header."""
+    out = bytearray(content)
+    end = min(len(out), 4096)
+    for _ in range(random.randrange(1, 4)):
+        place = random.randrange(max(1, end))
+        what = random.randrange(4)
+        if what == 0:
+            out[place : place + 1] = bytes([random.randrange(256)])
+        elif what == 1:
+            out[place:place] = random.randbytes(random.randrange(1, 40))
+        elif what == 2:
+            out[place : place + 8] = struct.pack("<Q", random.choice(EXTREME))
+        else:
+            del out[random.randrange(len(out) + 1) :]
+    return bytes(out)
+
+
+def hostile(random: Random) -> bytes:
+    """The contents of a file that differs from a valid one in one to three ways."""
+    file = valid(random.choice(NATIVE))
+    ways = (damage_values, damage_values, damage_values, damage_tensors, damage_tensors)
+    for _ in range(random.randrange(0, 4)):
+        if not file.metadata or not file.tensors:
+            break
+        random.choice((*ways, damage_counts))(file, random)
+    content = file.encode()
+    return damage_bytes(content, random) if random.random() < 0.3 else content
+
+
+def read_whole(path: Path, place: Path) -> None:
+    """Read a file as the engine does when it starts. Raises ``ModelError``."""
+    rows_of_file(str(path))
+    info = read_model_info(make(path, place))
+    load_tokenizer(ModelConfig(model=str(place))).encode("a text: aab <7> \u00e9")
+    spec = native_spec(info)
+    if spec is None:  # a damaged value has made it a model that transformers computes
+        return
+    with GgufCheckpoint(path) as checkpoint:
+        size = path.stat().st_size
+        assert all(each.offset + each.num_bytes <= size for each in checkpoint.tensors.values()), (
+            "a tensor ends after the file"
+        )
+        weights = StoredWeights(checkpoint, targets(spec))
+        for target in targets(spec):
+            weights.load(target, torch.float32)
+
+
+def fuzz(count: int, seed: int) -> Result:
+    """Read ``count`` hostile files. Raises ``AssertionError`` with the path of a file that raises
+    anything but ``ModelError``."""
+    random, result = Random(seed), Result()
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        for name in NATIVE:  # valid ones first, so that all is imported
+            (root / "valid.gguf").write_bytes(valid(name).encode())
+            read_whole(root / "valid.gguf", root / f"valid-{name}")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(count):
+            path = root / f"{number}.gguf"
+            path.write_bytes(hostile(random))
+            result.files += 1
+            try:
+                read_whole(path, root / str(number))
+                result.read += 1
+            except ModelError as error:
+                result.refused += 1
+                result.reasons[str(error).replace(str(path), "")[:60]] += 1
+            except BaseException as error:
+                kept = Path(tempfile.gettempdir()) / f"hostile-{seed}-{number}.gguf"
+                kept.write_bytes(path.read_bytes())
+                raise AssertionError(f"{kept} raises {error!r}") from error
+            path.unlink()
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result.grown_mib = (after - before) / 1024
+    return result
+
+
+if __name__ == "__main__":
+    outcome = fuzz(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    print(
+        f"{outcome.files} files: {outcome.read} read, {outcome.refused} refused for "
+        f"{len(outcome.reasons)} reasons; the process grew by {outcome.grown_mib:.0f} MiB"
+    )
