@@ -11,6 +11,7 @@ from engine.gguf.facts import (
     biases,
     common,
     experts_per_token,
+    granite_factors,
     has_tensor,
     head_dim,
     layer_types,
@@ -108,10 +109,7 @@ def granite(meta: Meta) -> Config:
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
         **biases(meta),
-        "attention_multiplier": meta.real("attention.scale", 1.0),
-        "embedding_multiplier": meta.real("embedding_scale", 1.0),
-        "residual_multiplier": meta.real("residual_scale", 1.0),
-        "logits_scaling": meta.real("logit_scale", 1.0),
+        **granite_factors(meta),
     }
 
 

@@ -84,6 +84,16 @@ def biases(meta: Meta) -> Config:
     }
 
 
+def granite_factors(meta: Meta) -> Config:
+    """Return the entries about the factors of Granite models."""
+    return {
+        "attention_multiplier": meta.real("attention.scale", 1.0),
+        "embedding_multiplier": meta.real("embedding_scale", 1.0),
+        "residual_multiplier": meta.real("residual_scale", 1.0),
+        "logits_scaling": meta.real("logit_scale", 1.0),
+    }
+
+
 def num_experts(meta: Meta) -> int:
     """Return the number of experts. Raises ``ModelError`` unless there are matrices for so many."""
     stated = int(meta.count("expert_count"))

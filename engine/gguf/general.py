@@ -8,6 +8,7 @@ from typing import Any
 from engine.gguf.facts import (
     biases,
     experts_per_token,
+    granite_factors,
     has_tensor,
     head_dim,
     layer_types,
@@ -168,6 +169,17 @@ def qwen2_moe(meta: Meta) -> Config:
     }
 
 
+def granite_moe(meta: Meta) -> Config:
+    experts = num_experts(meta)
+    return {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": experts,
+        "num_experts_per_tok": experts_per_token(meta, experts),
+        **granite_factors(meta),
+    }
+
+
 def gpt_oss(meta: Meta) -> Config:
     experts = num_experts(meta)
     return {
@@ -196,6 +208,7 @@ GENERAL: Mapping[str, Callable[[Meta], Config]] = {
     "arcee": arcee,
     "mistral3": mistral3,
     "qwen2moe": qwen2_moe,
+    "granitemoe": granite_moe,
     "gpt-oss": gpt_oss,
 }
 """Readers by the architecture that a file names."""

@@ -73,10 +73,16 @@ RENAMED: dict[str, dict[str, str]] = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "granitemoe": {
+        "ffn_gate_inp": "block_sparse_moe.router",
+        "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
+        "ffn_up_exps": "block_sparse_moe.experts.up_proj",
+        "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    },
     "gpt-oss": {"ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"},
 }
 """Modules that an architecture calls otherwise."""
-PERMUTED = frozenset({"llama", "granite", "smollm3", "arcee", "mistral3"})
+PERMUTED = frozenset({"llama", "granite", "smollm3", "granitemoe", "arcee", "mistral3"})
 """Architectures whose rows of queries and keys are reordered."""
 PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
 """Architectures whose norm weights are stored plus one."""

@@ -153,6 +153,14 @@ GENERAL: dict[str, Case] = {
             },
         },
     ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        {
+            **CASES["granite"].options,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen2moe": Case(
         "Qwen2Moe",
         {

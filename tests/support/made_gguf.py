@@ -66,8 +66,9 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe",
+    "granitemoe": "granitemoe",
 }
-PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
+PERMUTED = ("llama", "granite", "smollm3", "granitemoe", "arcee", "mistral3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
 
@@ -114,6 +115,9 @@ class MadeGguf:
             if self.architecture == "gpt-oss" and _is_of_gpt_oss(name):
                 self._add_of_gpt_oss(names, name, stored[name])
                 continue
+            if name.endswith("input_linear.weight"):  # of Granite's experts
+                self._add_halves(names, name, stored[name])
+                continue
             if ".experts." in name:
                 experts.setdefault(stacked_name(name), []).append(name)
                 continue
@@ -150,6 +154,16 @@ class MadeGguf:
             pairs = found.reshape(heads, found.shape[0] // heads // 2, 2, *found.shape[1:])
             found = pairs.swapaxes(1, 2).reshape(found.shape)
         return np.ascontiguousarray(found)
+
+    def _add_halves(self, names: gguf.TensorNameMap, name: str, values: Array) -> None:
+        """Add the gate and up matrices of all experts, which are one tensor in the checkpoint."""
+        found = []
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            block = name.replace("block_sparse_moe.input_linear", f"mlp.experts.{part}_proj")
+            theirs = names.get_name(block, try_suffixes=(".weight",))
+            assert theirs is not None, name
+            found.append(self._add(theirs, name, half))
+        self.twin[name] = np.concatenate(found, axis=1)
 
     def _add_of_gpt_oss(self, names: gguf.TensorNameMap, name: str, values: Array) -> None:
         """Add sinks, or the matrices or biases of all experts: gate and up alternate, and matrices
