@@ -6,13 +6,14 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from support.installed_model import INFO, NAME, install
 
 from engine import LLM, ConfigError, EngineArgs
-from engine.assets import BOX_MODEL
+from engine.assets import BOX_MODEL, PACKAGE
 from engine.assets.default_model import default_model
 from engine.cli.main import main
 from engine.frontend.default_model import with_default_model
@@ -20,8 +21,9 @@ from engine.frontend.default_model import with_default_model
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory in which packages are found."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    """The only directory in which the package may be found."""
+    others = [each for each in sys.path if not any(distributions(name=PACKAGE, path=[each]))]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
     return tmp_path
 
 
