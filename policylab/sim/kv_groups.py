@@ -106,8 +106,8 @@ def layers_of(config: Any) -> list[LayerCache]:
 def _paged(layer: Any, kind: str) -> PagedKV:
     """The cache of a layer with this configuration, of this kind of attention."""
     window = getattr(layer, "sliding_window", None) or 0
-    if getattr(layer, "use_sliding_window", True) is False:
-        window = 0
+    if getattr(layer, "use_sliding_window", True) is False and layer.model_type != "smollm3":
+        window = 0  # SmolLM3 goes by its layer_types alone
     chunk = getattr(layer, "attention_chunk_size", None) or 0
     sizes = {SLIDING: window, "chunked_attention": chunk, "full_attention": 0}
     num_heads = layer.num_attention_heads

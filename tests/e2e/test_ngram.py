@@ -10,6 +10,7 @@ import pytest
 from e2e.box_engine import EXACT
 
 from engine import LLM, EngineArgs, LLMEngine, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.core.replay import replay
 
 SIZES = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -80,6 +81,7 @@ ASKED: dict[str, Callable[[], SamplingParams]] = {
     ),
 }
 BOX: dict[str, Any] = {
+    "model": str(BOX_MODEL),
     "num_threads": 1,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,

@@ -78,10 +78,11 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
     texts = random_texts(seed, NUM_TEXTS * LENGTH // length, length, VOCAB)
     for ratio in measure(path, texts, VOCAB, ["batched", way], **PLAIN):
         assert ratio.num_positions >= len(texts) * (length // 2 - 8)
-        # With windows, the same number of blocks is a smaller pool: a block holds fewer layers.
+        # With windows, the same number of blocks is another pool: a block holds fewer layers, and
+        # blocks that have left the windows are free.
         has_window = "sliding_window" in {**CASES, **GENERAL_CASES}[name][1]
         is_tight = ratio.way == "preempted" and length > 2 * BLOCK
-        assert (ratio.num_preemptions > 0) == is_tight or (has_window and not is_tight)
+        assert (ratio.num_preemptions > 0) == is_tight or has_window
         for value, (least, _) in zip(ratio.values[:2], ratio.intervals[:2], strict=True):
             assert (least if name in ROUTED else value) <= BAR, f"{name}: {ratio}"
 

@@ -33,6 +33,10 @@ WINDOWS = {
     "mimo-v2-flash": 6,
     "llama4-chunks": 8,
 }
+QUICK = {  # one of each kind: native, general, sinks, chunks, shared keys, layers that differ
+    *("mistral-window", "gemma3", "gpt-oss-sinks", "llama4-chunks", "gemma4-shared-kv"),
+    "mimo-v2-flash",
+}
 NUM_NEW = 40
 BUDGET = 16
 TIGHT = {"block_size": 4, "max_num_batched_tokens": BUDGET, "max_num_seqs": 6}
@@ -50,7 +54,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(WINDOWS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in WINDOWS
+    ],
+)
 def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, int, Reference]:
     name = request.param
     path, model = model_and_reference(name, tiny_models, tmp_path_factory.mktemp("general"))
