@@ -57,8 +57,10 @@ class Evictions:
     def add_each(self, keys: Sequence[bytes]) -> None:
         """Note that the last blocks with these hashes are evicted now."""
         unsorted = self._unsorted
-        unsorted.append((self.now, keys[-self._num_kept :]))
-        self._num_unsorted += len(unsorted[-1][1])
+        if len(keys) > self._num_kept:
+            keys = keys[-self._num_kept :]
+        unsorted.append((self.now, keys))
+        self._num_unsorted += len(keys)
         while self._num_unsorted - len(unsorted[0][1]) >= self._num_kept:
             self._num_unsorted -= len(unsorted.popleft()[1])
 

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
-from engine.kv.prefix_ends import CACHING_OFF, NOT_READ, PrefixEnds
+from engine.kv.prefix_ends import CACHING_OFF, NOT_READ, PrefixEnds, is_bare
 from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher
 from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.tables import (
@@ -129,7 +129,11 @@ class KVManager:
 
     def prefix_end(self, req: KVRequest) -> PrefixEnd:
         """Why the prefix cache supplied no more of the request's first KV blocks."""
-        return allocation.prefix_end if (allocation := self._found(req)) else WHOLE
+        if (allocation := self._found(req)) is None:
+            return WHOLE
+        if allocation.prefix_end is None:
+            allocation.prefix_end = self._end_of(req, allocation)
+        return allocation.prefix_end
 
     def is_loading(self, req: KVRequest) -> bool:
         """True while a transfer writes into the request's blocks, so that they must not be
@@ -381,12 +385,12 @@ class KVManager:
         self._give_back(allocation)
         return None
 
-    def count_lookup(self, req: KVRequest, *, preempted: bool) -> None:
-        """Count the prefix lookup of one admitted request. ``preempted``: the request is readmitted
-        after a preemption."""
+    def count_lookup(self, req: KVRequest, num_hit: int, *, preempted: bool) -> None:
+        """Count the prefix lookup of one admitted request, which found ``num_hit`` tokens.
+        ``preempted``: the request is readmitted after a preemption."""
         if not self.caching:
             return
-        num_known, num_hit = len(req.tokens), self.ready(req)
+        num_known = len(req.tokens)
         self.counts.add(num_known, num_hit, preempted=preempted)
         if not preempted and (reason := self.prefix_end(req).reason):
             missed = (num_known - 1) // self.block_size * self.block_size - num_hit
@@ -506,21 +510,24 @@ class KVManager:
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
         allocation.num_ready = hit.num_tokens
         allocation.num_remote = min(hit.num_remote, upto - hit.num_tokens)
-        allocation.prefix_end = self._end_of(req, allocation, hit)
+        allocation.num_found = (hit.num_tokens + hit.num_remote) // self.block_size
+        # Only in this case does an explanation change nothing and stay the same for a while.
+        is_lazy = self.num_groups == 1 and is_bare(req)
+        allocation.prefix_end = None if is_lazy else self._end_of(req, allocation)
         allocation.hit = None
         return allocation.num_remote > 0 and not hit.asynchronous
 
-    def _end_of(self, req: KVRequest, allocation: Allocation, hit: PrefixHit) -> PrefixEnd:
+    def _end_of(self, req: KVRequest, allocation: Allocation) -> PrefixEnd:
         """Why the request's prefix hit, with the tokens loaded after it, is not longer."""
         num_blocks = (len(req.tokens) - 1) // self.block_size
-        num_found = (hit.num_tokens + hit.num_remote) // self.block_size
+        num_found = allocation.num_found
         if not num_blocks:
             return WHOLE
         if not self.caching:
             return PrefixEnd(CACHING_OFF) if num_found < num_blocks else WHOLE
         if not req.reads_cache:
             return PrefixEnd(NOT_READ)
-        return self._prefix_ends.explain(req, allocation.chain[:num_blocks], num_found)
+        return self._prefix_ends.explain(req, allocation.chain, num_found, num_blocks)
 
     def _blocks_to_load(self, req: KVRequest, allocation: Allocation) -> list[int]:
         """The request's blocks after its prefix hit, into which the KV source loads KV."""

@@ -44,6 +44,11 @@ class TokensOnly(NamedTuple):
     media: Sequence[MediaItem] = ()
 
 
+def is_bare(content: Content) -> bool:
+    """True for a request without salt, adapter and media."""
+    return content.cache_salt is None and content.adapter is None and not content.media
+
+
 class PrefixEnds:
     """Explains why a request's prefix cache hit ends where it does.
 
@@ -56,11 +61,18 @@ class PrefixEnds:
         self._full = [g for g, group in enumerate(groups) if not group.window]
         self._chains = chains
         num_kept = min(max(len(cache.hashes), LEAST_KEPT), MOST_KEPT)
+        self._has_variants = False
         self._variants: Latest[Sequence[Variant]] = Latest(num_kept)  # by hash of tokens alone
 
-    def explain(self, content: Content, chain: Sequence[bytes], num_found: int) -> PrefixEnd:
+    def explain(
+        self, content: Content, chain: Sequence[bytes], num_found: int, num_blocks: int
+    ) -> PrefixEnd:
         """The reason why only the first ``num_found`` blocks of ``chain`` were found in the cache.
-        ``chain``: the hashes of all blocks that were looked up."""
+        ``chain``: the hashes of the request's blocks, of which the first ``num_blocks`` were looked
+        up."""
+        if not self._has_variants and is_bare(content):
+            return WHOLE if num_found >= num_blocks else self._lost(chain, num_found) or NEVER
+        chain = chain[:num_blocks]
         bare = self._without_extras(content, chain)
         end = WHOLE
         if num_found < len(chain):
@@ -73,7 +85,7 @@ class PrefixEnds:
 
     def _without_extras(self, content: Content, chain: Sequence[bytes]) -> Sequence[bytes]:
         """The hashes that the blocks of ``chain`` would have without salt, adapter and media."""
-        if content.cache_salt is None and content.adapter is None and not content.media:
+        if is_bare(content):
             return chain
         bare: list[bytes] = []
         self._chains.extend(bare, TokensOnly(content.tokens), len(chain) * self._chains.block_size)
@@ -120,6 +132,7 @@ class PrefixEnds:
 
     def _remember(self, content: Content, chain: Sequence[bytes], bare: Sequence[bytes]) -> None:
         """Record the hashes of a request's blocks with and without salt, adapter and media."""
+        self._has_variants = True
         for block_hash, bare_hash in zip(chain, bare, strict=True):
             if block_hash != bare_hash:
                 known = self._variants.get(bare_hash, ())

@@ -87,7 +87,8 @@ class Allocation:
     num_sent: int = 0  # leading entries that have been sent to the worker
     loading: bool = False  # a transfer writes into the blocks, or waits to start
     load_error: str = ""  # why the source could not start the load; never cleared
-    prefix_end: PrefixEnd = WHOLE  # why no more blocks were adopted from the cache
+    num_found: int = 0  # blocks adopted from the cache or to be loaded after them
+    prefix_end: PrefixEnd | None = WHOLE  # why no more were found; None: not explained yet
     unsent_nulls: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries
     hit: PrefixHit | None = None  # result of the last lookup
     hit_known: int = -1  # number of tokens of the request at that lookup

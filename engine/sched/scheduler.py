@@ -507,7 +507,7 @@ class Scheduler(SchedulerInterface):
     def _admit(self, req: Request) -> None:
         """Start a waiting request: give it a seat, and skip the tokens whose KV is cached."""
         hit, history, now = self.kv.ready(req), req.history, self.view.now
-        self.kv.count_lookup(req, preempted=history.num_preempted > 0)
+        self.kv.count_lookup(req, hit, preempted=history.num_preempted > 0)
         if history.scheduled_time is None:
             history.scheduled_time = now
             history.num_cached = hit
