@@ -17,6 +17,7 @@ from engine.gguf.facts import (
     layer_types,
     num_experts,
     num_layers,
+    partial_rotary_factor,
     plain,
 )
 from engine.gguf.general import GENERAL, olmo3
@@ -85,16 +86,11 @@ def query_scalar(meta: Meta) -> int:
 
 
 def phi3(meta: Meta) -> Config:
-    size = meta.count("embedding_length") // meta.count("attention.head_count")
-    rotated = meta.count("rope.dimension_count", size)
-    if rotated > size:
-        raise meta.wrong("rope.dimension_count", rotated, f"at most the head size {size}")
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         "sliding_window": meta.count("attention.sliding_window", 0, least=0) or None,
-        "head_dim": size,
-        "partial_rotary_factor": rotated / size,
+        "partial_rotary_factor": partial_rotary_factor(meta),
     }
 
 

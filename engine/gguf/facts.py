@@ -46,7 +46,7 @@ def common(meta: Meta) -> Config:
 
 
 def num_layers(meta: Meta) -> int:
-    """Return the number of layers. Raises ``ModelError`` unless there are tensors for so many."""
+    """Return the number of layers. Raises ``ModelError`` if tensors of layers are missing."""
     stated = int(meta.count("block_count"))
     found = [LAYER.match(name) for name in meta.header.tensors]
     stored = 1 + max((int(each[1]) for each in found if each), default=-1)
@@ -94,8 +94,17 @@ def granite_factors(meta: Meta) -> Config:
     }
 
 
+def partial_rotary_factor(meta: Meta) -> float:
+    """Return the share of a head's dimensions that are rotated."""
+    size = head_dim(meta)
+    rotated = meta.count("rope.dimension_count", size)
+    if rotated > size:
+        raise meta.wrong("rope.dimension_count", rotated, f"at most the head size {size}")
+    return float(rotated / size)
+
+
 def num_experts(meta: Meta) -> int:
-    """Return the number of experts. Raises ``ModelError`` unless there are matrices for so many."""
+    """Return the number of experts. Raises ``ModelError`` if matrices of experts are missing."""
     stated = int(meta.count("expert_count"))
     stacked = meta.header.tensors.get("blk.0.ffn_down_exps.weight")
     if stacked is not None:

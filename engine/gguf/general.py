@@ -10,24 +10,15 @@ from engine.gguf.facts import (
     experts_per_token,
     granite_factors,
     has_tensor,
-    head_dim,
     layer_types,
     num_experts,
+    partial_rotary_factor,
     plain,
 )
 from engine.gguf.meta import Meta
 from engine.gguf.rope import rope_scaling
 
 Config = dict[str, Any]
-
-
-def partial_rotary_factor(meta: Meta) -> float:
-    """Return the share of a head's dimensions that are rotated."""
-    size = head_dim(meta)
-    rotated = meta.count("rope.dimension_count", size)
-    if rotated > size:
-        raise meta.wrong("rope.dimension_count", rotated, f"at most the head size {size}")
-    return float(rotated / size)
 
 
 def gemma(meta: Meta) -> Config:

@@ -206,7 +206,7 @@ class Download:
         return self._place(root, _names_below(root))
 
     def _cached_root(self) -> Path | None:
-        """Return the repository's directory in the cache, ``None`` if there is none."""
+        """Return the repository's directory in the cache, ``None`` if it is not cached."""
         if self.repository.gguf is None:
             places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
             return next((place.parent for place in places if place is not None), None)

@@ -96,7 +96,7 @@ class KVManager:
 
     @property
     def source(self) -> KVSource | None:
-        """The KV source, which supplies KV computed elsewhere; ``None`` if there is none."""
+        """The KV source, which supplies KV computed elsewhere; ``None`` without a source."""
         return None if self.transfers is None else self.transfers.source
 
     @property
@@ -442,14 +442,14 @@ class KVManager:
         return Allocation([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: KVRequest) -> Allocation | None:
-        """The request's allocation; None if there is none, or if its batch row belongs to another
-        request now."""
+        """The request's allocation; ``None`` if it holds nothing, or if its batch row belongs to
+        another request now."""
         allocation = self._allocations.get(req.row)
         return allocation if allocation is not None and allocation.arrival == req.arrival else None
 
     def _allocation(self, req: KVRequest) -> Allocation:
-        """The request's block allocation, created if there is none. A new one is not stored if
-        another request has the batch row now."""
+        """The request's allocation, or a new, empty one. A new one is not stored if another
+        request has the batch row now."""
         allocation = self._found(req)
         if allocation is None:
             allocation = self._empty(req)
@@ -511,7 +511,8 @@ class KVManager:
         allocation.num_ready = hit.num_tokens
         allocation.num_remote = min(hit.num_remote, upto - hit.num_tokens)
         allocation.num_found = (hit.num_tokens + hit.num_remote) // self.block_size
-        # Only in this case does an explanation change nothing and stay the same for a while.
+        # Otherwise the explanation is needed at once: the request may evict blocks that it depends
+        # on, or its hashes must be remembered for later requests.
         is_lazy = self.num_groups == 1 and is_bare(req)
         allocation.prefix_end = None if is_lazy else self._end_of(req, allocation)
         allocation.hit = None

@@ -121,7 +121,7 @@ class StoredWeights:
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
         """Return the parts of a target in the first form whose tensors are all in the checkpoint.
-        Raises ``ModelError`` if there is none."""
+        Raises ``ModelError`` if each form lacks tensors."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way

@@ -9,7 +9,7 @@ class PastFuture(Policy):
     """Starts a request only if the estimated peak of memory use fits. Order of arrival.
 
     Output lengths are sampled from recently finished outputs that are longer than the request's own
-    so far; if there is none, the configured predictor is used.
+    so far, or predicted by the configured predictor if no output was longer.
 
     ``reserve``: share of the KV blocks kept free for errors of the estimate (0 to below 1).
     """
