@@ -17,14 +17,27 @@ LEAST_PIECE = 16
 
 
 class Quantized(NamedTuple):
-    """A quantised matrix [N, K]: weight = (values - zeros) * scales, by groups of inputs."""
+    """A quantised matrix [N, K], by groups of inputs: weight = (values - zeros) * scales + offsets.
+
+    Codebook: the value of an element is codebook[values] instead of the stored integer."""
 
     values: torch.Tensor  # [N, K] uint8, or float8_e4m3fn, which has no zeros
-    scales: torch.Tensor  # [N, G], any floating type
-    bits: int  # 4 or 8
+    scales: torch.Tensor  # [N, G], any floating type; int8 if there are outer_scales
+    bits: int  # 2, 3, 4, 5, 6 or 8
     group_size: int  # input k is in group k // group_size, unless `groups` is given
-    zeros: torch.Tensor | None = None  # [N, G] uint8; None: 2 ** (bits - 1)
+    zeros: torch.Tensor | None = None  # [N, G] uint8; None: see `zero`
     groups: torch.Tensor | None = None  # [K] int64, group of each input
+    offsets: torch.Tensor | None = None  # [N, G], added after scaling; int8 with outer_offsets
+    codebook: torch.Tensor | None = None  # [2 ** bits] int16, whole numbers from -128 to 127
+    outer_scales: torch.Tensor | None = None  # [N, S] float32, factor of the scales
+    outer_offsets: torch.Tensor | None = None  # [N, S] float32, factor of the offsets
+    outer_size: int = 0  # inputs that share an outer scale; 0: none do
+
+    @property
+    def zero(self) -> int:
+        """The zero point of every group if `zeros` is None: 0 with offsets or a codebook, else
+        2 ** (bits - 1)."""
+        return 0 if self.offsets is not None or self.codebook is not None else 1 << self.bits - 1
 
     @property
     def is_float(self) -> bool:
@@ -112,6 +125,9 @@ def can_pack(matrix: Quantized) -> bool:
     """True if `pack` supports the matrix: its groups have enough inputs for tensor cores and are
     equally large, except perhaps the last."""
     num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
+    unknown = (matrix.offsets, matrix.codebook, matrix.outer_scales)
+    if matrix.bits not in WIDEST_PIECE or any(part is not None for part in unknown):
+        return False
     if piece_of(matrix.bits, matrix.group_size, num_groups) < LEAST_PIECE:
         return False
     if matrix.groups is None:
