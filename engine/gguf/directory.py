@@ -1,7 +1,8 @@
 """Makes the model directory of a GGUF file: JSON files from its metadata, and a link to the file.
 
 Everything that reads model directories then works for GGUF files. Directories are kept in a cache
-below the user's cache directory, by the file's path, size and time of change.
+below the user's cache directory, by the file's path, size and time of change. A directory whose
+file has changed or is gone is removed when the next directory is made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from engine.config.env import user_cache
@@ -19,11 +21,13 @@ from engine.config.model import GGUF_LINK
 from engine.errors import ModelError
 from engine.gguf.config import read_config
 from engine.gguf.header import part_files, read_gguf
-from engine.gguf.link import state_of
+from engine.gguf.link import gguf_file, state_of
 from engine.gguf.vocabulary import write_tokenizer
 
 FORMAT = 1
 """Part of the key of cached directories; counts changes of what is written."""
+MIN_SECONDS_KEPT = 3600.0
+"""Age below which a directory is never removed, since an engine may be starting from it."""
 
 
 def directory_of(value: str) -> Path:
@@ -77,11 +81,33 @@ def make(path: Path, root: Path) -> Path:
         write_json(made / GGUF_LINK, link)
         if made != root:
             os.rename(made, root)
+            remove_stale(root.parent)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         if not (root / GGUF_LINK).is_file():  # otherwise another process was faster
             raise
     return root
+
+
+def remove_stale(cache: Path) -> None:
+    """Remove the directories in the cache whose GGUF file has changed or cannot be read, and those
+    that were never finished. Directories of the last hour stay."""
+    newest = time.time() - MIN_SECONDS_KEPT
+    for root in cache.iterdir():
+        try:
+            if root.stat().st_mtime < newest and is_stale(root):
+                shutil.rmtree(root, ignore_errors=True)
+        except OSError:  # another process removed it
+            continue
+
+
+def is_stale(root: Path) -> bool:
+    """True if a directory is no longer that of its GGUF file, in this format."""
+    try:
+        file = gguf_file(root)
+        return file is None or key_of(file) != root.name
+    except ModelError:
+        return True
 
 
 def write_json(path: Path, content: object) -> None:
