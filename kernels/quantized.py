@@ -43,6 +43,16 @@ class Quantized(NamedTuple):
     def is_float(self) -> bool:
         return self.values.is_floating_point()
 
+    def of_outputs(self, ids: torch.Tensor | slice) -> Quantized:
+        """Returns the matrix with only the outputs ``ids`` [I], or a range of outputs."""
+        chosen: dict[str, Any] = {name: part[ids] for name, part in self.by_output().items()}
+        return self._replace(**chosen)
+
+    def by_output(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors that have a row for each output, by their names."""
+        names = ("values", "scales", "zeros", "offsets", "outer_scales", "outer_offsets")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
 
 class Packed(NamedTuple):
     """A quantised matrix in the layout of our kernels: each row's groups are contiguous bytes.
@@ -52,7 +62,7 @@ class Packed(NamedTuple):
 
     values: torch.Tensor  # [N, K] uint8 or float8_e4m3fn; 4 bits: [N, pieces / 2 * piece] uint8
     scales: torch.Tensor  # [G, N]
-    bits: int
+    bits: int  # 4 or 8
     group_size: int
     zeros: torch.Tensor | None  # [G, N] uint8
     order: torch.Tensor | None  # [K] int32, the input of each column; None: 0, 1, 2, ...
@@ -122,12 +132,13 @@ def piece_of(bits: int, group_size: int, num_groups: int) -> int:
 
 
 def can_pack(matrix: Quantized) -> bool:
-    """True if `pack` supports the matrix: its groups have enough inputs for tensor cores and are
-    equally large, except perhaps the last."""
-    num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
-    unknown = (matrix.offsets, matrix.codebook, matrix.outer_scales)
-    if matrix.bits not in WIDEST_PIECE or any(part is not None for part in unknown):
+    """True if `pack` supports the matrix: it has 4 or 8 bits and only scales and zero points, and
+    its groups have enough inputs for tensor cores and are equally large, except perhaps the
+    last."""
+    others = (matrix.offsets, matrix.codebook, matrix.outer_scales)
+    if matrix.bits not in WIDEST_PIECE or any(other is not None for other in others):
         return False
+    num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
     if piece_of(matrix.bits, matrix.group_size, num_groups) < LEAST_PIECE:
         return False
     if matrix.groups is None:

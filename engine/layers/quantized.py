@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,13 +47,8 @@ def stack(parts: Sequence[Weight]) -> Weight:
         return parts[0]
     if len(quantized) < len(parts) or not _are_alike(quantized):
         return torch.cat([plain(part) for part in parts])
-    first, matrices = quantized[0], [part.matrix for part in quantized]
-    has_zeros = any(matrix.zeros is not None for matrix in matrices)
-    matrix = first.matrix._replace(
-        values=torch.cat([matrix.values for matrix in matrices]),
-        scales=torch.cat([matrix.scales for matrix in matrices]),
-        zeros=torch.cat([zeros_of(matrix) for matrix in matrices]) if has_zeros else None,
-    )
+    first = quantized[0]
+    matrix = concatenated([part.matrix for part in quantized])
     # Parts have the same inputs; the largest calibrated scale clips none of them.
     scales = [part.input_scale for part in quantized if part.input_scale is not None]
     return QuantizedWeight(
@@ -63,6 +59,17 @@ def stack(parts: Sequence[Weight]) -> Weight:
     )
 
 
+def concatenated(matrices: Sequence[Quantized]) -> Quantized:
+    """Concatenate matrices of the same format along their outputs."""
+    if any(matrix.zeros is not None for matrix in matrices):
+        matrices = [matrix._replace(zeros=zeros_of(matrix)) for matrix in matrices]
+    tensors = [matrix.by_output() for matrix in matrices]
+    merged: dict[str, Any] = {
+        name: torch.cat([each[name] for each in tensors]) for name in tensors[0]
+    }
+    return matrices[0]._replace(**merged)
+
+
 def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
     first = weights[0]
     return all(_kind(w) == _kind(first) and _same_groups(w, first) for w in weights[1:])
@@ -71,7 +78,11 @@ def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
     matrix, has_input_scale = weight.matrix, weight.input_scale is not None
     sizes = matrix.bits, matrix.group_size, matrix.values.shape[1], matrix.scales.shape[1]
-    return (matrix.values.dtype, *sizes, weight.dtype, weight.quantizes_inputs, has_input_scale)
+    inner = matrix.scales.dtype if matrix.outer_size else None, matrix.outer_size
+    codebook = None if matrix.codebook is None else tuple(matrix.codebook.tolist())
+    scaling = (*inner, matrix.offsets is not None, codebook)
+    inputs = weight.quantizes_inputs, has_input_scale
+    return (matrix.values.dtype, *sizes, *scaling, weight.dtype, *inputs)
 
 
 def _same_groups(one: QuantizedWeight, other: QuantizedWeight) -> bool:

@@ -1,6 +1,7 @@
 """Quantisation, dequantisation and products of quantised weights in plain torch.
 
-As in the tools that write these formats, w = (q - z) * s, with value q, zero point z, scale s.
+As in the tools that write these formats, w = (q - z) * s, with value q, zero point z, scale s;
+or w = q * s + o, with offset o; or w = codebook[q] * s.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ LEAST_SCALE = 1e-30  # for rows of zeros
 
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """Dequantise a matrix to [N, K], computed in float32."""
-    weight = matrix.values.float()
+    weight = _numbers(matrix)
     grouped, spread = _by_group(matrix, weight)
-    if not matrix.is_float:
-        grouped.sub_(spread(zeros_of(matrix).float()))
-    grouped.mul_(spread(matrix.scales.float()))
+    if matrix.zeros is not None:
+        grouped.sub_(spread(matrix.zeros.float()))
+    elif matrix.zero and not matrix.is_float:
+        grouped.sub_(matrix.zero)
+    grouped.mul_(spread(scales_of(matrix)))
+    offsets = offsets_of(matrix)
+    if offsets is not None:
+        grouped.add_(spread(offsets))
     return weight.to(dtype)
+
+
+def _numbers(matrix: Quantized) -> torch.Tensor:
+    """Return the values [N, K] in float32, looked up in the codebook if there is one."""
+    if matrix.codebook is None:
+        return matrix.values.float()
+    ids = matrix.values.flatten().int()
+    return matrix.codebook.float().index_select(0, ids).view(matrix.values.shape)
 
 
 def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
@@ -39,11 +53,33 @@ def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Ca
     return weight, lambda part: part.index_select(1, groups)
 
 
+def scales_of(matrix: Quantized) -> torch.Tensor:
+    """Returns the scale of each group, [N, G] float32."""
+    return _times_outer(matrix, matrix.scales.float(), matrix.outer_scales)
+
+
+def offsets_of(matrix: Quantized) -> torch.Tensor | None:
+    """Returns the offset of each group, [N, G] float32; None if the matrix has no offsets."""
+    if matrix.offsets is None:
+        return None
+    return _times_outer(matrix, matrix.offsets.float(), matrix.outer_offsets)
+
+
+def _times_outer(
+    matrix: Quantized, inner: torch.Tensor, outer: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply numbers of groups [N, G] by those of the blocks [N, S] in which the groups are."""
+    if outer is None:
+        return inner
+    groups = torch.arange(inner.shape[1], device=inner.device)
+    return outer.index_select(1, groups * matrix.group_size // matrix.outer_size) * inner
+
+
 def zeros_of(matrix: Quantized) -> torch.Tensor:
-    """Returns a matrix's zero points [N, G] uint8; 2 ** (bits - 1) if it stores none."""
+    """Returns a matrix's zero points [N, G] uint8; `zero` if it stores none."""
     if matrix.zeros is not None:
         return matrix.zeros
-    return torch.full_like(matrix.scales, 1 << matrix.bits - 1, dtype=torch.uint8)
+    return torch.full_like(matrix.scales, matrix.zero, dtype=torch.uint8)
 
 
 def weight_only_product(
