@@ -26,7 +26,10 @@ from engine.errors import EngineError
 
 GROUP = "metronome.commands"
 PACKAGE = "metronome-engine"
-OWN = ("generate", "chat", "serve", "core", "top", "prepare", "models", "bench", "replay")
+OWN = (
+    *("generate", "chat", "serve", "core", "top"),
+    *("prepare", "models", "quantize", "bench", "replay"),
+)
 NEEDED = ("add_arguments", "run")
 
 

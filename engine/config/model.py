@@ -37,8 +37,13 @@ class ModelOptions:
     """Load no tokenizer: token ids in, token ids out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto is the checkpoint's. Sums are always float32."""
-    quantization: Literal["int8", "fp8"] | None = None
-    """Quantise plain weights while they load: int8, or fp8 on a GPU."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Quantise plain weights while they load: int8, int4, or fp8 on a GPU. int4 keeps the output
+    layer."""
+    output_layer_quantization: Literal["int8", "int4"] | None = None
+    """Quantise a plain output layer while it loads (with tied tables, the embedding too), also that
+    of a quantised checkpoint. Default: int8 with quantization=int8; otherwise it is not
+    quantised."""
     batch_invariant: bool | None = None
     """Give a request the same bits in any batch and chunking, with drafts, from the cache and after
     preemption. Always so for native families on a CPU. Default on a GPU: False, because it needs

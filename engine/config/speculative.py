@@ -47,8 +47,9 @@ class SpeculativeConfig:
     """Directory of the draft model, or its name on a hub; it needs the main model's vocabulary."""
     revision: str | None = None
     """Branch, tag or commit of a draft model given by name."""
-    quantization: Literal["int8", "fp8"] | None = None
-    """Quantise the draft model's plain weights when they are loaded: int8, or fp8 on a GPU."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Quantise the draft model's plain weights when they are loaded: int8, int4, or fp8 on a
+    GPU."""
     prompt_lookup_min: int = NGRAM
     """Fewest tokens that must match. Default: prompt_lookup_max, or 5 if that is not given
     either."""

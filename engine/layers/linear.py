@@ -14,9 +14,10 @@ from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
 from kernels.cpu.pointwise import ACTS
+from kernels.reference.int4 import group_size_of, quantize_int4
 from kernels.reference.quant import quantize_fp8, quantize_int8
 
-QUANTIZATIONS = ("int8", "fp8")
+QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
 def make_linear(
@@ -30,14 +31,16 @@ def make_linear(
 ) -> Linear:
     """Create the linear layer for `weight` [out, in] and `bias` [out] on a device.
 
-    quantization: format to quantise a plain weight to: "int8", "fp8" (only on a GPU) or None. A
-    weight that is already quantised stays so if the GPU has a kernel for it, otherwise it is
-    dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs. batch_invariant: on
-    a GPU, the result of a row does not depend on other rows (always so on the CPU). On the CPU, a
-    layer with float16 weights returns float32. Drop `weight` and `bias` afterwards, to free their
+    quantization: format to quantise a plain weight to: "int8", "int4", "fp8" (only on a GPU) or
+    None. A weight that is already quantised stays so if the GPU has a kernel for it, otherwise it
+    is dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs. batch_invariant:
+    on a GPU, the result of a row does not depend on other rows (always so on the CPU). On the CPU,
+    a layer with float16 weights returns float32. Drop `weight` and `bias` afterwards, to free their
     memory."""
     device = torch.device(device)
     check_quantization(quantization, device)
+    if quantization == "int4":
+        weight, quantization = in_four_bits(weight), None
     if is_cpu(device):
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
@@ -65,6 +68,14 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
             "quantization='fp8' needs device='cuda', got device='cpu', which cannot multiply 8-bit "
             "floats; use quantization='int8'"
         )
+
+
+def in_four_bits(weight: Weight) -> Weight:
+    """Quantise a plain weight to 4 bits, unless no group size divides its number of inputs."""
+    size = group_size_of(weight.shape[1]) if isinstance(weight, torch.Tensor) else None
+    if size is None:
+        return weight
+    return QuantizedWeight(matrix=quantize_int4(plain(weight), size), dtype=plain(weight).dtype)
 
 
 def quantized(weight: torch.Tensor, quantization: str) -> QuantizedWeight:

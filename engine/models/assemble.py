@@ -40,6 +40,7 @@ class Placement:
     quantization: str | None
     max_model_len: int
     batch_invariant: bool = False
+    output_layer_quantization: str | None = None
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
@@ -136,11 +137,16 @@ class Assembly:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
     def head_of(self, weight: Weight) -> Linear:
-        """Make the output layer, never in 8-bit floats, which would round its inputs too much."""
+        """Make the output layer. Unless an option requests it, it is quantised only to int8: 8-bit
+        floats round its inputs too much, and 4 bits cost the most accuracy here."""
         requested = self.placement.quantization
+        if isinstance(weight, torch.Tensor) and self.placement.output_layer_quantization:
+            requested = self.placement.output_layer_quantization
+        elif requested != "int8":
+            requested = None
         return make_linear(
             weight,
-            quantization=None if requested == "fp8" else requested,
+            quantization=requested,
             device=self.placement.device,
             keeps_float32=True,
             batch_invariant=self.placement.batch_invariant,

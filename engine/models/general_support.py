@@ -43,11 +43,13 @@ def read_hf_config(config: ModelConfig, info: ModelInfo) -> PreTrainedConfig:
 
 def check_support(config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig) -> None:
     """Raise ``ModelError`` with the reason if the config shows that the model cannot be served."""
-    if config.quantization is not None:
-        raise ModelError(
-            f"quantization={config.quantization!r} works only with native families, and "
-            f"{name_of(info)} is computed by transformers; leave quantization out"
-        )
+    for option in ("quantization", "output_layer_quantization"):
+        value = getattr(config, option)
+        if value is not None:
+            raise ModelError(
+                f"{option}={value!r} works only with native families, and {name_of(info)} is "
+                f"computed by transformers; leave {option} out"
+            )
     try:
         _check_config(hf)
         if not _is_remote(config, hf):

@@ -51,12 +51,13 @@ def load_model(
         # On a CPU, products and attention always sum in the same order.
         invariant = config.batch_invariant is True and not is_cpu(torch.device(device))
         if invariant:
-            check_invariant(spec, info, form, quantization)
+            check_invariant(spec, info, form, quantization or config.output_layer_quantization)
         placement = Placement(
             device=device,
             quantization=quantization,
             max_model_len=max_model_len,
             batch_invariant=invariant,
+            output_layer_quantization=config.output_layer_quantization,
         )
         return load_decoder(spec, config, info, form, placement)
     if form is not None:

@@ -97,6 +97,11 @@ class StoredWeights:
         used = {name for parts in self._parts.values() for p in parts for name in self._names(p)}
         self._check_left_over(used)
 
+    @property
+    def sources(self) -> dict[str, tuple[TargetPart, ...]]:
+        """The checkpoint tensors, or ranges of them, that fill each target, by its name."""
+        return dict(self._parts)
+
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
         parts = self._parts[target.name]
         if self._modules is not None and any(map(self._modules.holds, parts)):

@@ -112,7 +112,8 @@ def make_roofline(
 
     is_quiet: this start compiles nothing, so measure the ceilings now if none are stored.
     """
-    if config.quantization is not None or format_of(info) is not None:
+    requested = config.quantization or config.output_layer_quantization
+    if requested is not None or format_of(info) is not None:
         return None
     spec = native_spec(info)
     ceilings = None if spec is None else known_ceilings(num_threads(), is_quiet=is_quiet)
