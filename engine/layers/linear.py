@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 
 import kernels
 from engine.errors import ConfigError
 from engine.layers.interface import Linear
-from engine.layers.quantized import QuantizedWeight, Weight, plain
+from engine.layers.quantized import QuantizedWeight, SplitWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
+from engine.layers.split_linear import split_linear
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
@@ -42,6 +45,8 @@ def make_linear(
     if quantization == "int4":
         weight, quantization = in_four_bits(weight), None
     if is_cpu(device):
+        if isinstance(weight, SplitWeight) and quantization is None:
+            return split_linear(weight, bias, partial(make_linear, keeps_float32=keeps_float32))
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:

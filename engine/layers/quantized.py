@@ -1,9 +1,9 @@
-"""Quantised weights of checkpoints on the CPU, from which linear layers are made."""
+"""Weights of checkpoints on the CPU, plain or quantised, from which linear layers are made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,27 @@ class QuantizedWeight:
         return dequantize(self.matrix, self.dtype)
 
 
-Weight = torch.Tensor | QuantizedWeight
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitWeight:
+    """A matrix [out, in] whose outputs are divided into parts that are stored in different ways."""
+
+    parts: tuple[torch.Tensor | QuantizedWeight, ...]
+    """The parts in the order of their outputs, at least two."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix [out, in], dequantised to ``dtype``."""
+        return torch.cat([plain(part) for part in self.parts])
+
+
+Weight = torch.Tensor | QuantizedWeight | SplitWeight
 
 
 def plain(weight: Weight) -> torch.Tensor:
@@ -40,23 +60,40 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
-def stack(parts: Sequence[Weight]) -> Weight:
-    """Concatenate weights along their outputs. Weights of different formats are dequantised."""
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+def stack(parts: Sequence[torch.Tensor | QuantizedWeight]) -> Weight:
+    """Concatenate weights along their outputs. Adjacent quantised weights of the same format become
+    one; if others are left, the result is a ``SplitWeight``."""
+    merged: list[torch.Tensor | QuantizedWeight] = []
+    for run in _runs_of_alike(parts):
+        quantized = [part for part in run if isinstance(part, QuantizedWeight)]
+        if quantized:
+            merged.append(_merged(quantized))
+        else:
+            merged.append(torch.cat([part for part in run if isinstance(part, torch.Tensor)]))
+    return merged[0] if len(merged) == 1 else SplitWeight(parts=tuple(merged))
+
+
+def _runs_of_alike(
+    parts: Sequence[torch.Tensor | QuantizedWeight],
+) -> list[list[torch.Tensor | QuantizedWeight]]:
+    """Divide weights into the longest runs of adjacent weights that are stored in the same way."""
+    runs: list[list[torch.Tensor | QuantizedWeight]] = []
+    for part in parts:
+        if runs and _are_alike(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Concatenate weights of the same format."""
     if len(parts) == 1:
         return parts[0]
-    if len(quantized) < len(parts) or not _are_alike(quantized):
-        return torch.cat([plain(part) for part in parts])
-    first = quantized[0]
-    matrix = concatenated([part.matrix for part in quantized])
     # Parts have the same inputs; the largest calibrated scale clips none of them.
-    scales = [part.input_scale for part in quantized if part.input_scale is not None]
-    return QuantizedWeight(
-        matrix=matrix,
-        dtype=first.dtype,
-        quantizes_inputs=first.quantizes_inputs,
-        input_scale=max(scales, default=None),
-    )
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    matrix = concatenated([part.matrix for part in parts])
+    return replace(parts[0], matrix=matrix, input_scale=max(scales, default=None))
 
 
 def concatenated(matrices: Sequence[Quantized]) -> Quantized:
@@ -70,9 +107,10 @@ def concatenated(matrices: Sequence[Quantized]) -> Quantized:
     return matrices[0]._replace(**merged)
 
 
-def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
-    first = weights[0]
-    return all(_kind(w) == _kind(first) and _same_groups(w, first) for w in weights[1:])
+def _are_alike(one: torch.Tensor | QuantizedWeight, other: torch.Tensor | QuantizedWeight) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return _kind(one) == _kind(other) and _same_groups(one, other)
 
 
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:

@@ -17,6 +17,8 @@ import torch
 
 from engine.config.model import read_json
 from engine.errors import ModelError
+from engine.layers.quantized import QuantizedWeight
+from engine.models.targets import TargetPart
 
 DTYPES = {
     "F64": torch.float64,
@@ -89,6 +91,15 @@ class Checkpoint:
             unconverted = staging[: piece.numel()]
             self._fill(stored.file, offset + begin * dtype.itemsize, unconverted)
             piece.copy_(unconverted)
+
+    def is_packed(self, part: TargetPart) -> bool:
+        """True if the checkpoint itself, without a quantization_config, says that a part of a
+        decoder's tensor is quantised; then ``quantized`` reads it."""
+        return False
+
+    def quantized(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
+        """Read a part for which ``is_packed`` is true. dtype: that of the dequantised weight."""
+        raise NotImplementedError
 
     def main_dtype(self) -> torch.dtype | None:
         """The most frequent floating-point dtype, by number of elements; ``None`` if there is

@@ -1,8 +1,8 @@
 """The weights of a GGUF file under the names and in the order of Hugging Face checkpoints.
 
-Quantised tensors are dequantised in pieces while they are read. What llama.cpp's conversion changed
-is changed back: it reorders the rows of queries and keys of Llama models, because it rotates
-neighbouring elements and not halves of a head, and stores Gemma's norm weights plus one.
+Quantised matrices stay quantised; ``read`` dequantises in pieces. What llama.cpp's conversion
+changed is changed back: it reorders the rows of queries and keys of Llama models, because it
+rotates neighbouring elements and not halves of a head, and stores Gemma's norm weights plus one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,13 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.gguf.header import GgufHeader, GgufTensor, damaged, read_gguf
 from engine.gguf.meta import Meta
+from engine.layers.quantized import QuantizedWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.gguf_blocks import FORMS, decode
+from engine.models.targets import TargetPart
 
 PIECE_ELEMENTS = 1 << 20
+Row = TypeVar("Row", np.float32, np.uint8)
 READ = frozenset(
     kind
     for kind in GGMLQuantizationType
@@ -154,6 +158,23 @@ class GgufCheckpoint(Checkpoint):
                 values = values + np.float32(offset)
             flat[begin:end].copy_(torch.from_numpy(values))
 
+    def is_packed(self, part: TargetPart) -> bool:
+        """True for a matrix of a type that stays quantised."""
+        found = self._conversions.get(part.name)
+        if found is None or len(found.stored.shape) < 2 or found.offset:
+            return False
+        return found.stored.type in FORMS
+
+    def quantized(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
+        """Read rows of a matrix, or those of one expert, for which ``is_packed`` is true."""
+        stored, num_heads, _ = self._conversions[part.name]
+        width = stored.shape[-1]
+        packed = self._packed_rows(stored, width, part.start // width, part.size // width)
+        if num_heads:
+            reordered = in_halves(packed.numpy(), stored.shape[0] // num_heads)
+            packed = torch.from_numpy(reordered)
+        return QuantizedWeight(matrix=decode(stored.type, packed), dtype=dtype)
+
     def main_dtype(self) -> torch.dtype | None:
         """``None``: the derived config.json names the dtype to compute in."""
         return None
@@ -164,18 +185,20 @@ class GgufCheckpoint(Checkpoint):
         self.read(name, 0, out)
         return out
 
-    def same(self, one: str, other: str) -> bool:
-        """True if two tensors have the same shape and values."""
-        return torch.equal(self.tensor(one), self.tensor(other))
-
     def _rows(self, stored: GgufTensor, width: int, first: int, num: int) -> NDArray[np.float32]:
         """Rows [first, first + num) of ``width`` elements of a tensor."""
+        packed = self._packed_rows(stored, width, first, num)
+        values = dequantize(packed.numpy(), stored.type)
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(num, -1)
+
+    def _packed_rows(self, stored: GgufTensor, width: int, first: int, num: int) -> torch.Tensor:
+        """The bytes of rows [first, first + num) of ``width`` elements of a tensor, [num, bytes of
+        a row] uint8."""
         block_size, block_bytes = GGML_QUANT_SIZES[stored.type]
         row_bytes = width // block_size * block_bytes
         packed = torch.empty((num, row_bytes), dtype=torch.uint8)
         self._fill(stored.file, stored.offset + first * row_bytes, packed)
-        values = dequantize(packed.numpy(), stored.type)
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(num, -1)
+        return packed
 
 
 def state_dict(
@@ -225,7 +248,7 @@ def check_types(header: GgufHeader) -> None:
         )
 
 
-def in_halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+def in_halves(rows: NDArray[Row], head_dim: int) -> NDArray[Row]:
     """Reorder the rows of heads so that the two elements of a rotated pair are half a head apart
     and no longer neighbours."""
     heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import Weight, stack
+from engine.layers.quantized import QuantizedWeight, Weight, stack
 from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
@@ -104,14 +104,20 @@ class StoredWeights:
 
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
         parts = self._parts[target.name]
-        if self._modules is not None and any(map(self._modules.holds, parts)):
+        if any(map(self._is_quantized, parts)):
             return stack([self._one(part, dtype) for part in parts])
         out = allocate(target.shape, dtype)
         self._fill(parts, out)
         return out
 
-    def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
+    def _is_quantized(self, part: TargetPart) -> bool:
+        is_module = self._modules is not None and self._modules.holds(part)
+        return is_module or self._checkpoint.is_packed(part)
+
+    def _one(self, part: TargetPart, dtype: torch.dtype) -> torch.Tensor | QuantizedWeight:
         """Read one part of a target, in its quantised form if the checkpoint stores it so."""
+        if self._checkpoint.is_packed(part):
+            return self._checkpoint.quantized(part, dtype)
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)

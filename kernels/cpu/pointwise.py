@@ -1,6 +1,8 @@
-"""Norms and gated activations of float32 or bfloat16 rows."""
+"""Norms, gated activations and concatenation of float32 or bfloat16 rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,6 +45,20 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     ACT_MUL[out.element_size()].run(
         threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]
     )
+    return out
+
+
+def join_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate matrices [N, C] of one dtype along their columns, each contiguous."""
+    num, size = len(parts[0]), parts[0].element_size()
+    out = parts[0].new_empty((num, sum(part.shape[1] for part in parts)))
+    first = 0
+    for part in parts:
+        threads = num_threads() if part.numel() >= _ENOUGH else 1
+        target = out.data_ptr() + first * size
+        row, width = out.shape[1] * size, part.shape[1]
+        JOIN[size].run(threads, part.data_ptr(), target, num, width, row)
+        first += width
     return out
 
 
@@ -120,6 +136,24 @@ def _act_mul_body(cell: int):
     return body
 
 
+def _join_body(cell: int):
+    def body(row):
+        p = i64(row, (6,))
+        num, width = p[3], p[4]
+        while True:
+            first = next_item(row) * _ROWS
+            if first >= num:
+                break
+            for n in range(first, min(first + _ROWS, num)):
+                source = elements(p[1] + n * width * cell, (width,), cell)
+                target = elements(p[2] + n * p[5], (width,), cell)
+                for i in range(width):
+                    target[i] = source[i]
+
+    return body
+
+
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
+JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

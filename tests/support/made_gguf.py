@@ -93,6 +93,8 @@ class MadeGguf:
 
     directory: Path
     kind: Kind = Kind.F32
+    others: Mapping[str, Kind] = field(default_factory=dict)
+    """Types of tensors that are not of type ``kind``, by the end of their name."""
     config: dict[str, Any] = field(init=False)
     architecture: str = field(init=False)
     twin: dict[str, Array] = field(default_factory=dict)
@@ -142,8 +144,10 @@ class MadeGguf:
         if shift:
             values = values + np.float32(1)
         is_plain = values.ndim == 1 or theirs.endswith((".bias", "ffn_gate_inp.weight"))
-        block_size = GGML_QUANT_SIZES[self.kind][0]
-        kind = Kind.F32 if is_plain or values.shape[-1] % block_size else self.kind
+        stem = theirs.removesuffix(".weight")
+        kind = next((k for end, k in self.others.items() if stem.endswith(end)), self.kind)
+        block_size = GGML_QUANT_SIZES[kind][0]
+        kind = Kind.F32 if is_plain or values.shape[-1] % block_size else kind
         packed = pack(np.ascontiguousarray(values, dtype=np.float32), kind)
         # llama.cpp's quantisation drops leading dimensions of size 1.
         self.tensors[theirs] = packed[0] if packed.shape[0] == 1 else packed, kind
