@@ -107,7 +107,7 @@ def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
     row = half * S.KV_HEADS + head
     if kv_scales is not None:
         scale = tl.load(kv_scales + row, mask=head < S.KV_HEADS, other=1.0)
-        x = x.to(tl.float32) / scale[:, None]
+        x = tl.div_rn(x.to(tl.float32), scale[:, None])  # as the reference rounds
     if S.IS_FP8:
         wide = x.to(tl.float32)
         x = tl.clamp(wide, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)

@@ -14,10 +14,8 @@ def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None
     triton_interpreter.check("test_fake_cuda.py", "test_quantized_models.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["invariant", "batch_invariant", "fp8_cache"])
-def test_kernels_of_options_agree_with_the_reference(name: str) -> None:
-    triton_interpreter.check(f"test_{name}.py")
+def test_kernels_of_options_agree_with_the_reference() -> None:
+    triton_interpreter.check("test_invariant.py", "test_batch_invariant.py", "test_fp8_cache.py")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from engine import EngineArgs, LLMEngine, SamplingParams
+from engine.config.kv_groups import request_blocks
 
 NUM_NEW = 14
 LENGTHS = (9, 1, 23, 40, 40, 61)
@@ -67,6 +68,22 @@ def engine_for(path: str, **options) -> LLMEngine:
         model=path, skip_tokenizer_init=True, log_level="error", **{**defaults, **options}
     )
     return LLMEngine.from_engine_args(args)
+
+
+def tightest(engine: LLMEngine, longest: int) -> int:
+    """The size of a KV pool that holds one request of this many tokens and one block more.
+
+    engine: with the same options and a pool of any size."""
+    return pool_for(engine, [longest]) + 1
+
+
+def pool_for(engine: LLMEngine, lengths: list[int]) -> int:
+    """The size of a KV pool for requests of these lengths at once, its null block included: each
+    takes blocks in every group of layers.
+
+    engine: with the same options and a pool of any size."""
+    decided = engine.session.client.decided
+    return 1 + sum(request_blocks(decided.kv_groups, decided.block_size, n) for n in lengths)
 
 
 def run(

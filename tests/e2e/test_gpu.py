@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from e2e.references import tightest
 from e2e.tiny_models import TinyModels
 
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
@@ -25,7 +26,7 @@ MODES = {
     "chunks": {"max_num_batched_tokens": 16, "cudagraph_capture_sizes": [2, 8]},
     "recorded chunks": {"max_num_batched_tokens": 24, "cudagraph_capture_sizes": [8, 12, 24]},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "preempted": {"num_kv_blocks": 12},
+    "preempted": {"is_tight": True, "max_num_batched_tokens": 16},
 }
 
 
@@ -49,10 +50,21 @@ def run(engine: LLMEngine, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [last[str(index)] for index in range(len(LENGTHS))]
 
 
-def run_with(path, params: SamplingParams = GREEDY, **options) -> list[list[int]]:
-    args = EngineArgs(**options_of(path, **options))
-    with LLMEngine.from_engine_args(args) as engine:
-        return run(engine, params)
+def started(path, **options) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(**options_of(path, **options)))
+
+
+def run_with(
+    path, params: SamplingParams = GREEDY, *, is_tight: bool = False, **options
+) -> list[list[int]]:
+    """The tokens of every prompt. is_tight: the KV pool holds little more than one request."""
+    if is_tight:
+        with started(path, **options, enforce_eager=True) as engine:
+            options["num_kv_blocks"] = tightest(engine, max(LENGTHS) + NUM_NEW)
+    with started(path, **options) as engine:
+        tokens = run(engine, params)
+        assert (engine.stats().num_preemptions > 0) == is_tight
+        return tokens
 
 
 def greedy_of(model, ids: list[int]) -> list[int]:
@@ -63,7 +75,9 @@ def greedy_of(model, ids: list[int]) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gemma3", "mistral-window", "mixtral"]
+)
 def test_greedy_tokens_are_those_of_transformers(family: str, tiny_models: TinyModels) -> None:
     path, model = tiny_models.path(family), tiny_models.reference(family)
     wanted = [greedy_of(model, ids) for ids in prompts()]

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from e2e.general_models import model_and_reference
-from e2e.references import Reference, compare, engine_for, generate, run
+from e2e.references import Reference, compare, engine_for, generate, run, tightest
 from e2e.tiny_models import TinyModels
 
 from engine import SamplingParams
-from engine.config.kv_groups import request_blocks
 from policylab.sim.kv_groups import layout_of
 
 WINDOWS = {
@@ -71,20 +70,14 @@ def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, int, 
     return str(path), window, Reference(made, [a[0] for a in answers], [a[1] for a in answers])
 
 
-def tightest(path: str, longest: int) -> int:
-    """Blocks of a pool that holds one request of this length, computed in chunks of ``BUDGET``."""
-    with engine_for(path, dtype="float32", **TIGHT) as engine:
-        groups = engine.session.client.decided.kv_groups
-    return request_blocks(groups, 4, longest) + 2
-
-
 @pytest.mark.parametrize("mode", list(MODES))
 def test_same_tokens_as_transformers(case, mode, tally):
     path, _, reference = case
     options = dict(MODES[mode])
     if mode.startswith("preempted"):
         longest = max(map(len, reference.prompts)) + NUM_NEW
-        options |= {"num_kv_blocks": tightest(path, longest)}
+        with engine_for(path, dtype="float32", **options) as engine:
+            options |= {"num_kv_blocks": tightest(engine, longest)}
     with engine_for(path, dtype="float32", **options) as engine:
         tokens, _ = run(engine, reference.prompts, NUM_NEW)
         compare(reference, tokens, tally)

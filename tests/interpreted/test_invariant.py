@@ -1,4 +1,4 @@
-"""What a batch-invariant step is made of: beside float64, and to the last bit in any company."""
+"""Kernels of batch-invariant steps agree with float64, and other rows change no bit of a row."""
 
 import pytest
 import torch
@@ -8,17 +8,22 @@ from kernels import reference
 from kernels.triton.invariant import invariant_linear
 from kernels.triton.kv_write import write_launch
 
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Outputs and inputs: of no whole tile, of many, and of wide tiles.
-SHAPES = [(7, 40), (200, 333), (64, 1024), (17_000, 32)]
+SHAPES = [
+    (7, 40),
+    (200, 333),
+    (64, 1024),
+    pytest.param((17_000, 32), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_alone_and_in_company(
     shape: tuple[int, int], dtype: torch.dtype, seed: int
 ) -> None:
-    """Rows and weights lie in wider tensors: what is beside them is NaN."""
+    """Rows and weights are views of wider tensors, whose other columns are NaN."""
     num_outputs, num_inputs = shape
     rng = torch.Generator().manual_seed(seed)
 
@@ -32,7 +37,11 @@ def test_a_row_is_the_same_alone_and_in_company(
     together = invariant_linear(x, weight, bias)
     wanted = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
     assert together.shape == (len(x), num_outputs) and together.dtype is dtype
-    assert (together.double() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    # Each addition in float32 is off by at most 2**-24 of a partial sum, to either side; no partial
+    # sum is larger than the largest output. Six standard deviations of that many such errors, and
+    # then the rounding of the output. TF32 would be off by more than ten times as much.
+    bound = 6 * (num_inputs / 3) ** 0.5 * 2**-24 + torch.finfo(dtype).eps / 2
+    assert (together.double() - wanted).abs().max() <= bound * wanted.abs().max()
     for first, end in ((0, 1), (3, 4), (1, 4), (0, 17), (5, 69)):
         assert torch.equal(invariant_linear(x[first:end], weight, bias), together[first:end])
 
