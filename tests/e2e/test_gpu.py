@@ -17,7 +17,7 @@ from engine.worker.platform.cuda import CudaPlatform
 
 pytestmark = pytest.mark.gpu
 
-NUM_NEW = 12
+NUM_NEW = 24  # enough for windowed models to run out of blocks
 LENGTHS = (9, 1, 23, 40, 40, 61)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
 MODES = {
@@ -26,7 +26,7 @@ MODES = {
     "chunks": {"max_num_batched_tokens": 16, "cudagraph_capture_sizes": [2, 8]},
     "recorded chunks": {"max_num_batched_tokens": 24, "cudagraph_capture_sizes": [8, 12, 24]},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "preempted": {"is_tight": True, "max_num_batched_tokens": 16},
+    "preempted": {"is_tight": True, "max_num_batched_tokens": 24},
 }
 
 
