@@ -16,7 +16,7 @@ from engine.gguf.header import GgufHeader, read_gguf
 from engine.gguf.link import is_gguf_path
 from engine.hub.fetch import fetched
 from engine.models.checkpoint import Checkpoint
-from engine.models.load import native_spec, open_checkpoint
+from engine.models.load import check_form, native_spec, open_checkpoint
 from engine.models.quant import format_of
 from engine.models.targets import targets
 from engine.models.weights import StoredWeights
@@ -153,9 +153,8 @@ def _trial(path: str) -> Rows:
 def _how(info: ModelInfo) -> str:
     """How a model is computed. Raises ``ConfigError`` if that is not possible."""
     spec, form = native_spec(info), format_of(info)
+    check_form(info, form, is_native=spec is not None)
     if spec is None:
-        if form is not None:
-            raise ConfigError(f"weights quantized by {form.name!r} need a native family")
         return "by transformers' module, which is checked when the model is loaded"
     with open_checkpoint(info.path) as checkpoint:
         StoredWeights(checkpoint, targets(spec), form)

@@ -7,7 +7,7 @@ share their weight with anything but an embedding, and embeddings that do more t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear
+from engine.layers.quantized import Weight
 
 PACKED = (torch.bfloat16, torch.float16)  # torch's float32 product is as fast as ours
 NUM_TRIED = 8  # table rows compared in the check of an embedding
@@ -193,23 +194,37 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def pack_experts(experts: Any) -> None:
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    experts.ups = _packed_stack(experts, up)
-    experts.downs = _packed_stack(experts, "down_proj")
+    """Make an experts module use our kernels, with the weights that it has."""
+    up, down = _weight_names(experts)
+    pack_stored_experts(experts, {up: _matrices(experts, up), down: _matrices(experts, down)})
+
+
+def pack_stored_experts(experts: Any, weights: Mapping[str, Iterable[Weight]]) -> None:
+    """Make an experts module use our kernels. weights: the matrix [out, in] of each expert, for
+    each of the module's stacked weights by name. The stacked weights are deleted."""
+    up, down = _weight_names(experts)
+    experts.ups = _packed_stack(experts, up, weights[up])
+    experts.downs = _packed_stack(experts, down, weights[down])
     origin = type(experts)
     experts.__class__ = type(origin.__name__, (PackedExperts, origin), {})
 
 
-def _packed_stack(experts: Any, name: str) -> list[Linear]:
-    """Make a layer for each expert from the stacked weight ``name``, [E, out, in], or [E, in, out]
-    if transposed. The stacked weight is deleted."""
-    weights = getattr(experts, name).detach()
-    biases = (
-        getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
-    )
-    if experts.is_transposed:
-        weights = weights.transpose(1, 2)
+def _weight_names(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def _matrices(experts: Any, name: str) -> Iterator[torch.Tensor]:
+    """The matrix [out, in] of each expert from the stacked weight ``name``, [E, out, in], or
+    [E, in, out] if transposed."""
+    for weight in getattr(experts, name).detach():
+        yield (weight.T if experts.is_transposed else weight).contiguous()
+
+
+def _packed_stack(experts: Any, name: str, weights: Iterable[Weight]) -> list[Linear]:
+    """Make a layer for each expert from its matrix in ``weights``, and delete the stacked weight
+    ``name``."""
+    count = len(getattr(experts, name))
+    biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * count
+    layers = [make_linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     delattr(experts, name)
-    return [
-        make_linear(weight.contiguous(), bias) for weight, bias in zip(weights, biases, strict=True)
-    ]
+    return layers

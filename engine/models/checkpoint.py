@@ -119,6 +119,14 @@ class Checkpoint:
             self._fill(stored.file, stored.offset, out.view(-1))
         return out
 
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        """Read entry ``index`` of a tensor's first dimension without conversion."""
+        stored = self.tensors[name]
+        out = torch.empty(stored.shape[1:], dtype=STORED_DTYPES[stored.dtype])
+        if out.numel():
+            self._fill(stored.file, stored.offset + index * out.nbytes, out.view(-1))
+        return out
+
     def same(self, one: str, other: str) -> bool:
         """True if two tensors have the same type, shape and values."""
         a, b = self.tensors[one], self.tensors[other]

@@ -32,7 +32,9 @@ from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
+from engine.models.checkpoint import Checkpoint
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, cache_arguments
+from engine.models.general_mxfp4 import load_mxfp4
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
     Misfit,
@@ -44,6 +46,7 @@ from engine.models.general_support import (
 )
 from engine.models.general_trial import Findings, is_close, run_trial
 from engine.models.gguf_weights import GgufCheckpoint, state_dict
+from engine.models.quant import format_of
 
 logger = logging.getLogger("engine.models")
 
@@ -140,10 +143,12 @@ def load_general(
     and the reason if that is not possible."""
     hf = read_hf_config(config, info)
     check_support(config, info, hf)
-    dtype = compute_dtype(config, info, device)
+    dtype = compute_dtype(config, info, device, _main_dtype(info))
     try:
-        read = _random if config.load_format == "dummy" else _stored
-        causal = read(config, info, hf, dtype)
+        if config.load_format == "dummy":
+            causal = _random(config, info, hf, dtype)
+        else:
+            causal = _stored(config, info, hf, dtype, device)
     except ModelError:
         raise
     except Exception as error:
@@ -180,8 +185,16 @@ def _random(
         )
 
 
+def _main_dtype(info: ModelInfo) -> torch.dtype | None:
+    """The dtype of most plain numbers of a quantised directory; ``None`` for other models."""
+    if format_of(info) is None:
+        return None
+    with Checkpoint(info.path) as checkpoint:
+        return checkpoint.main_dtype()
+
+
 def _stored(
-    config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
+    config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
     """Load the module with the weights of the directory. Raises ``ModelError`` if some are
     missing, or of another model."""
@@ -193,7 +206,9 @@ def _stored(
     }
     file = gguf_file(info.path)
     with _no_progress_bar():
-        if file is None:
+        if format_of(info) is not None:
+            causal, report = load_mxfp4(info, hf, device, options)
+        elif file is None:
             causal, report = AutoModelForCausalLM.from_pretrained(
                 info.path,
                 local_files_only=True,

@@ -21,7 +21,7 @@ from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.kv_scales import kv_scales
 from engine.models.model import Model
-from engine.models.quant import format_of
+from engine.models.quant import GENERAL_FORMATS, format_of
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
@@ -47,6 +47,7 @@ def load_model(
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
     spec = native_spec(info)
+    check_form(info, form, is_native=spec is not None)
     if spec is not None:
         # On a CPU, products and attention always sum in the same order.
         invariant = config.batch_invariant is True and not is_cpu(torch.device(device))
@@ -60,17 +61,22 @@ def load_model(
             output_layer_quantization=config.output_layer_quantization,
         )
         return load_decoder(spec, config, info, form, placement)
-    if form is not None:
-        raise ModelError(
-            f"{info.path} has weights quantized by {form.name!r}, which only native families "
-            f"support, and {info.architecture or info.model_type} is not one; use the original "
-            "model"
-        )
     check_general_invariance(config, info, device)
     # Imported here, because native families do not need transformers.
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def check_form(info: ModelInfo, form: Format | None, *, is_native: bool) -> None:
+    """Raise ``ModelError`` if the format of the weights is not supported for this model."""
+    if form is None or is_native != (form.name in GENERAL_FORMATS):
+        return
+    others = "general" if is_native else "native"
+    raise ModelError(
+        f"{info.path} has weights quantized by {form.name!r}, which only {others} families "
+        f"support, and {info.architecture or info.model_type} is not one; use the original model"
+    )
 
 
 def check_general_invariance(config: ModelConfig, info: ModelInfo, device: str) -> None:

@@ -340,13 +340,20 @@ def test_a_bias_that_has_no_place_is_named(tmp_path: Path) -> None:
         load(made.path)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", ""])
+@pytest.mark.parametrize("method", ["bitsandbytes", ""])
 def test_other_methods_are_refused_with_the_way_out(tmp_path: Path, method: str) -> None:
     made = written(tmp_path, "awq")
     restate(made.path, quant_method=method)
     with pytest.raises(
         ModelError, match=rf"'{method or 'an unnamed method'}'.*quantization=\"int8\""
     ):
+        load(made.path)
+
+
+def test_mxfp4_of_native_families_is_refused(tmp_path: Path) -> None:
+    made = written(tmp_path, "awq")
+    restate(made.path, quant_method="mxfp4")
+    with pytest.raises(ModelError, match=r"'mxfp4', which only general families .*LlamaFor"):
         load(made.path)
 
 

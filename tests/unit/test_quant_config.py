@@ -28,6 +28,7 @@ STATED: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head"],
         "sparsity_config": {},
     },
+    "mxfp4": {"modules_to_not_convert": ["lm_head"]},
 }
 JUNK = (None, [], {}, "x", -7, 3.5, True, [1, 2, 3], {"a": 1}, 10**30)
 

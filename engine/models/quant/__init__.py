@@ -12,13 +12,17 @@ from engine.models.quant.compressed_tensors import CompressedTensors
 from engine.models.quant.fields import Format
 from engine.models.quant.fp8 import Fp8
 from engine.models.quant.gptq import Gptq
+from engine.models.quant.mxfp4 import Mxfp4
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
     "fp8": Fp8.of,
     "gptq": Gptq.of,
+    "mxfp4": Mxfp4.of,
 }
+GENERAL_FORMATS = ("mxfp4",)
+"""Formats of models that transformers' modules compute; the others need a native family."""
 # Files in which early tools stored what is in config.json today.
 OWN_FILES = {"awq": "quant_config.json", "gptq": "quantize_config.json"}
 
