@@ -159,11 +159,15 @@ def is_recorded() -> bool:
 class Kernel:
     """A function (its body) that is compiled at its first run and stored in Numba's disk cache.
 
-    heavy: release the GIL during a run, which pays off above some tens of microseconds.
+    heavy: release the GIL during a run, which pays off above some tens of microseconds. exact:
+    round each operation of the body as it is written, like functions with the options EXACT.
     """
 
-    def __init__(self, body: Callable[[int], None], *, heavy: bool = False) -> None:
+    def __init__(
+        self, body: Callable[[int], None], *, heavy: bool = False, exact: bool = False
+    ) -> None:
         self._body = body
+        self._fast = set() if exact else FAST
         self._launch = launch_nogil if heavy else launch
         self._first: Callable[[], None] = _nothing
         self._lock = threading.Lock()
@@ -179,7 +183,7 @@ class Kernel:
         with self._lock:
             if self._compiled is None:
                 with cache_of_these_sources() as is_writable:
-                    options = {"cache": is_writable, "fastmath": FAST, "error_model": "numpy"}
+                    options = {"cache": is_writable, "fastmath": self._fast, "error_model": "numpy"}
                     self._compiled = cfunc(_SIGNATURE, **options)(self._body)
             self._address = self._compiled.address
 
@@ -192,6 +196,13 @@ class Kernel:
         """Call ``wait`` before the body is compiled or loaded, since another process may be
         compiling it."""
         self._first = wait
+
+    @property
+    def address(self) -> int:
+        """Address of the compiled body, for kernels that call it with `atomics.call_body`."""
+        if not self._address:
+            self.prepare()
+        return self._address
 
     def assembly(self) -> str:
         """The machine code as text, for inspection."""

@@ -23,10 +23,10 @@ def quantize_units(x: torch.Tensor) -> QuantizedRows:
     """Quantise x [M, K], rounded to nearest even. A unit with an infinite input or NaN gets an
     infinite or NaN scale and zeros."""
     missing = -x.shape[1] % UNIT
-    units = torch.nn.functional.pad(x.float(), (0, missing)).view(len(x), -1, UNIT)
+    units = torch.nn.functional.pad(x.float(), (0, missing)).unflatten(1, (-1, UNIT))
     most = units.abs().amax(2)
     is_used = most.isfinite() & (most >= LEAST)
-    inverse = torch.where(is_used, LARGEST / most, 0.0)
+    inverse = torch.where(is_used, torch.full_like(most, LARGEST) / most, 0.0)
     integers = torch.where(is_used[..., None], units * inverse[..., None], 0.0).round()
     return QuantizedRows(integers.to(torch.int8), most / LARGEST)
 

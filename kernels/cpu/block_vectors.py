@@ -1,0 +1,496 @@
+"""Products of 8-bit activations with packed weights of 2 to 8 bits, generated as LLVM code.
+
+The layout of weights is that of ``kernels.cpu.matmul.blocks``. Sums of a unit of 32 inputs are
+exact integers, and floats are added in one order, so all ways to multiply give the same bits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu import isa
+from kernels.cpu.matmul.blocks import PANEL, PLANES, QUAD, QUADS, UNIT, row_parts
+from kernels.cpu.vectors import LINE, fma, splat
+
+# Ways to multiply four bytes of weights by four of activations. See `_DOTS`.
+VNNI_512, VNNI_256, AVX2, PLAIN = range(4)
+LANES = {VNNI_512: 16, VNNI_256: 8, AVX2: 8, PLAIN: 4}
+# Outputs of a tile for one row and for several, so that the sums stay in registers.
+_WIDTHS = {VNNI_512: (32, 32), VNNI_256: (32, 16), AVX2: (32, 16), PLAIN: (16, 16)}
+
+FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)  # dtypes of scales
+
+_F32, _F16 = ir.FloatType(), ir.HalfType()
+_I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+_LEAST = 0x0D800000  # 2 ** -100 as bits of a float32
+_LARGEST = 127.0
+_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000  # 1.5 * 2 ** 23: adding it rounds to an integer
+_HALF_SPAN = 16
+WIDENS_FLOAT16 = isa.widens_float16()
+
+
+class Form(NamedTuple):
+    """The properties of a packed weight for which code is generated."""
+
+    bits: int
+    halves: int  # groups of a unit, 1 or 2
+    has_offsets: bool
+    has_codebook: bool
+
+    @property
+    def code(self) -> int:
+        """The form as one integer, which compiled code takes as a literal."""
+        return self.bits | self.halves << 4 | self.has_offsets << 6 | self.has_codebook << 7
+
+    @classmethod
+    def of(cls, code: int) -> Form:
+        """Returns the form for which ``code`` stands."""
+        return cls(code & 15, code >> 4 & 3, bool(code >> 6 & 1), bool(code >> 7 & 1))
+
+    @property
+    def has_zero(self) -> bool:
+        """True if a zero point is subtracted from the values."""
+        return self.has_codebook or not self.has_offsets
+
+    @property
+    def largest(self) -> int:
+        """The largest value that is multiplied."""
+        return 255 if self.has_codebook else (1 << self.bits) - 1
+
+
+def _function(builder, name, result, *kinds):
+    found = builder.module.globals.get(name)
+    if found is None:
+        found = ir.Function(builder.module, ir.FunctionType(result, kinds), name)
+    return found
+
+
+def _call(builder, name, result, *args):
+    return builder.call(_function(builder, name, result, *(arg.type for arg in args)), args)
+
+
+def _load(builder, address, kind, align=4):
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _store(builder, value, address, align=4):
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def _same(kind, number):
+    """The constant vector (or scalar) of a kind, each of whose elements is a number."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [number] * kind.count)
+    return ir.Constant(kind, number)
+
+
+def _vnni(builder, total, weights, row, largest):
+    lanes, kind = total.type.count, total.type
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{lanes * 32}", kind, total, weights, row)
+
+
+def _pairs(builder, name, left, right, count, lanes):
+    """Emit a multiplication of `left` and `right` that adds pairs of products. count, lanes: the
+    elements of an operand and of the result."""
+    operand, result = (ir.VectorType(ir.IntType(256 // n), n) for n in (count, lanes))
+    return _call(
+        builder, name, result, builder.bitcast(left, operand), builder.bitcast(right, operand)
+    )
+
+
+def _avx2(builder, total, weights, row, largest):
+    kind = total.type
+    if 2 * largest * _LARGEST < 1 << 15:
+        pairs = _pairs(builder, "llvm.x86.avx2.pmadd.ub.sw", weights, row, 32, 16)
+        ones = _same(pairs.type, 1)
+        return builder.add(total, _pairs(builder, "llvm.x86.avx2.pmadd.wd", pairs, ones, 16, 8))
+    for place in range(2):  # bytes 0 and 2, then bytes 1 and 3
+        words = ir.VectorType(_I16, kind.count * 2)
+        left, right = builder.bitcast(weights, words), builder.bitcast(row, words)
+        left = builder.and_(left, _same(words, 255)) if not place else _shifted(builder, left, 8)
+        if not place:
+            right = builder.shl(right, _same(words, 8))
+        right = builder.ashr(right, _same(words, 8))
+        total = builder.add(total, _pairs(builder, "llvm.x86.avx2.pmadd.wd", left, right, 16, 8))
+    return total
+
+
+def _plain(builder, total, weights, row, largest):
+    kind = total.type
+    for byte in range(QUAD):
+        left = _shifted(builder, weights, 8 * byte)
+        if byte < QUAD - 1:
+            left = builder.and_(left, _same(kind, 255))
+        right = builder.shl(row, _same(kind, 24 - 8 * byte)) if byte < QUAD - 1 else row
+        product = builder.mul(left, builder.ashr(right, _same(kind, 24)))
+        total = builder.add(total, product)
+    return total
+
+
+# Emit total + the products of four unsigned bytes of `weights` and four signed ones of `row`.
+_DOTS = {VNNI_512: _vnni, VNNI_256: _vnni, AVX2: _avx2, PLAIN: _plain}
+
+
+def _shifted(builder, value, right):
+    """Emit a shift to the right, or to the left if `right` is negative."""
+    if right == 0:
+        return value
+    shift = builder.lshr if right > 0 else builder.shl
+    return shift(value, _same(value.type, abs(right)))
+
+
+def _lookup(builder, way, codebook, indices):
+    """Emit the bytes of a codebook of 16 with these indices. codebook: its bytes in each 128 bits
+    of a vector."""
+    kind = indices.type
+    count = kind.count * 4
+    bytes_ = ir.VectorType(_I8, count)
+    codes, at = builder.bitcast(codebook, bytes_), builder.bitcast(indices, bytes_)
+    if way == PLAIN:
+        result = _same(bytes_, 0)
+        for number in range(16):
+            one = builder.extract_element(codes, _I32(number))
+            is_it = builder.icmp_unsigned("==", at, _same(bytes_, number))
+            result = builder.select(is_it, splat(builder, one, count), result)
+    else:
+        name = "llvm.x86.avx512.pshuf.b.512" if way == VNNI_512 else "llvm.x86.avx2.pshuf.b"
+        result = _call(builder, name, bytes_, codes, at)
+    return builder.bitcast(result, kind)
+
+
+class _Tile(NamedTuple):
+    """Emits the product of some rows with some outputs of a panel, over all units."""
+
+    builder: ir.IRBuilder
+    form: Form
+    way: int
+    rows: int
+    outputs: range
+    a: tuple[Any, Any]  # address of the first row and bytes between rows
+    b: Any  # address of the panel's values
+    scales: Any  # address of the decoded scales
+    offsets: Any
+    out: Any
+    units: Any
+    shift: Any  # unit >> shift is the number of its group
+    codebook: Any
+    ahead: Any  # bytes after the current values that are prefetched; None: no prefetch
+
+    @property
+    def lanes(self) -> int:
+        return LANES[self.way]
+
+    @property
+    def columns(self) -> list[int]:
+        """The first outputs of the tile's vectors."""
+        return list(self.outputs[:: self.lanes])
+
+    def emit(self) -> None:
+        builder, floats = self.builder, ir.VectorType(_F32, self.lanes)
+        codebook = None
+        if self.form.has_codebook:
+            four = _load(builder, self.codebook, ir.VectorType(_I32, 4))
+            every = ir.Constant(ir.VectorType(_I32, self.lanes), [i % 4 for i in range(self.lanes)])
+            codebook = builder.shuffle_vector(four, four, every)
+        zero = _same(floats, 0.0)
+        count = self.rows * len(self.columns)
+        before = builder.block
+        loop, done = (builder.append_basic_block(name) for name in ("unit", "stored"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        unit, *sums = (builder.phi(kind) for kind in [_I64] + [floats] * count)
+        added = self._unit(unit, sums, codebook)
+        following = builder.add(unit, _I64(1))
+        initial = [_I64(0)] + [zero] * count
+        for phi, first, last in zip((unit, *sums), initial, (following, *added), strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, self.units), loop, done)
+        builder.position_at_end(done)
+        for number, value in enumerate(added):
+            row, column = divmod(number, len(self.columns))
+            place = row * PANEL * 4 + self.columns[column] * 4
+            _store(builder, value, builder.add(self.out, _I64(place)))
+
+    def _unit(self, unit, sums, codebook):
+        builder, form = self.builder, self.form
+        b = builder.add(self.b, builder.mul(unit, _I64(form.bits * 2 * LINE)))
+        if self.ahead is not None:
+            for line in range(form.bits * 2):
+                place = builder.add(builder.add(b, self.ahead), _I64(line * LINE))
+                _prefetch(builder, place)
+        quads = _Quads(builder, form, self.way, b, codebook)
+        group = builder.mul(builder.lshr(unit, self.shift), _I64(form.halves * PANEL * 4))
+        per = QUADS // form.halves
+        for half in range(form.halves):
+            totals = self._totals(unit, half, range(half * per, (half + 1) * per), quads)
+            sums = self._scale(unit, half, builder.add(group, _I64(half * PANEL * 4)), totals, sums)
+        return sums
+
+    def _part(self, row, at, unit, half=None, size=4):
+        """Emit the address of a row's element for a unit (or half of it). at: bytes for each unit
+        that precede the elements in a row; size: bytes of an element."""
+        builder = self.builder
+        start = builder.add(self.a[0], builder.mul(self.a[1], _I64(row)))
+        start = builder.add(start, builder.mul(self.units, _I64(at)))
+        if half is None:
+            return builder.add(start, builder.mul(unit, _I64(size)))
+        step = builder.mul(unit, _I64(self.form.halves * size))
+        return builder.add(builder.add(start, step), _I64(half * size))
+
+    def _totals(self, unit, half, quads_of_half, quads):
+        """Emit the integer sums of one group of a unit, by row and column."""
+        builder, words = self.builder, ir.VectorType(_I32, self.lanes)
+        totals = []
+        for row in range(self.rows):
+            start = _same(words, 0)
+            if self.form.has_zero:
+                place = self._part(row, STARTS_AT, unit, half)
+                start = splat(builder, _load(builder, place, _I32), self.lanes)
+            totals += [start] * len(self.columns)
+        multiply = _DOTS[self.way]
+        for quad in quads_of_half:
+            weights = [quads.load(quad, column) for column in self.columns]
+            for row in range(self.rows):
+                place = builder.add(self._part(row, 0, unit, size=UNIT), _I64(quad * QUAD))
+                given = splat(builder, _load(builder, place, _I32), self.lanes)
+                for column, weight in enumerate(weights):
+                    number = row * len(weights) + column
+                    totals[number] = multiply(
+                        builder, totals[number], weight, given, self.form.largest
+                    )
+        return totals
+
+    def _scale(self, unit, half, group, totals, sums):
+        """Emit the sums after a group is added, scaled. group: offset of its scales."""
+        builder, floats = self.builder, ir.VectorType(_F32, self.lanes)
+        added = []
+        for row in range(self.rows):
+            place = self._part(row, SCALES_AT, unit)
+            scale = splat(builder, _load(builder, place, _F32), self.lanes)
+            share = None
+            if self.form.has_offsets:
+                place = self._part(row, shares_at(self.form.halves), unit, half)
+                share = splat(builder, _load(builder, place, _F32), self.lanes)
+            for column, first in enumerate(self.columns):
+                number = row * len(self.columns) + column
+                place = builder.add(group, _I64(first * 4))
+                weight = _load(builder, builder.add(self.scales, place), floats)
+                total = builder.sitofp(totals[number], floats)
+                value = fma(builder, total, builder.fmul(weight, scale), sums[number])
+                if share is not None:
+                    offset = _load(builder, builder.add(self.offsets, place), floats)
+                    value = fma(builder, offset, share, value)
+                added.append(value)
+        return added
+
+
+def _prefetch(builder, address):
+    place = builder.inttoptr(address, _I8.as_pointer())
+    kinds = (_I8.as_pointer(), _I32, _I32, _I32)
+    function = _function(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
+    builder.call(function, [place, _I32(0), _I32(3), _I32(1)])
+
+
+class _Quads(NamedTuple):
+    """Emits the unpacking of a unit's quads to bytes."""
+
+    builder: ir.IRBuilder
+    form: Form
+    way: int
+    address: Any  # of the unit's values
+    codebook: Any
+
+    def load(self, quad: int, column: int) -> Any:
+        """Emit the bytes of a quad for the outputs from ``column`` on."""
+        builder, kind = self.builder, ir.VectorType(_I32, LANES[self.way])
+        result, first = None, 0
+        for width, position in PLANES[self.form.bits]:
+            row, part = _place_of(width, quad)
+            place = ((first + row) * PANEL + column) * QUAD
+            packed = _load(builder, builder.add(self.address, _I64(place)), kind)
+            if width < 8:
+                mask = ((1 << width) - 1 << position) * 0x01010101
+                moved = _shifted(builder, packed, part - position)
+                packed = builder.and_(moved, _same(kind, mask))
+            result = packed if result is None else builder.or_(result, packed)
+            first += width
+        if self.form.has_codebook:
+            return _lookup(builder, self.way, self.codebook, result)
+        return result
+
+
+def _place_of(width: int, quad: int) -> tuple[int, int]:
+    """Returns the row of a plane of `width` bits that stores a quad, and its lowest bit there."""
+    return next(
+        (row, at) for row, parts in row_parts(width) for at, stored in parts if stored == quad
+    )
+
+
+# Layout of a quantised row of U units with 1 or 2 groups each: U * 32 bytes of integers, U float32
+# scales, U * groups int32 `starts`, U * groups float32 `shares`. A start is minus the sum of a
+# group's integers times the zero point; a share is the sum times the scale.
+SCALES_AT = UNIT
+STARTS_AT = SCALES_AT + 4
+
+
+def shares_at(halves: int) -> int:
+    """Returns the bytes for each unit that precede the shares in a quantised row."""
+    return STARTS_AT + 4 * halves
+
+
+def row_bytes(units: int, halves: int) -> int:
+    """Returns the bytes of a quantised row, a multiple of 64."""
+    return -(-units * (shares_at(halves) + 4 * halves) // LINE) * LINE
+
+
+@intrinsic(prefer_literal=True)
+def block_tile(  # noqa: PLR0913
+    typing_context, a, b, scales, offsets, out, shape, codebook, ahead, rows, form, way
+):
+    """Multiply `rows` quantised rows by a panel: out [rows, 32] float32.
+
+    a: (address of the first row, bytes of a row); b: address of the panel; scales, offsets:
+    addresses of its decoded ones; shape: (units, shift: unit >> shift is the group); codebook:
+    its address; ahead: bytes to prefetch in advance, or a literal 0; rows, form, way: literals."""
+    literals = (rows, form, way)
+    if not all(isinstance(one, types.Literal) for one in literals):
+        return None
+    num_rows, code, how = (one.literal_value for one in literals)
+    has_ahead = not (isinstance(ahead, types.Literal) and ahead.literal_value == 0)
+
+    def build(context, builder, signature, args):
+        left, size = (builder.extract_value(args[0], i) for i in range(2))
+        units, shift = (builder.extract_value(args[5], i) for i in range(2))
+        width = _WIDTHS[how][num_rows > 1]
+        for first in range(0, PANEL, width):
+            _Tile(
+                builder,
+                Form.of(code),
+                how,
+                num_rows,
+                range(first, first + width),
+                (left, size),
+                *args[1:5],
+                units,
+                shift,
+                args[6],
+                args[7] if has_ahead else None,
+            ).emit()
+        return context.get_dummy_value()
+
+    pair = types.UniTuple(types.intp, 2)
+    kinds = (pair, *[types.intp] * 4, pair, types.intp)
+    return types.void(*kinds, ahead if not has_ahead else types.intp, *literals), build
+
+
+@intrinsic(prefer_literal=True)
+def decode_scales(typing_context, source, outer, target, kind, has_outer):
+    """Decode the 32 scales or offsets of a group to float32 at `target`. outer: address of their
+    outer scales; kind (FLOAT32, FLOAT16, ...) and has_outer are literals."""
+    if not isinstance(kind, types.Literal) or not isinstance(has_outer, types.Literal):
+        return None
+
+    def build(context, builder, signature, args):
+        floats = ir.VectorType(_F32, _HALF_SPAN)
+        for first in range(0, PANEL, _HALF_SPAN):
+            value = _wide(builder, args[0], first, kind.literal_value)
+            if has_outer.literal_value:
+                factor = _load(builder, builder.add(args[1], _I64(first * 4)), floats)
+                value = builder.fmul(value, factor)
+            _store(builder, value, builder.add(args[2], _I64(first * 4)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3, kind, has_outer), build
+
+
+def _wide(builder, address, first, kind):
+    """Emit 16 scales as float32, from element `first` on."""
+    floats, words = (ir.VectorType(one, _HALF_SPAN) for one in (_F32, _I32))
+    if kind == FLOAT32:
+        return _load(builder, builder.add(address, _I64(first * 4)), floats)
+    if kind == INT8:
+        place = builder.add(address, _I64(first))
+        return builder.sitofp(_load(builder, place, ir.VectorType(_I8, _HALF_SPAN), 1), floats)
+    place, element = builder.add(address, _I64(first * 2)), _I16
+    if kind == FLOAT16 and WIDENS_FLOAT16:
+        return builder.fpext(_load(builder, place, ir.VectorType(_F16, _HALF_SPAN), 2), floats)
+    halves = builder.zext(_load(builder, place, ir.VectorType(element, _HALF_SPAN), 2), words)
+    if kind == BFLOAT16:
+        return builder.bitcast(builder.shl(halves, _same(words, 16)), floats)
+    return _float_of_half(builder, halves)
+
+
+def _float_of_half(builder, halves):
+    """Emit the float32 values of float16 bits in 32-bit words, without an instruction for it."""
+    words = halves.type
+    floats = ir.VectorType(_F32, words.count)
+    sign = builder.shl(builder.and_(halves, _same(words, 0x8000)), _same(words, 16))
+    magnitude = builder.shl(builder.and_(halves, _same(words, 0x7FFF)), _same(words, 13))
+    # The exponents have another bias; multiplied, numbers below the smallest normal one are right.
+    scaled = builder.fmul(builder.bitcast(magnitude, floats), _same(floats, 2.0**112))
+    scaled = builder.bitcast(scaled, words)
+    is_special = builder.icmp_unsigned(">=", magnitude, _same(words, 0x7C00 << 13))
+    special = builder.or_(magnitude, _same(words, _INFINITY))
+    return builder.bitcast(builder.or_(builder.select(is_special, special, scaled), sign), floats)
+
+
+@intrinsic(prefer_literal=True)
+def quantize_unit(typing_context, source, target, units, unit, zero, halves, cell):  # noqa: PLR0913
+    """Quantise the 32 inputs at `source` as unit number `unit` of a row of `units` at `target`.
+    zero: the zero point of the weights; halves and cell (bytes of an input) are literals."""
+    literals = (halves, cell)
+    if not all(isinstance(one, types.Literal) for one in literals):
+        return None
+    numbers = [one.literal_value for one in literals]
+
+    def build(context, builder, signature, args):
+        _emit_quantized(builder, args[:5], *numbers)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5, *literals), build
+
+
+def _emit_quantized(builder, args, halves, cell):
+    source, target, units, unit, zero = args
+    floats, words = (ir.VectorType(one, _HALF_SPAN) for one in (_F32, _I32))
+    kind = FLOAT32 if cell == 4 else BFLOAT16
+    inputs = [_wide(builder, source, first, kind) for first in (0, _HALF_SPAN)]
+    # Without the sign bit, floats are ordered like their bits, and NaN is the largest.
+    bits = [builder.and_(builder.bitcast(one, words), _same(words, _MAGNITUDE)) for one in inputs]
+    larger = builder.select(builder.icmp_signed(">", *bits), *bits)
+    most = _call(builder, f"llvm.vector.reduce.smax.v{_HALF_SPAN}i32", _I32, larger)
+    is_used = builder.and_(
+        builder.icmp_signed(">=", most, _I32(_LEAST)),
+        builder.icmp_signed("<", most, _I32(_INFINITY)),
+    )
+    largest = builder.bitcast(most, _F32)
+    inverse = builder.fdiv(ir.Constant(_F32, _LARGEST), largest)
+    scale = builder.fdiv(largest, ir.Constant(_F32, _LARGEST))
+    sums = []
+    for number, one in enumerate(inputs):
+        scaled = builder.fmul(one, splat(builder, inverse, _HALF_SPAN))
+        rounded = builder.bitcast(builder.fadd(scaled, _same(floats, _ROUND)), words)
+        integers = builder.sub(rounded, _same(words, _ROUND_BITS))
+        integers = builder.select(is_used, integers, _same(words, 0))
+        place = builder.add(builder.mul(unit, _I64(UNIT)), _I64(number * _HALF_SPAN))
+        bytes_ = builder.trunc(integers, ir.VectorType(_I8, _HALF_SPAN))
+        _store(builder, bytes_, builder.add(target, place), 1)
+        sums.append(_call(builder, f"llvm.vector.reduce.add.v{_HALF_SPAN}i32", _I32, integers))
+
+    def put(value, at, index):
+        start = builder.add(target, builder.mul(units, _I64(at)))
+        _store(builder, value, builder.add(start, builder.mul(index, _I64(4))))
+
+    put(scale, SCALES_AT, unit)
+    if halves == 1:
+        sums = [builder.add(*sums)]
+    minus = builder.sub(_I32(0), builder.trunc(zero, _I32))
+    for half, total in enumerate(sums):
+        index = builder.add(builder.mul(unit, _I64(halves)), _I64(half))
+        put(builder.mul(total, minus), STARTS_AT, index)
+        put(builder.fmul(scale, builder.sitofp(total, _F32)), shares_at(halves), index)

@@ -1,0 +1,76 @@
+"""Writes the sums of one panel of a matrix product: all outputs, or each row's largest one.
+
+`p` holds the parameters of the product's kernel (indices: 3 bias, 4 outputs, 5 rows, 8 outputs per
+row, 10 panels per item, 11 bytes of an output, 12 indices of the largest outputs, 14 activation).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu import sweeps
+from kernels.cpu.cells import write_cells
+from kernels.cpu.mathlib import gelu_tanh, silu
+from kernels.cpu.native import INLINE, f32, i32
+
+
+@njit(**INLINE)
+def finish(p, sums, first, count, panel):
+    """Write one panel's sums to the output; if only each row's largest output is wanted, update
+    that instead. p: the product's parameters."""
+    if p[12]:
+        _compare(p, sums, first, count, panel)
+    else:
+        _write(p, sums, first, count, panel)
+
+
+@njit(**INLINE)
+def gate(p, gates, ups, count):
+    """Compute gates[:count] = activation(gates) * ups, in place. p: the product's parameters."""
+    for i in range(count):
+        gate, up = gates[i], ups[i]
+        if p[14] == 0:
+            for j in range(gate.shape[0]):
+                gate[j] = silu(gate[j]) * up[j]
+        else:
+            for j in range(gate.shape[0]):
+                gate[j] = gelu_tanh(gate[j]) * up[j]
+
+
+@njit(**INLINE)
+def _compare(p, sums, first, count, panel):
+    """Update the largest output of each row with the sums of one panel. Each work item has its own
+    largest outputs; NaN marks a row with an invalid output."""
+    num, num_out, start = p[5], p[8], panel * sums.shape[1]
+    place = (panel // p[10]) * num + first
+    values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
+    is_first = panel % p[10] == 0
+    for i in range(count):
+        if is_first:
+            values[i], ids[i] = -np.inf, 0
+        row = sums[i, : min(sums.shape[1], num_out - start)]
+        where = sweeps.argmax(row)
+        if where >= 0:
+            if row[where] > values[i]:
+                values[i], ids[i] = row[where], start + where
+        elif not sweeps.is_lowest(row):
+            values[i] = np.nan
+
+
+@njit(**INLINE)
+def _write(p, sums, first, count, panel):
+    """Write a panel's sums, plus the bias, for `count` rows from row `first` on."""
+    num_out, size, start = p[8], p[11], panel * sums.shape[1]
+    width = min(sums.shape[1], num_out - start)
+    if p[3]:
+        bias = f32(p[3] + start * 4, (width,))
+        for i in range(count):
+            for j in range(width):
+                sums[i, j] += bias[j]
+    for i in range(count):
+        out = p[4] + ((first + i) * num_out + start) * size
+        if size == 4:
+            write_cells(out, sums[i, :width], 4)
+        else:
+            write_cells(out, sums[i, :width], 2)
