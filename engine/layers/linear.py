@@ -201,13 +201,37 @@ class Int8Linear:
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = int8.int8_product(x.float().contiguous(), self.weight, self.bias)
-        return y if self._keeps_float32 else y.to(x.dtype)
+        wanted = torch.float32 if self._keeps_float32 else x.dtype
+        # Most calls convert nothing, so that the steps of such a model can be recorded.
+        taken = _float32_or_bfloat16(x)
+        out_dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
+        y = int8.int8_product(taken, self.weight, self.bias, out_dtype=out_dtype)
+        return y if y.dtype is wanted else y.to(wanted)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
+        ``None`` if the kernel does not support this layer, activation or dtype."""
+        is_known = activation in ACTS and x.dtype is torch.bfloat16 and not self._keeps_float32
+        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
+            return None
+        return int8.gated_product(x.contiguous(), self.weight, activation)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
+        only -inf); ``None`` if there is a bias, which the kernel does not support."""
+        if self.bias is not None:
+            return None
+        return int8.largest(_float32_or_bfloat16(x), self.weight)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        packed, scales, _ = self.weight
+        packed, scales = self.weight.packed, self.weight.scales
         integers = packed[ids // float32.PANEL, :, ids % float32.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
+
+
+def _float32_or_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous, and converted to float32 if it is neither float32 nor bfloat16."""
+    return (x if x.dtype in (torch.float32, torch.bfloat16) else x.float()).contiguous()
 
 
 class TorchInt8Linear:

@@ -10,7 +10,7 @@ import torch
 import kernels
 from engine.layers.batch import Embeds, Wanted
 from engine.layers.interface import Linear
-from engine.layers.linear import BFloat16Linear, PlainLinear
+from engine.layers.linear import PlainLinear
 from engine.layers.quantized_linear import packed_of
 from kernels.meta import AttentionMeta
 from kernels.quantized import Packed, can_stack, stack
@@ -218,9 +218,11 @@ class OutputLayer:
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row, [R] int32, -1 for rows with invalid logits;
         ``None`` if this layer can only find it by computing the logits."""
-        if self.multiplier != 1.0 or self.softcap or not isinstance(self.linear, BFloat16Linear):
+        largest = getattr(self.linear, "largest", None)
+        if self.multiplier != 1.0 or self.softcap or largest is None:
             return None
-        return self.linear.largest(hidden)
+        found: torch.Tensor | None = largest(hidden)
+        return found
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> logits [R, V] float32, written to ``out`` if given."""

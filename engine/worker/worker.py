@@ -373,8 +373,8 @@ def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> R
     ``enforce_eager``."""
     if not platform.shares_memory or config.gpu.enforce_eager:
         return None
-    is_plain = isinstance(model, NativeDecoder) and config.model.quantization is None
-    return Recorder(most_mixed=MOST_MIXED if is_plain and takes_tiles(model.dtype) else 0)
+    is_native = isinstance(model, NativeDecoder)
+    return Recorder(most_mixed=MOST_MIXED if is_native and takes_tiles(model.dtype) else 0)
 
 
 def make_machine(

@@ -2,7 +2,7 @@
 
 A tile's number is a literal. If the literal `soft` is true, the operations are emulated, so that
 code on tiles can be tested on any processor: slowly, but bit for bit as Intel's manual defines
-TDPBF16PS, except for denormal numbers, which the instruction treats as zero.
+TDPBF16PS (except for denormal numbers, which the instruction treats as zero), TDPBUSD and TDPBSUD.
 
 `state` is the address of STATE bytes that belong to the thread. A thread calls `begin` before its
 first tile operation and `end` after its last; in between, context switches save the tiles."""
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kernels.cpu.native import f32, float_of_bits, u8, u16
+from kernels.cpu.native import f32, float_of_bits, i32, u8, u16
 from kernels.cpu.vectors import in_order
 
 ROWS = 16  # rows of a tile
@@ -144,6 +144,21 @@ def dot(typing_context, state, total, left, right, soft):
     return _operation(_soft_dot, (state, *numbers, soft), (*numbers, soft), emit)
 
 
+def _byte_dot(instruction: str, soft_body: Any) -> Any:
+    """Make the intrinsic for one instruction that multiplies tiles of bytes."""
+
+    @intrinsic(prefer_literal=True)
+    def dot(typing_context, state, total, left, right, soft):
+        numbers = (total, left, right)
+
+        def emit(builder, args):
+            _call(builder, f"llvm.x86.{instruction}", *map(_number, numbers))
+
+        return _operation(soft_body, (state, *numbers, soft), (*numbers, soft), emit)
+
+    return dot
+
+
 @njit(inline="always")
 def begin(state, soft):
     """Configure all tiles of this thread with 16 rows x 64 bytes. soft: a literal, true to emulate
@@ -200,6 +215,34 @@ def _soft_dot(state, total, left, right):
                 even = _fused(_wide(a[m, k, 0]), _wide(b[k, n, 0]), even)
                 odd = _fused(_wide(a[m, k, 1]), _wide(b[k, n, 1]), odd)
             sums[m, n] = in_order(sums[m, n] + in_order(in_order(even) + in_order(odd)))
+
+
+def _soft_unsigned_signed(state, total, left, right):
+    sums = i32(state + total * _TILE, (ROWS, _FLOATS))
+    a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
+    b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
+    for m in range(ROWS):
+        for n in range(_FLOATS):
+            for k in range(_FLOATS):
+                for i in range(4):
+                    sums[m, n] += np.int32(a[m, k, i]) * np.int32(np.int8(b[k, n, i]))
+
+
+def _soft_signed_unsigned(state, total, left, right):
+    sums = i32(state + total * _TILE, (ROWS, _FLOATS))
+    a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
+    b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
+    for m in range(ROWS):
+        for n in range(_FLOATS):
+            for k in range(_FLOATS):
+                for i in range(4):
+                    sums[m, n] += np.int32(np.int8(a[m, k, i])) * np.int32(b[k, n, i])
+
+
+# dot(state, total, left, right, soft): total [16, 16] int32 += left [16, 64] @ right [16 quads, 16,
+# 4]; the names give the signs of the bytes on the left and on the right.
+dot_unsigned_signed = _byte_dot("tdpbusd", _soft_unsigned_signed)
+dot_signed_unsigned = _byte_dot("tdpbsud", _soft_signed_unsigned)
 
 
 @njit(inline="always")
