@@ -38,12 +38,13 @@ def resolve_device(requested: Device) -> Device:
 
 def cpu_products(model: ModelConfig, info: ModelInfo, device: Device) -> Products:
     """The kind of CPU matrix products: "tiles", "wide pairs", or "" for the default kernels."""
-    if model.quantization is not None or device != "cpu":
+    if device != "cpu":
         return ""
     dtype = compute_dtype(model, info, device)
     if takes_tiles(dtype):
         return "tiles"
-    return "wide pairs" if isa.has_wide_pairs() and dtype is torch.bfloat16 else ""
+    is_plain = model.quantization is None and dtype is torch.bfloat16
+    return "wide pairs" if is_plain and isa.has_wide_pairs() else ""
 
 
 def takes_tiles(dtype: torch.dtype) -> bool:
