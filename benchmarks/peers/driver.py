@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import measure
 import workloads
 
+NUM_PROMPTS = 4
+
 
 @dataclass(frozen=True)
 class Task:
@@ -66,14 +68,38 @@ def run(engine: Adapter, arrivals: list[workloads.Arrival], tag: str) -> measure
         now = time.perf_counter()
         for request_id, num_tokens in made:
             timeline.note(int(request_id.rpartition("-")[2]), num_tokens, now)
+        timeline.note_cpu()
     return timeline
 
 
 def measured(engine: Adapter, task: Task, name: str) -> dict[str, float]:
+    if name.startswith("P"):
+        return measured_prompts(engine, task, name)
     arrivals = workloads.make(name, task.repeat, task.rate)
     before = measure.Usage.now()
     timeline = run(engine, arrivals, name)
     return timeline.summary() | measure.Usage.now().since(before)
+
+
+def measured_prompts(engine: Adapter, task: Task, name: str) -> dict[str, float]:
+    """Compute prompts one after the other; the summary is that of the last one."""
+    before = measure.Usage.now()
+    began = time.perf_counter()
+    for number in range(NUM_PROMPTS):
+        arrivals = workloads.make(name, NUM_PROMPTS * task.repeat + number)
+        timeline = run(engine, arrivals, name)
+    used = measure.Usage.now().since(before)
+    num_tokens = NUM_PROMPTS * len(arrivals[0].prompt)
+    wall = time.perf_counter() - began
+    return (
+        timeline.summary()
+        | used
+        | {
+            "wall_s": wall,
+            "prompt_tok_cpu_s": round(num_tokens / used["cpu_s"], 2),
+            "prompt_tok_s": round(num_tokens / wall, 2),
+        }
+    )
 
 
 def main(start: Callable[[Task], Adapter]) -> None:

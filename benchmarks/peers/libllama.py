@@ -19,7 +19,6 @@ import numpy as np
 VERSION = "llama.cpp v0.4.0 of node-llama-cpp 3.21.1"
 LIBRARIES = "node_modules/@node-llama-cpp/linux-x64/bins/linux-x64"
 DEFAULTS = {"n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "type_k": 1, "type_v": 1}
-F16 = 1
 
 
 class ModelParams(ctypes.Structure):
@@ -85,6 +84,7 @@ SIGNATURES = {
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),
+    "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
@@ -154,6 +154,11 @@ class LlamaCpp:
     def clear(self) -> None:
         """Forget all sequences."""
         self.library.llama_memory_clear(self.library.llama_get_memory(self._context), True)
+
+    def remove(self, sequence: int) -> None:
+        """Forget one sequence."""
+        memory = self.library.llama_get_memory(self._context)
+        self.library.llama_memory_seq_rm(memory, sequence, -1, -1)
 
     def decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         """Compute tokens together. rows: token id, position, sequence, and whether the logits after

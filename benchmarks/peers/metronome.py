@@ -5,6 +5,7 @@ from typing import Any
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.config.model import read_model_info
+from engine.hub.fetch import fetched
 from engine.models.assemble import compute_dtype
 from peers import driver
 
@@ -35,7 +36,8 @@ class Metronome:
 
     def describe(self) -> dict[str, Any]:
         config, decided = self.args.create_config(), self.engine.session.client.decided
-        computed_in = compute_dtype(config.model, read_model_info(config.model.model), "cpu")
+        model = fetched(config.model, for_core=True, for_text=False)
+        computed_in = compute_dtype(model, read_model_info(model.model), "cpu")
         return {
             "engine": "metronome",
             "version": importlib.metadata.version("metronome-engine"),
