@@ -55,6 +55,7 @@ LLAMA = {
 DEVICE = "device-h100-2026-11-23"
 
 LAST_WITH_ALL = "7283dad"  # the last commit that has every benchmark of these rows
+REMOVED_OPTION = "--llamacpp-python"
 COMPARE = "compare.py MODEL --vllm-python PYTHON"
 RUNS = (
     ("`mid`", MID, f"{COMPARE} --w4-share 0.6"),
@@ -225,7 +226,8 @@ def runs() -> str:
             rounds = found.get("rounds") or found.get("runs", {}).get(OURS, ())
             day = found["machine"]["date"][:10]
             script = ROOT / "benchmarks" / command.split()[0]
-            run = f"`{command}`" if script.exists() else f"`{command}` at commit {LAST_WITH_ALL}"
+            is_here = script.exists() and REMOVED_OPTION not in command
+            run = f"`{command}`" if is_here else f"`{command}` at commit {LAST_WITH_ALL}"
             rows.append((what, machine, day, str(len(rounds) or 1), run, f"`{name}`"))
     named = "".join(f"* {machine}: {words}\n" for machine, words in MACHINES.items())
     head = ("what", "machine", "date", "rounds", "command, in `benchmarks/`", "result")

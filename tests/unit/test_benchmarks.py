@@ -1,13 +1,21 @@
 """Benchmarks run, and what they measure stays the same, so that days can be compared."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import workloads
+from make_models import FORMS, write_directory, write_gguf
+from measure import Timeline
 from pairs import Pair, estimate_for, interval
 from peers.metronome_scheduler import Ours
 from peers.scheduler_driver import MEASURES
 from scheduler_loads import LOADS
+from shapes import SHAPES
+
+from engine.config.model import read_model_info
+from engine.gguf.header import read_gguf
+from engine.models.quant import format_of
 
 
 def test_workloads_and_loads_are_those_of_other_days() -> None:
@@ -35,3 +43,28 @@ def test_two_checkouts_are_compared_by_turns_and_with_an_interval() -> None:
     mixed = [Pair([1.0 + number / 10], [1.0]) for number in range(12)]
     least, most = interval(mixed, estimate)
     assert 1.0 < least < estimate(mixed) < most < 2.1
+
+
+def test_made_models_load_in_quantised_formats(tmp_path: Path) -> None:
+    shape = SHAPES["tiny"]
+    write_gguf(shape, FORMS["q4_0"], tmp_path / "tiny.gguf")
+    tensors = read_gguf(tmp_path / "tiny.gguf").tensors
+    assert tensors["token_embd.weight"].num_bytes == shape.vocab * shape.hidden // 32 * 18
+    for form in ("bf16", "awq", "w8a8"):
+        write_directory(shape, form, tmp_path / form)
+        info = read_model_info(tmp_path / form)
+        assert (format_of(info) is None) == (form == "bf16")
+
+
+def test_steady_decode_begins_when_every_request_has_some_tokens() -> None:
+    timeline = Timeline(workloads.make("D2"), 0.0)
+    timeline.note(0, 160, 1.0)
+    timeline.note_cpu()
+    assert timeline.steady_cpu_rate() == 0.0
+    timeline.note(1, 10, 1.0)
+    timeline.note_cpu()
+    timeline.note(1, 160, 2.0)
+    timeline.note_cpu()
+    assert timeline.steady_cpu is not None
+    assert timeline.steady_cpu[0] == 170
+    assert timeline.steady_cpu_rate() > 0.0
