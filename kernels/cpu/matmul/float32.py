@@ -10,7 +10,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 
+from kernels.cpu.matmul.blocks import PANEL as HALF
+from kernels.cpu.matmul.blocks import UNIT
+from kernels.cpu.matmul.dequantized import fill_floats
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LINE, panel_product
@@ -45,22 +49,37 @@ def packed_product(
 ) -> torch.Tensor:
     """x @ weight.T + bias: x [N, in] contiguous float32 -> [N, num_out] float32; packed: as `pack`
     returned it; bias: [num_out] float32."""
+    return _product(PACKED[packed.element_size()], x, packed.data_ptr(), bias, num_out)
+
+
+def dequantized_product(
+    x: torch.Tensor, table: NDArray[np.int64], bias: torch.Tensor | None, num_out: int
+) -> torch.Tensor:
+    """`packed_product` with the packed weight in blocks of this table (see
+    ``kernels.cpu.matmul.dequantized``); the same bits as with the dequantised weight."""
+    return _product(BLOCKS, x, table.ctypes.data, bias, num_out)
+
+
+def _product(
+    kernel: Kernel, x: torch.Tensor, weights: int, bias: torch.Tensor | None, num_out: int
+) -> torch.Tensor:
+    """Run a product. weights: address of the packed weights or of their table."""
     num, num_in = x.shape
-    out = x.new_empty((num, num_out))
+    out, panels = x.new_empty((num, num_out)), -(-num_out // PANEL)
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    rows = rows_an_item(num, packed.shape[0], threads)
-    items = -(-num // max(rows, 1)) * packed.shape[0]
-    PACKED[packed.element_size()].run(
+    rows = rows_an_item(num, panels, threads)
+    items = -(-num // max(rows, 1)) * panels
+    kernel.run(
         threads,
         x.data_ptr(),
-        packed.data_ptr(),
+        weights,
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         num,
         num_in,
         num_out,
         rows,
-        panels_an_item(packed.shape[0], items, threads),
+        panels_an_item(panels, items, threads),
     )
     return out
 
@@ -125,8 +144,10 @@ def _add_rows(left, b, target, span, ahead, size):
     return wanted, lines
 
 
-def _packed_body(size: int):
-    """Make the kernel body (see kernels.cpu.native) for weights with `size` bytes per element."""
+def _packed_body(size: int, is_table: int = 0):
+    """Make the kernel body (see kernels.cpu.native) for weights with `size` bytes per element.
+    is_table: 1 for packed weights in blocks (parameter 2 is the address of their table), which are
+    dequantised to float32."""
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
@@ -134,6 +155,7 @@ def _packed_body(size: int):
         panels, blocks = (num_out + PANEL - 1) // PANEL, (num + rows - 1) // rows
         groups = (panels + per - 1) // per
         edge = np.empty((rows, PANEL), np.float32)
+        scratch = np.empty((_DEPTH if is_table else 1, PANEL), np.float32)
         while True:
             item = next_item(row)
             if item >= groups * blocks:
@@ -142,17 +164,19 @@ def _packed_body(size: int):
             first, start = block * rows, (item - block * groups) * per
             count, end = min(rows, num - first), min(start + per, panels)
             for panel in range(start, end):
-                _panel_rows(p, (first, count), panel, panel + 1 < end, edge, size)
+                place = panel, panel + 1 < end and not is_table, scratch.ctypes.data
+                _panel_rows(p, (first, count), place, edge, size, is_table)
 
     return body
 
 
 @njit(inline="always")
-def _panel_rows(p, rows, panel, has_next, edge, size):
+def _panel_rows(p, rows, place, edge, size, is_table):
     """Multiply rows of x by one panel of weights and write the outputs. rows: (first row, number of
-    rows); has_next: True if the thread goes on to the next panel, which is then prefetched; edge:
-    scratch memory [rows, 64] for the sums of an incomplete panel."""
-    (first, count), num_in, num_out = rows, p[6], p[7]
+    rows); place: (index of the panel, whether to prefetch the next panel, address of memory for the
+    inputs of one pass if weights are dequantised); edge: scratch memory [rows, 64] for the sums of
+    an incomplete panel; size, is_table: literals, as in `_packed_body`."""
+    (first, count), (panel, has_next, scratch), num_in, num_out = rows, place, p[6], p[7]
     start, width = panel * PANEL, min(PANEL, num_out - panel * PANEL)
     out, stride = p[4] + (first * num_out + start) * 4, num_out * 4
     if width < PANEL:
@@ -162,8 +186,11 @@ def _panel_rows(p, rows, panel, has_next, edge, size):
     ahead = b + num_in * line, num_in * line // LINE if has_next else 0
     for k in range(0, num_in, _DEPTH):
         span = count, min(_DEPTH, num_in - k)
-        left = a + k * 4, num_in * 4
-        ahead = _add_rows(left, b + k * line, (out, stride), span, ahead, size)
+        left, right = (a + k * 4, num_in * 4), b + k * line
+        if is_table:
+            right = scratch
+            _fill(p[2], (panel, k, span[1]), num_out, scratch)
+        ahead = _add_rows(left, right, (out, stride), span, ahead, size)
     if width < PANEL:
         for i in range(count):
             values = f32(p[4] + ((first + i) * num_out + start) * 4, (width,))
@@ -171,5 +198,17 @@ def _panel_rows(p, rows, panel, has_next, edge, size):
                 values[j] = edge[i, j]
 
 
+@njit(inline="always")
+def _fill(table, place, num_out, scratch):
+    """Dequantise some inputs of a panel of 64 outputs. place: (index of the panel, first input,
+    number of inputs)."""
+    panel, first, num = place
+    span = first // UNIT, (num + UNIT - 1) // UNIT
+    fill_floats(table, 2 * panel, span, scratch, PANEL * 4)
+    if panel * PANEL + HALF < num_out:
+        fill_floats(table, 2 * panel + 1, span, scratch + HALF * 4, PANEL * 4)
+
+
 # By bytes of a weight element.
 PACKED = {size: Kernel(_packed_body(size), heavy=True) for size in (4, 2)}
+BLOCKS = Kernel(_packed_body(4, 1), heavy=True)
