@@ -18,9 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 
 from kernels.cpu import amx, isa
 from kernels.cpu.cells import read_cells
+from kernels.cpu.matmul.blocks import PANEL as HALF
+from kernels.cpu.matmul.dequantized import fill_pairs
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
 from kernels.cpu.matmul.outputs import finish, gate
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
@@ -38,6 +41,8 @@ from kernels.cpu.vectors import (
 
 STEP = 32  # inputs are padded to a multiple of this
 NUM_PARAMETERS = 14
+Weights = torch.Tensor | NDArray[np.int64]
+"""A packed weight, or the table of a packed weight in blocks."""
 _ROWS = 6  # rows per register tile; with four vectors of outputs they fill the registers
 # Minimum and maximum rows per item, and bytes of their inputs, which stay in the L2 cache.
 _LEAST, _MOST, _BYTES = 72, 288, 3 << 18
@@ -62,7 +67,7 @@ def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
     outputs per panel; default: as this processor's body needs."""
     width = width or width_of(BODY)
     num_out, num_in = weight.shape
-    panels, depth = -(-num_out // width), -(-num_in // STEP) * STEP // 2
+    panels, depth = -(-num_out // width), _depth(num_in)
     packed = weight.new_empty((panels, depth, width, 2))
     if num_in % STEP or num_out % width:
         packed.zero_()
@@ -89,7 +94,7 @@ def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.T
 
 def packed_product(
     x: torch.Tensor,
-    packed: torch.Tensor,
+    packed: Weights,
     bias: torch.Tensor | None,
     num_out: int,
     *,
@@ -97,38 +102,41 @@ def packed_product(
     body: str | None = None,
 ) -> torch.Tensor:
     """Return x @ weights + bias, [N, num_out], in bfloat16 or float32 (``out_dtype``). x: [N, in]
-    contiguous bfloat16; bias: [num_out] float32; body (for tests): a key of BODIES."""
+    contiguous bfloat16; packed: as `pack` returned it, or the table of a packed weight in blocks
+    (see ``kernels.cpu.matmul.dequantized``); bias: [num_out] float32; body (for tests): a key of
+    BODIES. A weight in blocks gives the same bits as the dequantised weight."""
     out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
     target = _Target(out.data_ptr(), out.element_size(), added, 0)
-    _run(_plan(x, packed, num_out, body), x, packed, target)
+    _run(_plan(x, num_out, body), x, packed, target)
     return out
 
 
 def gated_product(
-    x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
+    x: torch.Tensor, packed: Weights, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
     """Return act(x @ gate) * (x @ up), [N, num_out / 2], rounded once. packed: gate and up as one
     matrix of `num_out` outputs, a multiple of two panels; x: [N, in] contiguous bfloat16; act: a
     key of ``kernels.cpu.pointwise.ACTS``."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
-    panels = half // packed.shape[2]
+    plan = _plan(x, half, body)
+    panels = half // width_of(plan.body)
     target = _Target(out.data_ptr(), out.element_size(), 0, 0, panels, ACTS[act])
-    _run(_plan(x, packed[:panels], half, body), x, packed, target)
+    _run(plan, x, packed, target)
     return out
 
 
 def largest(
-    x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
+    x: torch.Tensor, packed: Weights, num_out: int, *, body: str | None = None
 ) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
     not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous bfloat16."""
     num = len(x)
     if not num_out:
         return torch.full((num,), -1, dtype=torch.int32)
-    plan = _plan(x, packed, num_out, body)
-    groups = -(-packed.shape[0] // plan.panels)
+    plan = _plan(x, num_out, body)
+    groups = -(-_panels(num_out, plan.body) // plan.panels)
     values = np.empty((groups, num), np.float32)
     ids = np.empty((groups, num), np.int32)
     _run(plan, x, packed, _Target(values.ctypes.data, 0, 0, ids.ctypes.data))
@@ -158,32 +166,42 @@ class _Plan(NamedTuple):
     panels: int  # per item
 
 
-def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None) -> _Plan:
+def _panels(num_out: int, body: str) -> int:
+    return -(-num_out // width_of(body))
+
+
+def _depth(num_in: int) -> int:
+    """Number of pairs of inputs of a panel."""
+    return -(-num_in // STEP) * STEP // 2
+
+
+def _plan(x: torch.Tensor, num_out: int, body: str | None) -> _Plan:
     num, num_in = x.shape
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
     chosen = body or BODY
+    panels, depth = _panels(num_out, chosen), _depth(num_in)
     if "tiles" in chosen:
-        rows = _evenly(num, min(_TILE_ROWS, max(32, _TILE_BYTES // (packed.shape[1] * 4))))
+        rows = _evenly(num, min(_TILE_ROWS, max(32, _TILE_BYTES // (depth * 4))))
     else:
-        rows = max(1, min(num, _MOST, max(_LEAST, _BYTES // (packed.shape[1] * 8))))
+        rows = max(1, min(num, _MOST, max(_LEAST, _BYTES // (depth * 8))))
     # Rows are prepared once per item, and memory is best read in order: use as many panels per item
     # as leave enough items for all threads.
-    items = -(-num // rows) * packed.shape[0]
-    panels = panels_an_item(packed.shape[0], items, threads)
-    return _Plan(chosen, num_out, threads, rows, panels)
+    items = -(-num // rows) * panels
+    return _Plan(chosen, num_out, threads, rows, panels_an_item(panels, items, threads))
 
 
-def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) -> None:
+def _run(plan: _Plan, x: torch.Tensor, packed: Weights, target: _Target) -> None:
     num, num_in = x.shape
-    BODIES[plan.body].run(
+    is_packed = isinstance(packed, torch.Tensor)
+    (BODIES if is_packed else TABLE_BODIES)[plan.body].run(
         plan.threads,
         x.data_ptr(),
-        packed.data_ptr(),
+        packed.data_ptr() if isinstance(packed, torch.Tensor) else packed.ctypes.data,
         target.bias,
         target.out,
         num,
         num_in,
-        packed.shape[1],
+        _depth(num_in),
         plan.num_out,
         plan.rows,
         plan.panels,
@@ -231,8 +249,9 @@ def _add_pairs(left, b, c, span, ahead, how):
     return wanted, lines
 
 
-def _vector_body(how: int):
-    """Make the function for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
+def _vector_body(how: int, is_table: int = 0):
+    """Make the function for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS;
+    is_table: 1 for packed weights in blocks (parameter 2 is the address of their table)."""
     size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
@@ -242,6 +261,7 @@ def _vector_body(how: int):
         groups, width = (panels + per - 1) // per, depth * 2
         rows = np.empty(most * width * size, np.uint8)
         sums = np.empty((2 * most, PANEL), np.float32)
+        scratch = np.empty((_DEPTH if is_table else 1, PANEL), np.float32)
         while True:
             item = next_item(row)
             if item >= groups * blocks:
@@ -254,11 +274,12 @@ def _vector_body(how: int):
                 _prepare(p[1] + (first + i) * num_in * 2, target, num_in, width, size)
             end = min(start + per, panels)
             for panel in range(start, end):
-                a, has_next = rows.ctypes.data, panel + 1 < end
-                _panel_pairs(p, a, sums, count, (panel, has_next), how)
+                a, has_next = rows.ctypes.data, panel + 1 < end and not is_table
+                place = panel, has_next, scratch.ctypes.data
+                _panel_pairs(p, a, sums, count, place, how, is_table)
                 if p[13]:
-                    others = panel + p[13], has_next
-                    _panel_pairs(p, a, sums[most:], count, others, how)
+                    others = panel + p[13], has_next, scratch.ctypes.data
+                    _panel_pairs(p, a, sums[most:], count, others, how, is_table)
                     gate(p, sums, sums[most:], count)
                 finish(p, sums, first, count, panel)
 
@@ -266,16 +287,22 @@ def _vector_body(how: int):
 
 
 @njit(inline="always")
-def _panel_pairs(p, a, sums, count, place, how):
+def _panel_pairs(p, a, sums, count, place, how, is_table):
     """Compute sums[:count] = rows @ one panel. a: address of the prepared rows; place: (index of
-    the panel, whether to prefetch the next panel); how: WIDENED, DOTS or SOFT_DOTS."""
-    (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
+    the panel, whether to prefetch the next panel, address of memory for the inputs of one pass if
+    weights are dequantised); how, is_table: literals, as in `_vector_body`."""
+    (panel, has_next, scratch), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
     ahead = b + depth * _LINE, depth * (_LINE // LINE) if has_next else 0
     for k in range(0, depth, _DEPTH):
-        span = count, min(_DEPTH, depth - k)
-        ahead = _add_pairs((a + k * 2 * size, stride), b + k * _LINE, c, span, ahead, how)
+        span, right = (count, min(_DEPTH, depth - k)), b + k * _LINE
+        if is_table:
+            right = scratch
+            fill_pairs(p[2], 2 * panel, (k // 16, span[1] // 16), scratch, _LINE)
+            if panel * PANEL + HALF < p[8]:
+                fill_pairs(p[2], 2 * panel + 1, (k // 16, span[1] // 16), scratch + HALF * 4, _LINE)
+        ahead = _add_pairs((a + k * 2 * size, stride), right, c, span, ahead, how)
 
 
 @njit(**INLINE)
@@ -295,7 +322,7 @@ def _prepare(source, target, num_in, width, size):
             copies[i] = 0
 
 
-def _tile_body(soft: int):
+def _tile_body(soft: int, is_table: int = 0):
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
         num, num_in, depth, num_out, most, per = p[5], p[6], p[7], p[8], p[9], p[10]
@@ -305,6 +332,7 @@ def _tile_body(soft: int):
         # Rows of partial tiles, or all rows if inputs are not a multiple of STEP, are copied.
         copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
         sums = np.empty((2 * high, 32), np.float32)
+        scratch = np.empty(_PASS * _PIECE if is_table else 1, np.uint8)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
             item = next_item(row)
@@ -317,18 +345,22 @@ def _tile_body(soft: int):
             for r in range(whole, count):
                 target = copied.ctypes.data + (r - whole) * depth * 4
                 _prepare(p[1] + (first + r) * num_in * 2, target, num_in, depth * 2, 2)
-            rows = first, count, whole
             for panel in range(start, end):
                 # Requested in each round: Numba frees an array that is not named any more.
-                own, copies, has_next = (
+                own, rows = (
                     (state.ctypes.data + 63) & -64,
-                    copied.ctypes.data,
-                    panel + 1 < end,
+                    (
+                        first,
+                        count,
+                        whole,
+                        copied.ctypes.data,
+                    ),
                 )
-                _panel_tiles(p, own, rows, copies, sums, (panel, has_next), soft)
+                place = panel, panel + 1 < end and not is_table, scratch.ctypes.data
+                _panel_tiles(p, own, rows, sums, place, soft, is_table)
                 if p[13]:
-                    others = panel + p[13], has_next
-                    _panel_tiles(p, own, rows, copies, sums[high:], others, soft)
+                    others = panel + p[13], place[1], place[2]
+                    _panel_tiles(p, own, rows, sums[high:], others, soft, is_table)
                     gate(p, sums, sums[high:], count)
                 finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
@@ -337,11 +369,12 @@ def _tile_body(soft: int):
 
 
 @njit(inline="always")
-def _panel_tiles(p, own, rows, copies, sums, place, soft):
+def _panel_tiles(p, own, rows, sums, place, soft, is_table):
     """Compute sums = rows of x @ one panel, with AMX. rows: (first row, number of rows, number of
-    rows in full tiles); the remaining rows are read from `copies`, padded to a tile. place: (index
-    of the panel, whether to prefetch the next panel)."""
-    (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
+    rows in full tiles, address of copies of the remaining rows, padded to a tile). place: as in
+    `_panel_pairs`; soft, is_table: literals, as in `_tile_body`."""
+    (first, count, whole, copies), (panel, has_next, scratch) = rows, place
+    steps = p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
     end = ahead + (size if has_next else 0)
@@ -349,6 +382,9 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
     lead = 16 if count <= _LEAD else 0
     for begin in range(0, steps, _PASS):
         num, b = min(_PASS, steps - begin), p[2] + panel * size + begin * _PIECE
+        if is_table:
+            b = scratch
+            fill_pairs(p[2], panel, (begin, num), scratch, HALF * 4)
         r = 0
         while r < count:
             a, lda, left = p[1] + (first + r) * p[6] * 2, p[6] * 2, whole - r
@@ -427,6 +463,15 @@ BODIES = {
     "soft dots": Kernel(_vector_body(SOFT_DOTS), heavy=True),
     "tiles": Kernel(_tile_body(0), heavy=True),
     "soft tiles": Kernel(_tile_body(1), heavy=True),
+}
+
+# Bodies of packed weights in blocks.
+TABLE_BODIES = {
+    "widened": Kernel(_vector_body(WIDENED, 1), heavy=True),
+    "dots": Kernel(_vector_body(DOTS, 1), heavy=True),
+    "soft dots": Kernel(_vector_body(SOFT_DOTS, 1), heavy=True),
+    "tiles": Kernel(_tile_body(0, 1), heavy=True),
+    "soft tiles": Kernel(_tile_body(1, 1), heavy=True),
 }
 
 # The body for this processor.

@@ -283,12 +283,14 @@ def _read_group(d, place, scales, offsets):
     at = (panel * d[_GROUPS] + group) * PANEL + first
     above = (panel * d[_SUPERS] + group * d[_GROUP_SIZE] // d[_OUTER_SIZE]) * PANEL + first
     kind, outer = d[_SCALE_KIND], d[_OUTER_SCALES]
-    _read_scales(d[_SCALES] + at * _scale_bytes(kind), kind, outer + above * 4 if outer else 0,
-                 scales)
+    _read_scales(
+        d[_SCALES] + at * _scale_bytes(kind), kind, outer + above * 4 if outer else 0, scales
+    )
     if d[_OFFSETS]:
         kind, outer = d[_OFFSET_KIND], d[_OUTER_OFFSETS]
-        _read_scales(d[_OFFSETS] + at * _scale_bytes(kind), kind,
-                     outer + above * 4 if outer else 0, offsets)
+        _read_scales(
+            d[_OFFSETS] + at * _scale_bytes(kind), kind, outer + above * 4 if outer else 0, offsets
+        )
     else:
         offsets[:] = _NO_OFFSET
 
