@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.errors import ConfigError
+from engine.layers.block_linear import BlockLinear, can_stay_packed
 from engine.layers.interface import Linear
 from engine.layers.quantized import QuantizedWeight, SplitWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
@@ -35,11 +36,11 @@ def make_linear(
     """Create the linear layer for `weight` [out, in] and `bias` [out] on a device.
 
     quantization: format to quantise a plain weight to: "int8", "int4", "fp8" (only on a GPU) or
-    None. A weight that is already quantised stays so if the GPU has a kernel for it, otherwise it
-    is dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs. batch_invariant:
-    on a GPU, the result of a row does not depend on other rows (always so on the CPU). On the CPU,
-    a layer with float16 weights returns float32. Drop `weight` and `bias` afterwards, to free their
-    memory."""
+    None. A weight that is already quantised stays so if the device has a kernel for it, otherwise
+    it is dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs.
+    batch_invariant: on a GPU, the result of a row does not depend on other rows (always so on the
+    CPU). On the CPU, a layer with float16 weights returns float32. Drop `weight` and `bias`
+    afterwards, to free their memory."""
     device = torch.device(device)
     check_quantization(quantization, device)
     if quantization == "int4":
@@ -47,6 +48,8 @@ def make_linear(
     if is_cpu(device):
         if isinstance(weight, SplitWeight) and quantization is None:
             return split_linear(weight, bias, partial(make_linear, keeps_float32=keeps_float32))
+        if isinstance(weight, QuantizedWeight) and quantization is None and can_stay_packed(weight):
+            return BlockLinear(weight, bias, keeps_float32)
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:

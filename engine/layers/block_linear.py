@@ -1,0 +1,76 @@
+"""Linear layers on a CPU with weights that stay quantised: 2 to 8 bits, or 8-bit floats."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers.quantized import QuantizedWeight
+from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
+from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
+from kernels.cpu.pointwise import ACTS
+from kernels.quantized import Quantized
+
+
+class BlockLinear:
+    """A linear layer with a packed weight, which is dequantised by panels in each product.
+
+    Results have the bits of a layer with the dequantised weight, except that inputs are summed in
+    the order of their groups if groups are not adjacent inputs."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, keeps_float32: bool = False
+    ) -> None:
+        """Pack a weight for which `can_stay_packed` is true. keeps_float32: return float32 for
+        bfloat16 inputs. With a weight of other dtypes than bfloat16, inputs and results are
+        float32."""
+        matrix = weight.matrix
+        self.packed: BlockWeight = pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
+        self.bias = None if bias is None else bias.float()
+        self.out_features, self.in_features = weight.shape
+        self._table = table_of(self.packed, is_float=matrix.is_float)
+        self._is_wide = weight.dtype is not torch.bfloat16
+        self._out_dtype = torch.float32 if self._is_wide or keeps_float32 else torch.bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._inputs(x)
+        if self._is_wide:
+            return float32.dequantized_product(x, self._table, self.bias, self.out_features)
+        return bfloat16.packed_product(
+            x, self._table, self.bias, self.out_features, out_dtype=self._out_dtype
+        )
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
+        ``None`` if the kernel does not support this layer or activation."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
+            return None
+        return bfloat16.gated_product(self._inputs(x), self._table, self.out_features, activation)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
+        only -inf); ``None`` if the kernel does not support this layer."""
+        if self.bias is not None or self._is_wide:
+            return None
+        return bfloat16.largest(self._inputs(x), self._table, self.out_features)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if self._is_wide else torch.bfloat16
+        return dequantized_rows(self._table, ids, self.in_features, dtype)
+
+    def _inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Convert inputs to the dtype of the product, in the order of the packed columns."""
+        x = (x.float() if self._is_wide else x.bfloat16()).contiguous()
+        return x if self.packed.order is None else in_order(x, self.packed.order)
+
+
+def can_stay_packed(weight: QuantizedWeight) -> bool:
+    """True if `BlockLinear` supports the weight; others are dequantised when they are loaded."""
+    matrix = weight.matrix
+    return can_pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
+
+
+def as_bytes(matrix: Quantized) -> Quantized:
+    """Returns a matrix of 8-bit floats as if its values were integers of 8 bits."""
+    return matrix._replace(values=matrix.values.view(torch.uint8))
