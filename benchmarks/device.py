@@ -4,8 +4,9 @@
 
 Measures bandwidth and peak operations, attention, sampler, launches, and the engine on random
 weights of two published shapes, each figure next to the least possible time; `pytest -m gpu` tests
-the results of kernels. Every section has a budget of seconds, and rows are written at once, so that
-a run that is cut off loses nothing. The exit status is 1 after an error. With --dry-run all
+the results of kernels. Sections for windows, quantised weights, experts, draft models and grammars
+run only if --only names them. Every section has a budget of seconds, and rows are written at once,
+so that a run that is cut off loses nothing. The exit status is 1 after an error. With --dry-run all
 sections run on the CPU with tiny sizes and interpreted kernels; the figures then mean nothing.
 """
 
@@ -26,7 +27,7 @@ if "--dry-run" in sys.argv:
 import machine
 import torch
 import triton
-from gpu import attention, ceilings, engines, pieces
+from gpu import attention, ceilings, engines, kinds, pieces
 from gpu.box import Box
 from gpu.report import Report, Section
 
@@ -47,12 +48,21 @@ SECTIONS = [
     Section("pieces", 25, pieces.pieces),
     Section("products", 40, ceilings.products),
 ]
+# Kinds of models and of requests; only if --only names them.
+KINDS = [
+    Section("windows", 60, kinds.windows),
+    Section("quantised", 150, kinds.quantised),
+    Section("experts", 90, kinds.experts),
+    Section("drafts", 60, kinds.drafts),
+    Section("grammars", 60, kinds.grammars),
+]
 DRY_MODELS = [Section("tiny", 60, partial(engines.of_model, "tiny"))]
 
 
 def sections_of(is_dry: bool, only: str) -> list[Section]:
-    chosen = [s for s in SECTIONS if "." not in s.name] + DRY_MODELS if is_dry else SECTIONS
-    names = only.split(",") if only else [section.name for section in chosen]
+    usual = [s for s in SECTIONS if "." not in s.name] + DRY_MODELS if is_dry else SECTIONS
+    chosen = usual + KINDS
+    names = only.split(",") if only else [s.name for s in (chosen if is_dry else usual)]
     unknown = set(names) - {section.name for section in chosen}
     if unknown:
         known = ", ".join(section.name for section in chosen)

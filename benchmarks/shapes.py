@@ -85,9 +85,16 @@ SHAPES = {
 
 @contextmanager
 def model_directory(shape: Shape, max_len: int) -> Iterator[str]:
-    """A directory with the shape's config.json alone: for ``load_format="dummy"``."""
+    """A directory that holds only the shape's config.json, for ``load_format="dummy"``."""
+    with config_directory(shape.hf_config(max_len)) as root:
+        yield root
+
+
+@contextmanager
+def config_directory(config: dict[str, Any]) -> Iterator[str]:
+    """A directory that holds only this config.json, for ``load_format="dummy"``."""
     with TemporaryDirectory() as root:
-        (Path(root) / "config.json").write_text(json.dumps(shape.hf_config(max_len)))
+        (Path(root) / "config.json").write_text(json.dumps(config))
         yield root
 
 

@@ -65,19 +65,20 @@ def floor_of(shape: Shape, loads: Sequence[Load], most: Ceilings) -> float:
 @contextmanager
 def engine_of(box: Box, shape: Shape, **options: object) -> Iterator[LLM]:
     """An engine on random weights, whose memory is freed at the end."""
+    with model_directory(shape, 4096) as root, engine_at(box, root, **options) as llm:
+        yield llm
+
+
+@contextmanager
+def engine_at(box: Box, root: str, **options: object) -> Iterator[LLM]:
+    """An engine on random weights for the config.json in this directory, whose memory is freed at
+    the end."""
     dry = {"dtype": "float32", "num_kv_blocks": 12, "max_num_seqs": 4, "max_model_len": 64}
     dry |= {"max_num_batched_tokens": 32, "block_size": 16, "cudagraph_capture_sizes": [1, 3]}
     real = {"dtype": "bfloat16", "max_num_seqs": 256, "max_model_len": MAX_MODEL_LEN}
-    with model_directory(shape, 4096) as root:
-        llm = LLM(
-            root,
-            load_format="dummy",
-            device="cuda",
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            enable_prefix_caching=False,
-            **{**(dry if box.is_dry else real), **options},
-        )
+    given = {"load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True}
+    given |= {"disable_log_stats": True, "enable_prefix_caching": False}
+    llm = LLM(root, **{**given, **(dry if box.is_dry else real), **options})
     try:
         yield llm
     finally:
@@ -118,7 +119,8 @@ def decode_seconds(marks: Sequence[tuple[float, int]], num_seqs: int) -> float:
     return statistics.median(gaps[2:-2] or gaps)
 
 
-def _prompt(length: int, index: int) -> list[int]:
+def prompt_of(length: int, index: int) -> list[int]:
+    """Random token ids, the same for each index."""
     return random.Random(index).choices(range(3, 500), k=length)
 
 
@@ -131,7 +133,7 @@ def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
     """Milliseconds of a step of decodes, scheduling and all."""
     for num in box.sizes((1, 64, 256), (2,)):
         length, num_new = (5, 3) if box.is_dry else (1024, 48)
-        loads = [Load(_prompt(length, index), num_new) for index in range(num)]
+        loads = [Load(prompt_of(length, index), num_new) for index in range(num)]
         taken = decode_seconds(run(llm, loads), num)
         floor = step_floor(shape, num, num * (length + num_new // 2), box.ceilings)
         yield _row(f"step, {label}", num, taken, num, floor)
@@ -139,8 +141,8 @@ def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
 
 def _alone(box: Box, llm: LLM, shape: Shape) -> Row:
     length, num_new = (5, 3) if box.is_dry else (128, 256)
-    run(llm, [Load(_prompt(length, 0), num_new)])
-    taken = decode_seconds(run(llm, [Load(_prompt(length, 1), num_new)]), 1)
+    run(llm, [Load(prompt_of(length, 0), num_new)])
+    taken = decode_seconds(run(llm, [Load(prompt_of(length, 1), num_new)]), 1)
     floor = step_floor(shape, 1, length + num_new // 2, box.ceilings)
     return _row("one request alone", 1, taken, 1, floor)
 
@@ -160,7 +162,7 @@ def _arrivals(box: Box, llm: LLM, label: str) -> Row:
     engine, gaps = llm.llm_engine, []
     params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
     for index in range(count):
-        engine.add_request(str(index), _prompt(length, index), params)
+        engine.add_request(str(index), prompt_of(length, index), params)
         before = time.perf_counter()
         engine.step()
         gaps.append(time.perf_counter() - before)

@@ -43,6 +43,8 @@ def make_linear(
     afterwards, to free their memory."""
     device = torch.device(device)
     check_quantization(quantization, device)
+    if quantization is not None and isinstance(weight, torch.Tensor) and not is_cpu(device):
+        weight = weight.to(device)
     if quantization == "int4":
         weight, quantization = in_four_bits(weight), None
     if is_cpu(device):
@@ -53,7 +55,7 @@ def make_linear(
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
-        weight = quantized(weight.to(device), quantization)
+        weight = quantized(weight, quantization)
     if isinstance(weight, QuantizedWeight):
         layer = device_linear(weight, bias, device)
         if layer is not None:

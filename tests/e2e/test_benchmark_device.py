@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ["decode", "prefill", "launches", "sampler", "pieces", "products"]
-SECTIONS = ["ceilings", *MEASURED, "tiny"]
+KINDS = ["windows", "quantised", "experts", "drafts", "grammars"]
+SECTIONS = ["ceilings", *MEASURED, "tiny", *KINDS]
 
 
 @pytest.mark.slow
