@@ -20,6 +20,15 @@ def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) 
     Console(width=160).print(table)
 
 
+def value_of(text: str) -> tuple[str, Any]:
+    """Name and value of an option given as NAME=VALUE; VALUE is JSON, or a string as it is."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def keep(path: Path | None, **figures: Any) -> None:
     """Write the figures and the machine's description as JSON; nothing if no path is given."""
     if path is not None:

@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 import torch  # noqa: E402
+from figures import value_of  # noqa: E402
 from peers.libllama import LlamaCpp, used_body  # noqa: E402
 from support.watched import WAYS, watch  # noqa: E402
 
@@ -145,15 +146,6 @@ def documentation() -> str:
     pages = sorted((ROOT / "docs").glob("*.md"))
     lines = (line for page in pages for line in page.read_text().splitlines())
     return "\n".join(line for line in lines if line[:1].isalpha())
-
-
-def value_of(text: str) -> tuple[str, Any]:
-    """Name and value of an option given as NAME=VALUE; VALUE is JSON, or a string as it is."""
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

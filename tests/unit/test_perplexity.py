@@ -9,7 +9,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-from perplexity import Divergence, Perplexity, value_of
+from figures import value_of
+from perplexity import Divergence, Perplexity
 
 
 def test_perplexity_of_even_guesses_is_their_number() -> None:
