@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.layers.quantized import QuantizedWeight
+from engine.layers.quantized import GgufWeight, QuantizedWeight
 from kernels.cpu.matmul import bfloat16, float32
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
@@ -19,16 +19,19 @@ class BlockLinear:
     the order of their groups if groups are not adjacent inputs."""
 
     def __init__(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None, keeps_float32: bool = False
+        self,
+        weight: QuantizedWeight | GgufWeight,
+        bias: torch.Tensor | None,
+        keeps_float32: bool = False,
     ) -> None:
         """Pack a weight for which `can_stay_packed` is true. keeps_float32: return float32 for
         bfloat16 inputs. With a weight of other dtypes than bfloat16, inputs and results are
         float32."""
-        matrix = weight.matrix
-        self.packed: BlockWeight = pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
+        is_float = isinstance(weight, QuantizedWeight) and weight.matrix.is_float
+        self.packed = blocks_of(weight)
         self.bias = None if bias is None else bias.float()
         self.out_features, self.in_features = weight.shape
-        self._table = table_of(self.packed, is_float=matrix.is_float)
+        self._table = table_of(self.packed, is_float=is_float)
         self._is_wide = weight.dtype is not torch.bfloat16
         self._out_dtype = torch.float32 if self._is_wide or keeps_float32 else torch.bfloat16
 
@@ -65,8 +68,18 @@ class BlockLinear:
         return x if self.packed.order is None else in_order(x, self.packed.order)
 
 
-def can_stay_packed(weight: QuantizedWeight) -> bool:
+def blocks_of(weight: QuantizedWeight | GgufWeight) -> BlockWeight:
+    """Pack a weight for which `can_stay_packed` is true."""
+    if isinstance(weight, GgufWeight):
+        return weight.blocks()
+    matrix = weight.matrix
+    return pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
+
+
+def can_stay_packed(weight: QuantizedWeight | GgufWeight) -> bool:
     """True if `BlockLinear` supports the weight; others are dequantised when they are loaded."""
+    if isinstance(weight, GgufWeight):
+        return True
     matrix = weight.matrix
     return can_pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
 

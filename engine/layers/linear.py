@@ -11,7 +11,7 @@ import kernels
 from engine.errors import ConfigError
 from engine.layers.block_linear import BlockLinear, can_stay_packed
 from engine.layers.interface import Linear
-from engine.layers.quantized import QuantizedWeight, SplitWeight, Weight, plain
+from engine.layers.quantized import GgufWeight, QuantizedWeight, SplitWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
 from engine.layers.split_linear import split_linear
 from kernels.bodies import CPU_TENSORS
@@ -50,12 +50,15 @@ def make_linear(
     if is_cpu(device):
         if isinstance(weight, SplitWeight) and quantization is None:
             return split_linear(weight, bias, partial(make_linear, keeps_float32=keeps_float32))
-        if isinstance(weight, QuantizedWeight) and quantization is None and can_stay_packed(weight):
+        is_stored = isinstance(weight, QuantizedWeight | GgufWeight) and quantization is None
+        if is_stored and can_stay_packed(weight):
             return BlockLinear(weight, bias, keeps_float32)
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
         weight = quantized(weight, quantization)
+    if isinstance(weight, GgufWeight):
+        weight = weight.quantized()
     if isinstance(weight, QuantizedWeight):
         layer = device_linear(weight, bias, device)
         if layer is not None:

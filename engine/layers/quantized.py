@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from kernels.cpu.matmul import gguf
+from kernels.cpu.matmul.blocks import BlockWeight, unpack
 from kernels.quantized import Quantized
 from kernels.reference.quant import dequantize, zeros_of
+
+PIECE_ELEMENTS = 1 << 22  # dequantised at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,10 +37,47 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class GgufWeight:
+    """A quantised matrix [out, in] in the bytes of a GGUF file."""
+
+    rows: torch.Tensor
+    """The rows, [out, bytes of a row] uint8, contiguous."""
+    kind: str
+    """The name of the tensor type, a key of ``kernels.cpu.matmul.gguf.TYPES``."""
+    dtype: torch.dtype
+    """The dtype of the dequantised matrix."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), gguf.num_inputs(self.kind, self.rows.shape[1])))
+
+    def blocks(self) -> BlockWeight:
+        """Return the matrix in the layout of the CPU's kernels."""
+        return gguf.pack_gguf(self.kind, self.rows)
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the matrix with its integers and scales as separate tensors."""
+        return QuantizedWeight(matrix=unpack(self.blocks()), dtype=self.dtype)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the matrix [out, in], dequantised to ``dtype``."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        at_once = max(1, PIECE_ELEMENTS // out.shape[1])
+        for first in range(0, len(out), at_once):
+            piece = replace(self, rows=self.rows[first : first + at_once])
+            out[first : first + at_once] = piece.quantized().dequantize()
+        return out
+
+
+StoredWeight = torch.Tensor | QuantizedWeight | GgufWeight
+"""A weight that is stored in one way."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SplitWeight:
     """A matrix [out, in] whose outputs are divided into parts that are stored in different ways."""
 
-    parts: tuple[torch.Tensor | QuantizedWeight, ...]
+    parts: tuple[StoredWeight, ...]
     """The parts in the order of their outputs, at least two."""
 
     @property
@@ -52,7 +93,7 @@ class SplitWeight:
         return torch.cat([plain(part) for part in self.parts])
 
 
-Weight = torch.Tensor | QuantizedWeight | SplitWeight
+Weight = StoredWeight | SplitWeight
 
 
 def plain(weight: Weight) -> torch.Tensor:
@@ -60,40 +101,33 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
-def stack(parts: Sequence[torch.Tensor | QuantizedWeight]) -> Weight:
-    """Concatenate weights along their outputs. Adjacent quantised weights of the same format become
-    one; if others are left, the result is a ``SplitWeight``."""
-    merged: list[torch.Tensor | QuantizedWeight] = []
-    for run in _runs_of_alike(parts):
-        quantized = [part for part in run if isinstance(part, QuantizedWeight)]
-        if quantized:
-            merged.append(_merged(quantized))
-        else:
-            merged.append(torch.cat([part for part in run if isinstance(part, torch.Tensor)]))
-    return merged[0] if len(merged) == 1 else SplitWeight(parts=tuple(merged))
-
-
-def _runs_of_alike(
-    parts: Sequence[torch.Tensor | QuantizedWeight],
-) -> list[list[torch.Tensor | QuantizedWeight]]:
-    """Divide weights into the longest runs of adjacent weights that are stored in the same way."""
-    runs: list[list[torch.Tensor | QuantizedWeight]] = []
+def stack(parts: Sequence[StoredWeight]) -> Weight:
+    """Concatenate weights along their outputs. Adjacent weights that are stored in the same way
+    become one; if there is more than one in the end, the result is a ``SplitWeight``."""
+    runs: list[list[StoredWeight]] = []
     for part in parts:
-        if runs and _are_alike(runs[-1][0], part):
+        if runs and _kind(runs[-1][0]) == _kind(part) and _same_groups(runs[-1][0], part):
             runs[-1].append(part)
         else:
             runs.append([part])
-    return runs
+    merged = tuple(_merged(run) for run in runs)
+    return merged[0] if len(merged) == 1 else SplitWeight(parts=merged)
 
 
-def _merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights of the same format."""
+def _merged(parts: Sequence[StoredWeight]) -> StoredWeight:
+    """Concatenate weights that are stored in the same way."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat([plain(part) for part in parts])
+    if isinstance(first, GgufWeight):
+        return replace(first, rows=torch.cat([p.rows for p in parts if isinstance(p, GgufWeight)]))
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     # Parts have the same inputs; the largest calibrated scale clips none of them.
-    scales = [part.input_scale for part in parts if part.input_scale is not None]
-    matrix = concatenated([part.matrix for part in parts])
-    return replace(parts[0], matrix=matrix, input_scale=max(scales, default=None))
+    scales = [part.input_scale for part in quantized if part.input_scale is not None]
+    matrix = concatenated([part.matrix for part in quantized])
+    return replace(first, matrix=matrix, input_scale=max(scales, default=None))
 
 
 def concatenated(matrices: Sequence[Quantized]) -> Quantized:
@@ -107,13 +141,12 @@ def concatenated(matrices: Sequence[Quantized]) -> Quantized:
     return matrices[0]._replace(**merged)
 
 
-def _are_alike(one: torch.Tensor | QuantizedWeight, other: torch.Tensor | QuantizedWeight) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return _kind(one) == _kind(other) and _same_groups(one, other)
-
-
-def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
+def _kind(weight: StoredWeight) -> tuple[object, ...]:
+    """Everything in which weights agree that can be concatenated, except for their groups."""
+    if isinstance(weight, torch.Tensor):
+        return (weight.dtype,)
+    if isinstance(weight, GgufWeight):
+        return weight.kind, weight.dtype
     matrix, has_input_scale = weight.matrix, weight.input_scale is not None
     sizes = matrix.bits, matrix.group_size, matrix.values.shape[1], matrix.scales.shape[1]
     inner = matrix.scales.dtype if matrix.outer_size else None, matrix.outer_size
@@ -123,6 +156,8 @@ def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
     return (matrix.values.dtype, *sizes, *scaling, weight.dtype, *inputs)
 
 
-def _same_groups(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+def _same_groups(one: StoredWeight, other: StoredWeight) -> bool:
+    if not isinstance(one, QuantizedWeight) or not isinstance(other, QuantizedWeight):
+        return True
     a, b = one.matrix.groups, other.matrix.groups
     return a is b if a is None or b is None else torch.equal(a, b)

@@ -12,7 +12,7 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV
 from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu, make_linear
-from engine.layers.quantized import QuantizedWeight, Weight, plain
+from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
 from engine.layers.sublayers import (
@@ -78,7 +78,7 @@ class Assembly:
             head = self.head_of(table)
             return Embedding(head.rows, dtype, spec.embedding_multiplier), head
         device = self.placement.device
-        if is_cpu(torch.device(device)) and isinstance(table, QuantizedWeight):
+        if is_cpu(torch.device(device)) and not isinstance(table, torch.Tensor):
             rows = make_linear(table).rows  # packed tables have the layout of output layers
         else:
             rows = partial(F.embedding, weight=plain(table).to(device))

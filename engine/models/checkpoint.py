@@ -17,7 +17,7 @@ import torch
 
 from engine.config.model import read_json
 from engine.errors import ModelError
-from engine.layers.quantized import QuantizedWeight
+from engine.layers.quantized import StoredWeight
 from engine.models.targets import TargetPart
 
 DTYPES = {
@@ -97,7 +97,7 @@ class Checkpoint:
         decoder's tensor is quantised; then ``quantized`` reads it."""
         return False
 
-    def quantized(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
+    def quantized(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
         """Read a part for which ``is_packed`` is true. dtype: that of the dequantised weight."""
         raise NotImplementedError
 

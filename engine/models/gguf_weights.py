@@ -21,18 +21,15 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.gguf.header import GgufHeader, GgufTensor, damaged, read_gguf
 from engine.gguf.meta import Meta
-from engine.layers.quantized import QuantizedWeight
+from engine.layers.quantized import GgufWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
-from engine.models.gguf_blocks import FORMS, decode
 from engine.models.targets import TargetPart
+from kernels.cpu.matmul.gguf import TYPES
 
 PIECE_ELEMENTS = 1 << 20
 Row = TypeVar("Row", np.float32, np.uint8)
 READ = frozenset(
-    kind
-    for kind in GGMLQuantizationType
-    if kind.name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-    or kind.name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+    kind for kind in GGMLQuantizationType if kind.name in ("F32", "F16", "BF16", *TYPES)
 )
 """Types of tensors that can be read."""
 
@@ -163,17 +160,16 @@ class GgufCheckpoint(Checkpoint):
         found = self._conversions.get(part.name)
         if found is None or len(found.stored.shape) < 2 or found.offset:
             return False
-        return found.stored.type in FORMS
+        return found.stored.type.name in TYPES
 
-    def quantized(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
+    def quantized(self, part: TargetPart, dtype: torch.dtype) -> GgufWeight:
         """Read rows of a matrix, or those of one expert, for which ``is_packed`` is true."""
         stored, num_heads, _ = self._conversions[part.name]
         width = stored.shape[-1]
-        packed = self._packed_rows(stored, width, part.start // width, part.size // width)
+        rows = self._packed_rows(stored, width, part.start // width, part.size // width)
         if num_heads:
-            reordered = in_halves(packed.numpy(), stored.shape[0] // num_heads)
-            packed = torch.from_numpy(reordered)
-        return QuantizedWeight(matrix=decode(stored.type, packed), dtype=dtype)
+            rows = torch.from_numpy(in_halves(rows.numpy(), stored.shape[0] // num_heads))
+        return GgufWeight(rows=rows, kind=stored.type.name, dtype=dtype)
 
     def main_dtype(self) -> torch.dtype | None:
         """``None``: the derived config.json names the dtype to compute in."""

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import QuantizedWeight, Weight, stack
+from engine.layers.quantized import StoredWeight, Weight, stack
 from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
@@ -114,7 +114,7 @@ class StoredWeights:
         is_module = self._modules is not None and self._modules.holds(part)
         return is_module or self._checkpoint.is_packed(part)
 
-    def _one(self, part: TargetPart, dtype: torch.dtype) -> torch.Tensor | QuantizedWeight:
+    def _one(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
         """Read one part of a target, in its quantised form if the checkpoint stores it so."""
         if self._checkpoint.is_packed(part):
             return self._checkpoint.quantized(part, dtype)

@@ -68,7 +68,7 @@ def _array_at(dtype: types.Type) -> Callable[..., Any]:
 
 # The contiguous array of `shape` (a tuple) at an address.
 f32, f64 = _array_at(types.float32), _array_at(types.float64)
-i32, i64 = _array_at(types.int32), _array_at(types.int64)
+i8, i32, i64 = _array_at(types.int8), _array_at(types.int32), _array_at(types.int64)
 u8, u16 = _array_at(types.uint8), _array_at(types.uint16)
 u32, u64 = _array_at(types.uint32), _array_at(types.uint64)
 

@@ -1,18 +1,23 @@
-"""Blocks of quantised GGUF tensors are decoded exactly, bit for bit as the gguf package does."""
+"""Quantised rows of GGUF files are packed exactly, for each type of tensors.
+
+Dequantised, they have the same bits as the gguf package gives."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as dequantized
 
-from engine.models.gguf_blocks import FORMS, Kind, decode
-from kernels.reference.quant import dequantize
+from engine.layers.linear import make_linear
+from engine.layers.quantized import GgufWeight, stack
+from kernels.cpu.matmul.gguf import TYPES
 
+Kind = GGMLQuantizationType
 SCALES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q6_K: (208,), Kind.MXFP4: ()}
 PAIRED = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
+KINDS = [Kind[name] for name in TYPES]
 SHAPES = ((1, 256), (70, 512), (3, 600 * 256))
 
 
@@ -30,13 +35,28 @@ def random_rows(kind: Kind, shape: tuple[int, int], seed: int) -> torch.Tensor:
     return torch.from_numpy(blocks.reshape(shape[0], -1))
 
 
+def wanted_of(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
+    values = dequantized(rows.numpy(), kind)
+    return torch.from_numpy(values.astype(np.float32)).view(len(rows), -1)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
-def test_decoded_blocks_have_the_bits_of_the_gguf_package(kind, shape, seed: int) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_weights_have_the_bits_of_the_gguf_package(kind, shape, seed: int) -> None:
     rows = random_rows(kind, shape, seed)
-    matrix = decode(kind, rows)
-    assert matrix.values.shape == shape
-    assert int(matrix.values.max()) < 1 << matrix.bits
-    wanted = dequantized(rows.numpy(), kind).astype(np.float32).reshape(shape)
-    found = dequantize(matrix, torch.float32).numpy()
-    assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    weight = GgufWeight(rows=rows, kind=kind.name, dtype=torch.float32)
+    assert weight.shape == shape
+    wanted = wanted_of(rows, kind).view(torch.int32)
+    assert torch.equal(weight.dequantize().view(torch.int32), wanted)
+    assert torch.equal(weight.quantized().dequantize().view(torch.int32), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_layers_of_stacked_weights_have_the_rows_of_both(kind, seed: int) -> None:
+    parts = [random_rows(kind, (number, 256), seed + number) for number in (33, 7)]
+    layer = make_linear(
+        stack([GgufWeight(rows=rows, kind=kind.name, dtype=torch.float32) for rows in parts])
+    )
+    ids = torch.tensor([39, 0, 31, 32, 33, 33])
+    wanted = torch.cat([wanted_of(rows, kind) for rows in parts])[ids]
+    assert torch.equal(layer.rows(ids), wanted)

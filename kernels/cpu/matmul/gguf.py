@@ -1,0 +1,278 @@
+"""Packs the blocks of quantised GGUF tensors into the layout of packed weights, without decoding
+them to separate integers first.
+
+A block of a row has 32 or 256 inputs, in one or eight units of 32. A unit's integers are spread
+over one or two planes of bits, as in packed weights, so that a plane is packed by moving bits
+inside words of four inputs ("quads")."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+
+from kernels.cpu.matmul.blocks import CODE_ZERO, LINE, PANEL, UNIT, BlockWeight
+from kernels.cpu.native import INLINE, Kernel, i8, i32, i64, next_item, u8, u16
+from kernels.cpu.threads import num_threads
+
+# How a plane is stored in a block.
+_SHORT = 0  # 16 bytes a unit: inputs 0 to 15 in the low, inputs 16 to 31 in the high halves
+_RUNS = 1  # runs of 32 bytes; each byte has the bits of one input of several adjacent units
+_SIXES = 2  # the low halves of Q6_K: runs of 64 bytes, each of 4 units
+_FLAGS = 3  # 4 bytes a unit with one bit for each input
+_BYTES = 4  # signed bytes
+# How the scales of a block's groups are stored.
+_HALVES = 0  # a float16 number at byte 0, and an offset at byte 2 if the type has offsets
+_POWER = 1  # the exponent of a power of two
+_PAIRS_OF_4 = 2  # Q2_K: scales and offsets of 4 bits
+_SPLIT_16 = 3  # Q3_K: 16 signed scales of 6 bits
+_SPLIT_8 = 4  # Q4_K, Q5_K: 8 scales and offsets of 6 bits
+_SIGNED = 5  # Q6_K: 16 signed bytes
+_SPLIT_SIGNED = 6  # IQ4_XS: 8 signed scales of 6 bits
+
+
+class Plane(NamedTuple):
+    """A plane of bits of a unit's integers."""
+
+    width: int  # bits of a value
+    how: int
+    first: int  # byte of the block
+
+
+class Blocks(NamedTuple):
+    """The layout of one type of tensors."""
+
+    num_bytes: int  # of a block
+    planes: tuple[Plane, ...]  # lowest bits first
+    scaling: int
+    units: int = 1  # of a block
+    group_size: int = 32
+    zero: int = 0
+    has_offsets: bool = False
+    outer: int = -1  # byte of the block with the float16 outer scale; that of offsets follows it
+    codebook: tuple[int, ...] | None = None  # the numbers that the integers stand for
+
+    @property
+    def bits(self) -> int:
+        return sum(plane.width for plane in self.planes)
+
+
+_CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the 4-bit floats
+_SCALES = {_POWER: torch.bfloat16, _HALVES: torch.float16}  # of other types: torch.int8
+
+TYPES = {
+    "Q4_0": Blocks(18, (Plane(4, _SHORT, 2),), _HALVES, zero=8),
+    "Q4_1": Blocks(20, (Plane(4, _SHORT, 4),), _HALVES, has_offsets=True),
+    "Q5_0": Blocks(22, (Plane(4, _SHORT, 6), Plane(1, _FLAGS, 2)), _HALVES, zero=16),
+    "Q5_1": Blocks(24, (Plane(4, _SHORT, 8), Plane(1, _FLAGS, 4)), _HALVES, has_offsets=True),
+    "Q8_0": Blocks(34, (Plane(8, _BYTES, 2),), _HALVES, zero=128),
+    "Q2_K": Blocks(84, (Plane(2, _RUNS, 16),), _PAIRS_OF_4, 8, 16, 0, True, 80),
+    "Q3_K": Blocks(
+        110, (Plane(2, _RUNS, 32), Plane(1, _RUNS, 0)), _SPLIT_16, 8, 16, zero=4, outer=108
+    ),
+    "Q4_K": Blocks(144, (Plane(4, _RUNS, 16),), _SPLIT_8, 8, 32, 0, True, 0),
+    "Q5_K": Blocks(176, (Plane(4, _RUNS, 48), Plane(1, _RUNS, 16)), _SPLIT_8, 8, 32, 0, True, 0),
+    "Q6_K": Blocks(
+        210, (Plane(4, _SIXES, 0), Plane(2, _RUNS, 128)), _SIGNED, 8, 16, zero=32, outer=208
+    ),
+    "IQ4_NL": Blocks(18, (Plane(4, _SHORT, 2),), _HALVES, zero=CODE_ZERO, codebook=_CURVE),
+    "IQ4_XS": Blocks(
+        *(136, (Plane(4, _SHORT, 8),), _SPLIT_SIGNED, 8),
+        zero=CODE_ZERO,
+        outer=0,
+        codebook=_CURVE,
+    ),
+    "MXFP4": Blocks(17, (Plane(4, _SHORT, 1),), _POWER, zero=CODE_ZERO, codebook=_FLOATS),
+}
+"""The types of tensors that can be packed."""
+
+
+def num_inputs(kind: str, row_bytes: int) -> int:
+    """Returns the number of inputs in a row of a type in ``TYPES`` from its bytes."""
+    form = TYPES[kind]
+    return row_bytes // form.num_bytes * form.units * UNIT
+
+
+def pack_gguf(kind: str, rows: torch.Tensor) -> BlockWeight:
+    """Pack the rows of a matrix of a type in ``TYPES``, [N, bytes of a row] uint8, contiguous."""
+    form = TYPES[kind]
+    num, row_bytes = rows.shape
+    blocks, panels = row_bytes // form.num_bytes, -(-num // PANEL)
+    units, is_outer = blocks * form.units, form.outer >= 0
+    groups = units * UNIT // form.group_size
+    inner = _SCALES.get(form.scaling, torch.int8)
+    values = torch.empty((panels, units, form.bits, 2, LINE), dtype=torch.uint8)
+    scales, offsets = (torch.empty((panels, groups, PANEL), dtype=inner) for _ in range(2))
+    outer_scales, outer_offsets = (
+        torch.empty((panels, blocks if is_outer else 0, PANEL), dtype=torch.float16)
+        for _ in range(2)
+    )
+    threads = num_threads() if rows.numel() >= _ENOUGH else 1
+    tensors = (values, scales, offsets, outer_scales, outer_offsets)
+    places = [tensor.data_ptr() for tensor in tensors]
+    KERNELS[kind].run(threads, rows.data_ptr(), num, blocks, *places, form.units)
+    code = None if form.codebook is None else torch.tensor(form.codebook) + CODE_ZERO
+    return BlockWeight(
+        values=values,
+        scales=scales,
+        offsets=offsets if form.has_offsets else None,
+        outer_scales=outer_scales.float() if is_outer else None,
+        outer_offsets=-outer_offsets.float() if is_outer and form.has_offsets else None,
+        codebook=None if code is None else code.byte(),
+        order=None,
+        bits=form.bits,
+        group_size=form.group_size,
+        outer_size=form.units * UNIT if is_outer else 0,
+        zero=form.zero,
+        num_outputs=num,
+        num_inputs=units * UNIT,
+    )
+
+
+_ENOUGH = 1 << 16  # bytes; with fewer, one thread is faster
+
+
+@njit(**INLINE)
+def _word(address):
+    return i32(address, (1,))[0]
+
+
+@njit(**INLINE)
+def _quad(block, unit, quad, width, how, first):
+    """The bits of a plane of four inputs, each in the low bits of a byte of a word."""
+    if how == _SHORT:
+        return (_word(block + first + 16 * unit + 4 * (quad & 3)) >> (quad & 4)) & 0x0F0F0F0F
+    if how == _RUNS:
+        per = 8 // max(width, 1)
+        place = block + first + 32 * (unit // per) + 4 * quad
+        return (_word(place) >> width * (unit % per)) & 0x01010101 * ((1 << width) - 1)
+    if how == _SIXES:
+        place = block + first + 64 * (unit >> 2) + 32 * (unit & 1) + 4 * quad
+        return (_word(place) >> 2 * (unit & 2)) & 0x0F0F0F0F
+    if how == _FLAGS:
+        flags = (_word(block + first + 4 * unit) >> 4 * quad) & 15
+        return (flags * 0x00204081) & 0x01010101  # bit i goes to byte i
+    return _word(block + first + 32 * unit + 4 * quad) ^ 0x80808080
+
+
+@njit(**INLINE)
+def _pack_plane(block, unit, target, width, how, first):
+    """Write one plane of a unit to the bytes of one output, in lines of 128 bytes."""
+    count = 8 // max(width, 1)
+    for line in range(width):
+        word = 0
+        for part in range(count):
+            quad = line + part * width if width == 4 else line * count + part
+            word |= _quad(block, unit, quad, width, how, first) << part * width
+        i32(target + line * 2 * LINE, (1,))[0] = word
+
+
+@njit(**INLINE)
+def _pack_scales(block, scales, offsets, how, has_offsets):
+    """Write the scales and offsets of a block's groups, in lines of 32 outputs."""
+    if how == _HALVES:
+        u16(scales, (1,))[0] = u16(block, (1,))[0]
+        if has_offsets:
+            u16(offsets, (1,))[0] = u16(block + 2, (1,))[0]
+    elif how == _POWER:
+        power = np.int64(u8(block, (1,))[0])
+        u16(scales, (1,))[0] = 0x20 << power if power < 2 else (power - 1) << 7
+    elif how == _SPLIT_8:
+        _pack_split(block + 4, scales, offsets)
+    else:
+        for group in range(8 if how == _SPLIT_SIGNED else 16):
+            i8(scales + group * PANEL, (1,))[0] = _scale(block, group, how)
+            if how == _PAIRS_OF_4:
+                i8(offsets + group * PANEL, (1,))[0] = u8(block, (16,))[group] >> 4
+
+
+@njit(**INLINE)
+def _pack_split(packed, scales, offsets):
+    """Write 8 scales and offsets of 6 bits, stored in 12 bytes."""
+    data = u8(packed, (12,))
+    for group in range(4):
+        scale, offset, rest = data[group], data[4 + group], data[8 + group]
+        i8(scales + group * PANEL, (1,))[0] = scale & 63
+        i8(offsets + group * PANEL, (1,))[0] = offset & 63
+        i8(scales + (group + 4) * PANEL, (1,))[0] = rest & 15 | scale >> 2 & 48
+        i8(offsets + (group + 4) * PANEL, (1,))[0] = rest >> 4 | offset >> 2 & 48
+
+
+@njit(**INLINE)
+def _scale(block, group, how):
+    """The integer scale of a group of a block."""
+    data = u8(block, (256,))
+    if how == _PAIRS_OF_4:
+        return np.int64(data[group] & 15)
+    if how == _SIGNED:
+        return np.int64(data[192 + group])
+    if how == _SPLIT_16:
+        low = data[96 + (group & 7)] >> 4 * (group >> 3) & 15
+        high = data[104 + (group & 3)] >> 2 * (group >> 2) & 3
+    else:
+        low = data[4 + (group >> 1)] >> 4 * (group & 1) & 15
+        high = data[2 + (group >> 2)] >> 2 * (group & 3) & 3
+    return np.int64(low | high << 4) - 32
+
+
+@njit(**INLINE)
+def _pack_outer(block, scales, offsets, first, has_offsets):
+    """Write the outer scale and the outer offset of a block, if its type has them."""
+    if first >= 0:
+        u16(scales, (1,))[0] = u16(block + first, (1,))[0]
+        if has_offsets:
+            u16(offsets, (1,))[0] = u16(block + first + 2, (1,))[0]
+
+
+@njit(**INLINE)
+def _pack_block(block, place, p, planes, facts):
+    """Pack a block of one output. place: number of the block in its panel's rows, and output in the
+    panel; p: the kernel's parameters; planes, facts: constants that `_body` makes."""
+    (number, output), (scaling, outer, has_offsets, groups, size) = place, facts
+    per = p[9]  # not a constant, so that the loop is not unrolled
+    (width, how, first), (width_2, how_2, first_2) = planes
+    for unit in range(per):
+        target = p[4] + (number * per + unit) * (width + width_2) * 2 * LINE + output * 4
+        _pack_plane(block, unit, target, width, how, first)
+        if width_2:
+            _pack_plane(block, unit, target + width * 2 * LINE, width_2, how_2, first_2)
+    spot = (number * groups * PANEL + output) * size
+    _pack_scales(block, p[5] + spot, p[6] + spot, scaling, has_offsets)
+    spot = (number * PANEL + output) * 2
+    _pack_outer(block, p[7] + spot, p[8] + spot, outer, has_offsets)
+
+
+def _body(form: Blocks):
+    """Make the body that packs one type; a work item is a panel."""
+    block_bytes = form.num_bytes
+    # Types with one plane get a second one of no lines.
+    first, second = tuple(form.planes[0]), tuple((*form.planes, (0, _FLAGS, 0))[1])
+    planes = first, second
+    groups, size = form.units * UNIT // form.group_size, 1 if form.outer >= 0 else 2
+    facts = form.scaling, form.outer, form.has_offsets, groups, size
+
+    def body(row):
+        p = i64(row, (10,))
+        num, blocks = p[2], p[3]
+        panels = (num + PANEL - 1) // PANEL
+        nothing = np.zeros(256, np.uint8)  # the blocks of outputs that fill the last panel
+        while True:
+            panel = next_item(row)
+            if panel >= panels:
+                break
+            for number in range(blocks):
+                for output in range(PANEL):
+                    place = panel * PANEL + output
+                    block = p[1] + (place * blocks + number) * block_bytes
+                    if place >= num:
+                        block = nothing.ctypes.data
+                    _pack_block(block, (panel * blocks + number, output), p, planes, facts)
+
+    return body
+
+
+KERNELS = {kind: Kernel(_body(form), heavy=True) for kind, form in TYPES.items()}
+"""By the name of the type."""
