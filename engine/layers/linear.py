@@ -50,8 +50,11 @@ def make_linear(
     if is_cpu(device):
         if isinstance(weight, SplitWeight) and quantization is None:
             return split_linear(weight, bias, partial(make_linear, keeps_float32=keeps_float32))
-        is_stored = isinstance(weight, QuantizedWeight | GgufWeight) and quantization is None
-        if is_stored and can_stay_packed(weight):
+        if (
+            quantization is None
+            and isinstance(weight, QuantizedWeight | GgufWeight)
+            and can_stay_packed(weight)
+        ):
             return BlockLinear(weight, bias, keeps_float32)
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
