@@ -9,7 +9,7 @@ first tile operation and `end` after its last; in between, context switches save
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -21,7 +21,8 @@ from kernels.cpu.vectors import in_order
 
 ROWS = 16  # rows of a tile
 ROW_BYTES = 64
-STATE = 8 * ROWS * ROW_BYTES  # emulated tiles; AMX only needs 64 bytes of configuration
+_CONFIGURATION = 8 * ROWS * ROW_BYTES  # its offset after emulated tiles, which AMX does not need
+STATE = _CONFIGURATION + ROW_BYTES
 
 _PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # offsets in the configuration
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
@@ -101,7 +102,7 @@ def zero(typing_context, state, tile, soft):
 
 @intrinsic(prefer_literal=True)
 def load(typing_context, state, tile, address, stride, soft):
-    """Load a tile: each row is read as 64 bytes from address + row * stride."""
+    """Load a tile: each row is read, usually as 64 bytes, from address + row * stride."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloadd64"
@@ -163,15 +164,21 @@ def _byte_dot(instruction: str, soft_body: Any) -> Any:
 def begin(state, soft):
     """Configure all tiles of this thread with 16 rows x 64 bytes. soft: a literal, true to emulate
     tiles."""
-    if not soft:
-        settings = u8(state, (ROW_BYTES,))
-        for i in range(ROW_BYTES):
-            settings[i] = 0
-        settings[0] = _PALETTE
-        for tile in range(8):
-            settings[_COLUMNS_AT + 2 * tile] = ROW_BYTES
-            settings[_ROWS_AT + tile] = ROWS
-    _configure(state, soft)
+    begin_deep(state, ROW_BYTES, soft)
+
+
+@njit(inline="always")
+def begin_deep(state, depth, soft):
+    """Configure tiles for products of `depth` bytes, at most 64: tiles 0 to 3 (sums) have 16 rows x
+    64 bytes, 4 and 5 (left) 16 rows x `depth` bytes, 6 and 7 (right) depth / 4 rows x 64 bytes."""
+    settings = u8(state + _CONFIGURATION, (ROW_BYTES,))
+    for i in range(ROW_BYTES):
+        settings[i] = 0
+    settings[0] = _PALETTE
+    for tile in range(8):
+        settings[_COLUMNS_AT + 2 * tile] = depth if 4 <= tile < 6 else ROW_BYTES
+        settings[_ROWS_AT + tile] = depth // 4 if tile >= 6 else ROWS
+    _configure(state + _CONFIGURATION, soft)
 
 
 def _nothing(state):
@@ -185,13 +192,16 @@ def _soft_zero(state, tile):
 
 
 def _soft_load(state, tile, address, stride):
+    settings = u8(state + _CONFIGURATION, (ROW_BYTES,))
+    rows, columns = settings[_ROWS_AT + tile], settings[_COLUMNS_AT + 2 * tile]
+    target = u8(state + tile * _TILE, (ROWS, ROW_BYTES))
     for row in range(ROWS):
-        source, target = (
-            u8(address + row * stride, (64,)),
-            u8(state + tile * _TILE + row * 64, (64,)),
-        )
+        source = u8(address + row * stride, (ROW_BYTES,))
         for i in range(ROW_BYTES):
-            target[i] = source[i]
+            if row < rows and i < columns:
+                target[row, i] = source[i]
+            else:
+                target[row, i] = 0
 
 
 def _soft_store(state, tile, address, stride):
@@ -217,32 +227,68 @@ def _soft_dot(state, total, left, right):
             sums[m, n] = in_order(sums[m, n] + in_order(in_order(even) + in_order(odd)))
 
 
-def _soft_unsigned_signed(state, total, left, right):
-    sums = i32(state + total * _TILE, (ROWS, _FLOATS))
-    a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
-    b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
-    for m in range(ROWS):
-        for n in range(_FLOATS):
-            for k in range(_FLOATS):
-                for i in range(4):
-                    sums[m, n] += np.int32(a[m, k, i]) * np.int32(np.int8(b[k, n, i]))
+def _soft_bytes(left_sign: int, right_sign: int) -> Any:
+    """Make the emulated product of tiles of bytes. left_sign, right_sign: 128 for signed bytes, 0
+    for unsigned ones."""
+
+    def soft(state, total, left, right):
+        sums = i32(state + total * _TILE, (ROWS, _FLOATS))
+        a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
+        b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
+        for m in range(ROWS):
+            for n in range(_FLOATS):
+                for k in range(_FLOATS):
+                    for i in range(4):
+                        one = (np.int32(a[m, k, i]) ^ left_sign) - left_sign
+                        other = (np.int32(b[k, n, i]) ^ right_sign) - right_sign
+                        sums[m, n] += np.int32(one * other)
+
+    return soft
 
 
-def _soft_signed_unsigned(state, total, left, right):
-    sums = i32(state + total * _TILE, (ROWS, _FLOATS))
-    a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
-    b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
-    for m in range(ROWS):
-        for n in range(_FLOATS):
-            for k in range(_FLOATS):
-                for i in range(4):
-                    sums[m, n] += np.int32(np.int8(a[m, k, i])) * np.int32(b[k, n, i])
+# Instructions that multiply tiles of bytes, by the signs on the left and right, with an emulation.
+_BYTE_DOTS = {
+    "unsigned signed": ("tdpbusd", _soft_bytes(0, 128)),
+    "signed unsigned": ("tdpbsud", _soft_bytes(128, 0)),
+    "signed signed": ("tdpbssd", _soft_bytes(128, 128)),
+}
+
+# dot_unsigned_signed(state, total, left, right, soft): total [16, 16] int32 += left [16, 64] @
+# right [16 quads, 16, 4].
+dot_unsigned_signed = _byte_dot(*_BYTE_DOTS["unsigned signed"])
 
 
-# dot(state, total, left, right, soft): total [16, 16] int32 += left [16, 64] @ right [16 quads, 16,
-# 4]; the names give the signs of the bytes on the left and on the right.
-dot_unsigned_signed = _byte_dot("tdpbusd", _soft_unsigned_signed)
-dot_signed_unsigned = _byte_dot("tdpbsud", _soft_signed_unsigned)
+class Emitter(NamedTuple):
+    """Emits tile operations inside another intrinsic. state: address of the thread's tiles; soft:
+    emulate them. Tiles are numbers, addresses and strides are LLVM values."""
+
+    context: Any
+    builder: Any
+    state: Any
+    soft: bool
+
+    def zero(self, tile: int) -> None:
+        self._emit("tilezero", _soft_zero, (tile,))
+
+    def load(self, tile: int, address: Any, stride: Any) -> None:
+        self._emit("tileloadd64", _soft_load, (tile,), address, stride)
+
+    def store(self, tile: int, address: Any, stride: Any) -> None:
+        self._emit("tilestored64", _soft_store, (tile,), address, stride)
+
+    def dot_bytes(self, total: int, left: int, right: int, signs: str) -> None:
+        """Emit total += left @ right. signs: a key of _BYTE_DOTS."""
+        self._emit(*_BYTE_DOTS[signs], (total, left, right))
+
+    def _emit(self, name: str, soft_body: Any, tiles: tuple[int, ...], *place: Any) -> None:
+        if self.soft:
+            args = [self.state, *map(_I64, tiles), *place]
+            kind = types.void(*[types.intp] * len(args))
+            self.context.compile_internal(self.builder, soft_body, kind, args)
+            return
+        address = [_pointer(self.builder, one) for one in place[:1]]
+        numbers = [ir.Constant(_I8, tile) for tile in tiles]
+        _call(self.builder, f"llvm.x86.{name}", *numbers, *address, *place[1:])
 
 
 @njit(inline="always")

@@ -22,6 +22,8 @@ LANES = {VNNI_512: 16, VNNI_256: 8, AVX2: 8, PLAIN: 4}
 _WIDTHS = {VNNI_512: (32, 32), VNNI_256: (32, 16), AVX2: (32, 16), PLAIN: (16, 16)}
 
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)  # dtypes of scales
+_BYTES = (4, 2, 2, 1)
+_UNITS_AHEAD = 8  # scales are prefetched this many units in advance
 
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
@@ -40,16 +42,20 @@ class Form(NamedTuple):
     halves: int  # groups of a unit, 1 or 2
     has_offsets: bool
     has_codebook: bool
+    scales: int = FLOAT32  # dtype of the scales that the code reads: FLOAT32 if they are decoded
+    offsets: int = FLOAT32
 
     @property
     def code(self) -> int:
         """The form as one integer, which compiled code takes as a literal."""
-        return self.bits | self.halves << 4 | self.has_offsets << 6 | self.has_codebook << 7
+        flags = self.has_offsets << 6 | self.has_codebook << 7
+        return self.bits | self.halves << 4 | flags | self.scales << 8 | self.offsets << 10
 
     @classmethod
     def of(cls, code: int) -> Form:
         """Returns the form for which ``code`` stands."""
-        return cls(code & 15, code >> 4 & 3, bool(code >> 6 & 1), bool(code >> 7 & 1))
+        flags = bool(code >> 6 & 1), bool(code >> 7 & 1)
+        return cls(code & 15, code >> 4 & 3, *flags, code >> 8 & 3, code >> 10 & 3)
 
     @property
     def has_zero(self) -> bool:
@@ -73,15 +79,15 @@ def _call(builder, name, result, *args):
     return builder.call(_function(builder, name, result, *(arg.type for arg in args)), args)
 
 
-def _load(builder, address, kind, align=4):
+def load(builder, address, kind, align=4):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def _store(builder, value, address, align=4):
+def store(builder, value, address, align=4):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
-def _same(kind, number):
+def same(kind, number):
     """The constant vector (or scalar) of a kind, each of whose elements is a number."""
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [number] * kind.count)
@@ -106,15 +112,15 @@ def _avx2(builder, total, weights, row, largest):
     kind = total.type
     if 2 * largest * _LARGEST < 1 << 15:
         pairs = _pairs(builder, "llvm.x86.avx2.pmadd.ub.sw", weights, row, 32, 16)
-        ones = _same(pairs.type, 1)
+        ones = same(pairs.type, 1)
         return builder.add(total, _pairs(builder, "llvm.x86.avx2.pmadd.wd", pairs, ones, 16, 8))
     for place in range(2):  # bytes 0 and 2, then bytes 1 and 3
         words = ir.VectorType(_I16, kind.count * 2)
         left, right = builder.bitcast(weights, words), builder.bitcast(row, words)
-        left = builder.and_(left, _same(words, 255)) if not place else _shifted(builder, left, 8)
+        left = builder.and_(left, same(words, 255)) if not place else _shifted(builder, left, 8)
         if not place:
-            right = builder.shl(right, _same(words, 8))
-        right = builder.ashr(right, _same(words, 8))
+            right = builder.shl(right, same(words, 8))
+        right = builder.ashr(right, same(words, 8))
         total = builder.add(total, _pairs(builder, "llvm.x86.avx2.pmadd.wd", left, right, 16, 8))
     return total
 
@@ -124,9 +130,9 @@ def _plain(builder, total, weights, row, largest):
     for byte in range(QUAD):
         left = _shifted(builder, weights, 8 * byte)
         if byte < QUAD - 1:
-            left = builder.and_(left, _same(kind, 255))
-        right = builder.shl(row, _same(kind, 24 - 8 * byte)) if byte < QUAD - 1 else row
-        product = builder.mul(left, builder.ashr(right, _same(kind, 24)))
+            left = builder.and_(left, same(kind, 255))
+        right = builder.shl(row, same(kind, 24 - 8 * byte)) if byte < QUAD - 1 else row
+        product = builder.mul(left, builder.ashr(right, same(kind, 24)))
         total = builder.add(total, product)
     return total
 
@@ -140,7 +146,7 @@ def _shifted(builder, value, right):
     if right == 0:
         return value
     shift = builder.lshr if right > 0 else builder.shl
-    return shift(value, _same(value.type, abs(right)))
+    return shift(value, same(value.type, abs(right)))
 
 
 def _lookup(builder, way, codebook, indices):
@@ -151,10 +157,10 @@ def _lookup(builder, way, codebook, indices):
     bytes_ = ir.VectorType(_I8, count)
     codes, at = builder.bitcast(codebook, bytes_), builder.bitcast(indices, bytes_)
     if way == PLAIN:
-        result = _same(bytes_, 0)
+        result = same(bytes_, 0)
         for number in range(16):
             one = builder.extract_element(codes, _I32(number))
-            is_it = builder.icmp_unsigned("==", at, _same(bytes_, number))
+            is_it = builder.icmp_unsigned("==", at, same(bytes_, number))
             result = builder.select(is_it, splat(builder, one, count), result)
     else:
         name = "llvm.x86.avx512.pshuf.b.512" if way == VNNI_512 else "llvm.x86.avx2.pshuf.b"
@@ -172,13 +178,12 @@ class _Tile(NamedTuple):
     outputs: range
     a: tuple[Any, Any]  # address of the first row and bytes between rows
     b: Any  # address of the panel's values
-    scales: Any  # address of the decoded scales
-    offsets: Any
+    scales: _Scales
+    offsets: _Scales
     out: Any
     units: Any
-    shift: Any  # unit >> shift is the number of its group
     codebook: Any
-    ahead: Any  # bytes after the current values that are prefetched; None: no prefetch
+    ahead: Any  # bytes after the current values that are prefetched
 
     @property
     def lanes(self) -> int:
@@ -193,10 +198,10 @@ class _Tile(NamedTuple):
         builder, floats = self.builder, ir.VectorType(_F32, self.lanes)
         codebook = None
         if self.form.has_codebook:
-            four = _load(builder, self.codebook, ir.VectorType(_I32, 4))
+            four = load(builder, self.codebook, ir.VectorType(_I32, 4))
             every = ir.Constant(ir.VectorType(_I32, self.lanes), [i % 4 for i in range(self.lanes)])
             codebook = builder.shuffle_vector(four, four, every)
-        zero = _same(floats, 0.0)
+        zero = same(floats, 0.0)
         count = self.rows * len(self.columns)
         before = builder.block
         loop, done = (builder.append_basic_block(name) for name in ("unit", "stored"))
@@ -214,21 +219,22 @@ class _Tile(NamedTuple):
         for number, value in enumerate(added):
             row, column = divmod(number, len(self.columns))
             place = row * PANEL * 4 + self.columns[column] * 4
-            _store(builder, value, builder.add(self.out, _I64(place)))
+            store(builder, value, builder.add(self.out, _I64(place)))
 
     def _unit(self, unit, sums, codebook):
         builder, form = self.builder, self.form
         b = builder.add(self.b, builder.mul(unit, _I64(form.bits * 2 * LINE)))
-        if self.ahead is not None:
-            for line in range(form.bits * 2):
-                place = builder.add(builder.add(b, self.ahead), _I64(line * LINE))
-                _prefetch(builder, place)
-        quads = _Quads(builder, form, self.way, b, codebook)
-        group = builder.mul(builder.lshr(unit, self.shift), _I64(form.halves * PANEL * 4))
+        for line in range(form.bits * 2):
+            place = builder.add(builder.add(b, self.ahead), _I64(line * LINE))
+            _prefetch(builder, place)
+        self.scales.prefetch(unit)
+        if form.has_offsets:
+            self.offsets.prefetch(unit)
+        quads = Quads(builder, form, self.way, b, codebook)
         per = QUADS // form.halves
         for half in range(form.halves):
             totals = self._totals(unit, half, range(half * per, (half + 1) * per), quads)
-            sums = self._scale(unit, half, builder.add(group, _I64(half * PANEL * 4)), totals, sums)
+            sums = self._scale(unit, half, totals, sums)
         return sums
 
     def _part(self, row, at, unit, half=None, size=4):
@@ -247,17 +253,17 @@ class _Tile(NamedTuple):
         builder, words = self.builder, ir.VectorType(_I32, self.lanes)
         totals = []
         for row in range(self.rows):
-            start = _same(words, 0)
+            start = same(words, 0)
             if self.form.has_zero:
                 place = self._part(row, STARTS_AT, unit, half)
-                start = splat(builder, _load(builder, place, _I32), self.lanes)
+                start = splat(builder, load(builder, place, _I32), self.lanes)
             totals += [start] * len(self.columns)
         multiply = _DOTS[self.way]
         for quad in quads_of_half:
             weights = [quads.load(quad, column) for column in self.columns]
             for row in range(self.rows):
                 place = builder.add(self._part(row, 0, unit, size=UNIT), _I64(quad * QUAD))
-                given = splat(builder, _load(builder, place, _I32), self.lanes)
+                given = splat(builder, load(builder, place, _I32), self.lanes)
                 for column, weight in enumerate(weights):
                     number = row * len(weights) + column
                     totals[number] = multiply(
@@ -265,28 +271,66 @@ class _Tile(NamedTuple):
                     )
         return totals
 
-    def _scale(self, unit, half, group, totals, sums):
-        """Emit the sums after a group is added, scaled. group: offset of its scales."""
+    def _scale(self, unit, half, totals, sums):
+        """Emit the sums after a group is added, scaled."""
         builder, floats = self.builder, ir.VectorType(_F32, self.lanes)
         added = []
         for row in range(self.rows):
             place = self._part(row, SCALES_AT, unit)
-            scale = splat(builder, _load(builder, place, _F32), self.lanes)
+            scale = splat(builder, load(builder, place, _F32), self.lanes)
             share = None
             if self.form.has_offsets:
                 place = self._part(row, shares_at(self.form.halves), unit, half)
-                share = splat(builder, _load(builder, place, _F32), self.lanes)
+                share = splat(builder, load(builder, place, _F32), self.lanes)
             for column, first in enumerate(self.columns):
                 number = row * len(self.columns) + column
-                place = builder.add(group, _I64(first * 4))
-                weight = _load(builder, builder.add(self.scales, place), floats)
+                weight = self.scales.load(unit, half, first, self.lanes)
                 total = builder.sitofp(totals[number], floats)
                 value = fma(builder, total, builder.fmul(weight, scale), sums[number])
                 if share is not None:
-                    offset = _load(builder, builder.add(self.offsets, place), floats)
+                    offset = self.offsets.load(unit, half, first, self.lanes)
                     value = fma(builder, offset, share, value)
                 added.append(value)
         return added
+
+
+class _Scales(NamedTuple):
+    """Emits the loads of a panel's scales, or of its offsets."""
+
+    builder: ir.IRBuilder
+    kind: int  # FLOAT32, FLOAT16, ...; INT8 has outer scales
+    halves: int
+    address: Any
+    outer: Any  # address of the outer scales
+    shifts: tuple[Any, Any]  # unit >> shift is the number of its group, and of its outer scale
+    is_ahead: Any  # 1 to prefetch scales of later units, else 0
+
+    def load(self, unit, half, first, lanes):
+        """Emit the scales of a unit, or of half of it, for the outputs from ``first`` on."""
+        builder = self.builder
+        place = builder.add(self._group(unit), _I64(self._bytes(half * PANEL + first)))
+        value = _wide(builder, place, self.kind, lanes)
+        if self.kind != INT8:
+            return value
+        outer = builder.mul(builder.lshr(unit, self.shifts[1]), _I64(PANEL * 4))
+        place = builder.add(builder.add(self.outer, outer), _I64(first * 4))
+        return builder.fmul(value, load(builder, place, value.type))
+
+    def prefetch(self, unit):
+        """Emit the prefetch of scales that are needed some units later."""
+        builder, size = self.builder, self._bytes(self.halves * PANEL)
+        ahead = builder.mul(self.is_ahead, _I64(size * _UNITS_AHEAD))
+        start = builder.add(self._group(unit), ahead)
+        for line in range(0, size, LINE):
+            _prefetch(builder, builder.add(start, _I64(line)))
+
+    def _group(self, unit):
+        step = _I64(self._bytes(self.halves * PANEL))
+        number = self.builder.lshr(unit, self.shifts[0])
+        return self.builder.add(self.address, self.builder.mul(number, step))
+
+    def _bytes(self, count: int) -> int:
+        return count * _BYTES[self.kind]
 
 
 def _prefetch(builder, address):
@@ -296,7 +340,7 @@ def _prefetch(builder, address):
     builder.call(function, [place, _I32(0), _I32(3), _I32(1)])
 
 
-class _Quads(NamedTuple):
+class Quads(NamedTuple):
     """Emits the unpacking of a unit's quads to bytes."""
 
     builder: ir.IRBuilder
@@ -312,11 +356,11 @@ class _Quads(NamedTuple):
         for width, position in PLANES[self.form.bits]:
             row, part = _place_of(width, quad)
             place = ((first + row) * PANEL + column) * QUAD
-            packed = _load(builder, builder.add(self.address, _I64(place)), kind)
+            packed = load(builder, builder.add(self.address, _I64(place)), kind)
             if width < 8:
                 mask = ((1 << width) - 1 << position) * 0x01010101
                 moved = _shifted(builder, packed, part - position)
-                packed = builder.and_(moved, _same(kind, mask))
+                packed = builder.and_(moved, same(kind, mask))
             result = packed if result is None else builder.or_(result, packed)
             first += width
         if self.form.has_codebook:
@@ -354,38 +398,48 @@ def block_tile(  # noqa: PLR0913
 ):
     """Multiply `rows` quantised rows by a panel: out [rows, 32] float32.
 
-    a: (address of the first row, bytes of a row); b: address of the panel; scales, offsets:
-    addresses of its decoded ones; shape: (units, shift: unit >> shift is the group); codebook:
-    its address; ahead: bytes to prefetch in advance, or a literal 0; rows, form, way: literals."""
+    a: (address of the first row, bytes of a row); b: address of the panel; scales, offsets: (their
+    address, that of the outer ones); shape: (units, shift: unit >> shift is the group, the same for
+    outer scales); codebook: its address; ahead: bytes by which values are prefetched in advance, or
+    0; rows, form, way: literals."""
     literals = (rows, form, way)
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     num_rows, code, how = (one.literal_value for one in literals)
-    has_ahead = not (isinstance(ahead, types.Literal) and ahead.literal_value == 0)
+    kind = Form.of(code)
 
     def build(context, builder, signature, args):
-        left, size = (builder.extract_value(args[0], i) for i in range(2))
-        units, shift = (builder.extract_value(args[5], i) for i in range(2))
+        def parts(number, count=2):
+            return [builder.extract_value(args[number], i) for i in range(count)]
+
+        units, *shifts = parts(5, 3)
+        is_ahead = builder.zext(builder.icmp_signed(">", args[7], _I64(0)), _I64)
+        scales, offsets = (
+            _Scales(builder, dtype, kind.halves, *parts(number), tuple(shifts), is_ahead)
+            for number, dtype in ((2, kind.scales), (3, kind.offsets))
+        )
         width = _WIDTHS[how][num_rows > 1]
         for first in range(0, PANEL, width):
             _Tile(
                 builder,
-                Form.of(code),
+                kind,
                 how,
                 num_rows,
                 range(first, first + width),
-                (left, size),
-                *args[1:5],
+                tuple(parts(0)),
+                args[1],
+                scales,
+                offsets,
+                args[4],
                 units,
-                shift,
                 args[6],
-                args[7] if has_ahead else None,
+                args[7],
             ).emit()
         return context.get_dummy_value()
 
-    pair = types.UniTuple(types.intp, 2)
-    kinds = (pair, *[types.intp] * 4, pair, types.intp)
-    return types.void(*kinds, ahead if not has_ahead else types.intp, *literals), build
+    pair, three = types.UniTuple(types.intp, 2), types.UniTuple(types.intp, 3)
+    kinds = (pair, types.intp, pair, pair, types.intp, three, types.intp, types.intp)
+    return types.void(*kinds, *literals), build
 
 
 @intrinsic(prefer_literal=True)
@@ -398,30 +452,29 @@ def decode_scales(typing_context, source, outer, target, kind, has_outer):
     def build(context, builder, signature, args):
         floats = ir.VectorType(_F32, _HALF_SPAN)
         for first in range(0, PANEL, _HALF_SPAN):
-            value = _wide(builder, args[0], first, kind.literal_value)
+            place = builder.add(args[0], _I64(first * _BYTES[kind.literal_value]))
+            value = _wide(builder, place, kind.literal_value)
             if has_outer.literal_value:
-                factor = _load(builder, builder.add(args[1], _I64(first * 4)), floats)
+                factor = load(builder, builder.add(args[1], _I64(first * 4)), floats)
                 value = builder.fmul(value, factor)
-            _store(builder, value, builder.add(args[2], _I64(first * 4)))
+            store(builder, value, builder.add(args[2], _I64(first * 4)))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3, kind, has_outer), build
 
 
-def _wide(builder, address, first, kind):
-    """Emit 16 scales as float32, from element `first` on."""
-    floats, words = (ir.VectorType(one, _HALF_SPAN) for one in (_F32, _I32))
+def _wide(builder, place, kind, lanes=_HALF_SPAN):
+    """Emit the load of scales as a vector of float32. kind: FLOAT32, FLOAT16, ..."""
+    floats, words = (ir.VectorType(one, lanes) for one in (_F32, _I32))
     if kind == FLOAT32:
-        return _load(builder, builder.add(address, _I64(first * 4)), floats)
+        return load(builder, place, floats)
     if kind == INT8:
-        place = builder.add(address, _I64(first))
-        return builder.sitofp(_load(builder, place, ir.VectorType(_I8, _HALF_SPAN), 1), floats)
-    place, element = builder.add(address, _I64(first * 2)), _I16
+        return builder.sitofp(load(builder, place, ir.VectorType(_I8, lanes), 1), floats)
     if kind == FLOAT16 and WIDENS_FLOAT16:
-        return builder.fpext(_load(builder, place, ir.VectorType(_F16, _HALF_SPAN), 2), floats)
-    halves = builder.zext(_load(builder, place, ir.VectorType(element, _HALF_SPAN), 2), words)
+        return builder.fpext(load(builder, place, ir.VectorType(_F16, lanes), 2), floats)
+    halves = builder.zext(load(builder, place, ir.VectorType(_I16, lanes), 2), words)
     if kind == BFLOAT16:
-        return builder.bitcast(builder.shl(halves, _same(words, 16)), floats)
+        return builder.bitcast(builder.shl(halves, same(words, 16)), floats)
     return _float_of_half(builder, halves)
 
 
@@ -429,13 +482,13 @@ def _float_of_half(builder, halves):
     """Emit the float32 values of float16 bits in 32-bit words, without an instruction for it."""
     words = halves.type
     floats = ir.VectorType(_F32, words.count)
-    sign = builder.shl(builder.and_(halves, _same(words, 0x8000)), _same(words, 16))
-    magnitude = builder.shl(builder.and_(halves, _same(words, 0x7FFF)), _same(words, 13))
+    sign = builder.shl(builder.and_(halves, same(words, 0x8000)), same(words, 16))
+    magnitude = builder.shl(builder.and_(halves, same(words, 0x7FFF)), same(words, 13))
     # The exponents have another bias; multiplied, numbers below the smallest normal one are right.
-    scaled = builder.fmul(builder.bitcast(magnitude, floats), _same(floats, 2.0**112))
+    scaled = builder.fmul(builder.bitcast(magnitude, floats), same(floats, 2.0**112))
     scaled = builder.bitcast(scaled, words)
-    is_special = builder.icmp_unsigned(">=", magnitude, _same(words, 0x7C00 << 13))
-    special = builder.or_(magnitude, _same(words, _INFINITY))
+    is_special = builder.icmp_unsigned(">=", magnitude, same(words, 0x7C00 << 13))
+    special = builder.or_(magnitude, same(words, _INFINITY))
     return builder.bitcast(builder.or_(builder.select(is_special, special, scaled), sign), floats)
 
 
@@ -459,9 +512,10 @@ def _emit_quantized(builder, args, halves, cell):
     source, target, units, unit, zero = args
     floats, words = (ir.VectorType(one, _HALF_SPAN) for one in (_F32, _I32))
     kind = FLOAT32 if cell == 4 else BFLOAT16
-    inputs = [_wide(builder, source, first, kind) for first in (0, _HALF_SPAN)]
+    places = (builder.add(source, _I64(first * cell)) for first in (0, _HALF_SPAN))
+    inputs = [_wide(builder, place, kind) for place in places]
     # Without the sign bit, floats are ordered like their bits, and NaN is the largest.
-    bits = [builder.and_(builder.bitcast(one, words), _same(words, _MAGNITUDE)) for one in inputs]
+    bits = [builder.and_(builder.bitcast(one, words), same(words, _MAGNITUDE)) for one in inputs]
     larger = builder.select(builder.icmp_signed(">", *bits), *bits)
     most = _call(builder, f"llvm.vector.reduce.smax.v{_HALF_SPAN}i32", _I32, larger)
     is_used = builder.and_(
@@ -474,17 +528,17 @@ def _emit_quantized(builder, args, halves, cell):
     sums = []
     for number, one in enumerate(inputs):
         scaled = builder.fmul(one, splat(builder, inverse, _HALF_SPAN))
-        rounded = builder.bitcast(builder.fadd(scaled, _same(floats, _ROUND)), words)
-        integers = builder.sub(rounded, _same(words, _ROUND_BITS))
-        integers = builder.select(is_used, integers, _same(words, 0))
+        rounded = builder.bitcast(builder.fadd(scaled, same(floats, _ROUND)), words)
+        integers = builder.sub(rounded, same(words, _ROUND_BITS))
+        integers = builder.select(is_used, integers, same(words, 0))
         place = builder.add(builder.mul(unit, _I64(UNIT)), _I64(number * _HALF_SPAN))
         bytes_ = builder.trunc(integers, ir.VectorType(_I8, _HALF_SPAN))
-        _store(builder, bytes_, builder.add(target, place), 1)
+        store(builder, bytes_, builder.add(target, place), 1)
         sums.append(_call(builder, f"llvm.vector.reduce.add.v{_HALF_SPAN}i32", _I32, integers))
 
     def put(value, at, index):
         start = builder.add(target, builder.mul(units, _I64(at)))
-        _store(builder, value, builder.add(start, builder.mul(index, _I64(4))))
+        store(builder, value, builder.add(start, builder.mul(index, _I64(4))))
 
     put(scale, SCALES_AT, unit)
     if halves == 1:

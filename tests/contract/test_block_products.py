@@ -5,8 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import isa
-from kernels.cpu.matmul.block_product import BODIES, BODY, block_product, runs_here
+from kernels.cpu import isa, pointwise
+from kernels.cpu.matmul.block_product import (
+    BODIES,
+    BODY,
+    block_product,
+    gated_block_product,
+    largest_output,
+    runs_here,
+)
 from kernels.cpu.matmul.blocks import BlockWeight, pack_blocks
 from kernels.cpu.threads import num_threads, set_threads
 from kernels.quantized import Quantized
@@ -143,3 +150,27 @@ def test_extreme_inputs_are_quantised_like_the_reference(body: str, rng: torch.G
     x[3, 40] = 127.0
     found = block_product(x, weight, body=body)
     assert torch.equal(found, reference.block_product(x, weight))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_a_gated_product_is_the_gate_times_the_other_half(
+    act: str, body: str, rng: torch.Generator
+) -> None:
+    weight = case(4, (192, 100), 32, ("offsets",), rng)
+    for rows in (1, 3, 21):
+        x = torch.randn(rows, 100, generator=rng).bfloat16()
+        both = block_product(x, weight, out_dtype=torch.float32, body=body)
+        expected = pointwise.act_mul(both, act).bfloat16()
+        assert torch.equal(gated_block_product(x, weight, act, body=body), expected), rows
+
+
+@pytest.mark.isa
+def test_the_largest_output_is_found_without_the_others(body: str, rng: torch.Generator) -> None:
+    weight = case(6, (1000, 64), 16, (), rng)
+    for rows in (1, 2, 30):
+        x = torch.randn(rows, 64, generator=rng).bfloat16()
+        outputs = block_product(x, weight, out_dtype=torch.float32, body=body)
+        assert largest_output(x, weight, body=body).tolist() == outputs.argmax(1).tolist()
+    x[4, 3] = torch.nan
+    assert largest_output(x, weight, body=body)[4] == -1

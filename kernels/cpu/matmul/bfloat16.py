@@ -13,6 +13,7 @@ a multiple of 32."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from kernels.cpu.cells import read_cells
 from kernels.cpu.matmul.blocks import PANEL as HALF
 from kernels.cpu.matmul.dequantized import fill_pairs
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
-from kernels.cpu.matmul.outputs import finish, gate
+from kernels.cpu.matmul.outputs import Target, finish, gate, largest_ids
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -107,7 +108,7 @@ def packed_product(
     BODIES. A weight in blocks gives the same bits as the dequantised weight."""
     out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
-    target = _Target(out.data_ptr(), out.element_size(), added, 0)
+    target = Target(out.data_ptr(), out.element_size(), added)
     _run(_plan(x, num_out, body), x, packed, target)
     return out
 
@@ -122,7 +123,7 @@ def gated_product(
     out = x.new_empty((len(x), half))
     plan = _plan(x, half, body)
     panels = half // width_of(plan.body)
-    target = _Target(out.data_ptr(), out.element_size(), 0, 0, panels, ACTS[act])
+    target = Target(out.data_ptr(), out.element_size(), gates=panels, act=ACTS[act])
     _run(plan, x, packed, target)
     return out
 
@@ -132,30 +133,9 @@ def largest(
 ) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
     not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous bfloat16."""
-    num = len(x)
-    if not num_out:
-        return torch.full((num,), -1, dtype=torch.int32)
     plan = _plan(x, num_out, body)
     groups = -(-_panels(num_out, plan.body) // plan.panels)
-    values = np.empty((groups, num), np.float32)
-    ids = np.empty((groups, num), np.int32)
-    _run(plan, x, packed, _Target(values.ctypes.data, 0, 0, ids.ctypes.data))
-    best = values.argmax(axis=0)  # NaN counts as largest
-    columns = np.arange(num)
-    sound = np.isfinite(values[best, columns])
-    return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
-
-
-class _Target(NamedTuple):
-    """The addresses to which a product writes: all outputs, of `size` bytes each; or, if `ids` is
-    not 0, only the largest output and its index, by group of panels and row [groups, N]."""
-
-    out: int
-    size: int
-    bias: int
-    ids: int
-    gates: int = 0  # number of gate panels; as many up panels follow them
-    act: int = 0
+    return largest_ids(len(x), groups, partial(_run, plan, x, packed))
 
 
 class _Plan(NamedTuple):
@@ -190,7 +170,7 @@ def _plan(x: torch.Tensor, num_out: int, body: str | None) -> _Plan:
     return _Plan(chosen, num_out, threads, rows, panels_an_item(panels, items, threads))
 
 
-def _run(plan: _Plan, x: torch.Tensor, packed: Weights, target: _Target) -> None:
+def _run(plan: _Plan, x: torch.Tensor, packed: Weights, target: Target) -> None:
     num, num_in = x.shape
     is_packed = isinstance(packed, torch.Tensor)
     (BODIES if is_packed else TABLE_BODIES)[plan.body].run(

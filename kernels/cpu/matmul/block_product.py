@@ -2,6 +2,7 @@
 
 A kernel is compiled for each form of weights that is used, in one of these ways ("bodies"):
 
+    tiles              AMX, for many rows (``kernels.cpu.matmul.block_tiles``)
     vnni512, vnni256   dot products of four bytes in one instruction
     avx2               the same in three instructions
     plain              for all other processors
@@ -12,7 +13,8 @@ All return the same bits, and a row's results depend neither on the number of ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,35 +35,61 @@ from kernels.cpu.matmul.block_rows import (
     BITS,
     CODEBOOK,
     HALVES,
+    IS_DIRECT,
+    JOB,
+    JOB_AHEAD,
+    JOB_CODEBOOK,
+    JOB_COUNT,
+    JOB_OFFSETS,
+    JOB_OUT,
+    JOB_OUTER_OFFSETS,
+    JOB_OUTER_SCALES,
+    JOB_OUTER_SHIFT,
+    JOB_ROWS,
+    JOB_SCALES,
+    JOB_SHIFT,
+    JOB_SIZE,
+    JOB_TURNED,
+    JOB_UNITS,
+    JOB_VALUES,
+    JOB_ZERO,
     NUM_IN,
+    OFFSET_BYTES,
     OFFSETS,
+    OUTER_OFFSETS,
+    OUTER_SCALES,
+    OUTER_SHIFT,
+    SCALE_BYTES,
+    SCALES,
     SHIFT,
+    SUPERS,
     TABLE,
     UNITS,
     VALUES,
+    ZERO,
     decode_panel,
     decoded_floats,
+    direct_form,
     form_of,
     quantize_row,
     quantized_rows,
     table_of,
 )
+from kernels.cpu.matmul.block_tiles import ROWS, tile_panel_body, turn_rows, turned_floats
 from kernels.cpu.matmul.blocks import PANEL, BlockWeight
 from kernels.cpu.matmul.float32 import panels_an_item
-from kernels.cpu.matmul.outputs import finish, gate
+from kernels.cpu.matmul.outputs import Target, finish, gate, largest_ids
 from kernels.cpu.native import EXACT, Kernel, i64, next_item
+from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
 
-NUM_PARAMETERS = 16
+NUM_PARAMETERS = 17
 _ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _FEW = 8  # up to this many rows, each thread quantises them itself
 _MOST, _BYTES = 288, 3 << 18  # maximum rows of an item, and bytes of them, which stay in the cache
+_FROM = 9  # rows from which tiles are faster
+_AHEAD = 2048  # bytes of values that are prefetched
 _LINE = 2 * 64  # bytes of a row of a unit
-
-# Parameters of a panel function: address and bytes of its quantised rows, and their number; the
-# panel's values, decoded scales and offsets; the sums; units, shift and codebook as in the table.
-_A, _SIZE, _COUNT, _B, _SCALES, _OFFSETS, _OUT, _UNITS, _SHIFT, _CODEBOOK = range(10)
-_JOB = 10
 
 
 def block_product(
@@ -76,35 +104,84 @@ def block_product(
 
     x: [M, K] contiguous bfloat16 or float32, whose rows are quantised; bias: [N] float32; body (for
     tests): a key of BODIES. A row that is not finite gets results that are not finite."""
+    out = x.new_empty((len(x), weight.num_outputs), dtype=out_dtype or x.dtype)
+    added = 0 if bias is None else bias.data_ptr()
+    target = Target(out.data_ptr(), out.element_size(), added)
+    _run(_plan(x, weight, weight.num_outputs, body), x, weight, target)
+    return out
+
+
+def gated_block_product(
+    x: torch.Tensor, weight: BlockWeight, act: str, *, body: str | None = None
+) -> torch.Tensor:
+    """Return act(x @ gate) * (x @ up), [M, N / 2] of x's dtype, rounded once. weight: gate and up
+    as one matrix of N outputs, a multiple of 64; x, body: as in `block_product`; act: a key of
+    ``kernels.cpu.pointwise.ACTS``."""
+    half = weight.num_outputs // 2
+    out = x.new_empty((len(x), half))
+    target = Target(out.data_ptr(), out.element_size(), gates=half // PANEL, act=ACTS[act])
+    _run(_plan(x, weight, half, body), x, weight, target)
+    return out
+
+
+def largest_output(
+    x: torch.Tensor, weight: BlockWeight, *, body: str | None = None
+) -> torch.Tensor:
+    """Index of the largest output of each row (the first of equal ones), [M] int32. The outputs are
+    not stored. Rows with NaN, +inf or only -inf get -1. x, body: as in `block_product`."""
+    plan = _plan(x, weight, weight.num_outputs, body)
+    return largest_ids(
+        len(x), -(-weight.values.shape[0] // plan.panels), partial(_run, plan, x, weight)
+    )
+
+
+class _Plan(NamedTuple):
+    way: int
+    num_out: int
+    threads: int
+    rows: int  # per item
+    panels: int  # per item
+
+
+def _plan(x: torch.Tensor, weight: BlockWeight, num_out: int, body: str | None) -> _Plan:
     num = len(x)
-    out = x.new_empty((num, weight.num_outputs), dtype=out_dtype or x.dtype)
     threads = num_threads() if x.numel() * weight.num_outputs >= _ENOUGH else 1
-    size, panels = row_bytes(weight.units, weight.halves), weight.values.shape[0]
+    size, panels = row_bytes(weight.units, weight.halves), -(-num_out // PANEL)
+    rows = max(1, min(num, _MOST, _BYTES // size))
+    way = BODIES[body or (TILES_BODY if num >= _FROM else BODY)]
+    if way in _TILES:
+        rows = -(-rows // ROWS) * ROWS
+    return _Plan(
+        way, num_out, threads, rows, panels_an_item(panels, -(-num // rows) * panels, threads)
+    )
+
+
+def _run(plan: _Plan, x: torch.Tensor, weight: BlockWeight, target: Target) -> None:
     rows = None
-    if num > _FEW or weight.order is not None:
-        rows = quantized_rows(x, weight, threads)
-    most = max(1, min(num, _MOST, _BYTES // size))
-    panel = panel_function(form_of(weight), BODIES[body or BODY])
+    if len(x) > _FEW or weight.order is not None:
+        rows = quantized_rows(x, weight, plan.threads)
+    is_tiles = plan.way in _TILES
+    form = form_of(weight) if is_tiles else direct_form(weight)
     PRODUCT.run(
-        threads,
+        plan.threads,
         x.data_ptr(),
         table_of(weight),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num,
+        target.bias,
+        target.out,
+        len(x),
         x.element_size(),
         0 if rows is None else rows.data_ptr(),
-        weight.num_outputs,
-        most,
-        panels_an_item(panels, -(-num // most) * panels, threads),
-        out.element_size(),
-        0,
-        0,
-        0,
-        size,
-        panel.address,
+        plan.num_out,
+        plan.rows,
+        plan.panels,
+        target.size,
+        target.ids,
+        target.gates,
+        target.act,
+        row_bytes(weight.units, weight.halves),
+        panel_function(form, plan.way).address,
+        int(is_tiles),
     )
-    return out
 
 
 def _product_body(row):
@@ -115,11 +192,13 @@ def _product_body(row):
     num, num_out, most, per = p[5], p[8], p[9], p[10]
     panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
     groups, floats = (panels + per - 1) // per, decoded_floats(t)
+    shape, high = (t[UNITS], t[HALVES]), (most + ROWS - 1) // ROWS * ROWS
     scales = np.empty(floats, np.float32)
     offsets = np.empty(floats if t[OFFSETS] else 1, np.float32)
-    sums = np.empty((2 * most, PANEL), np.float32)
-    own = np.empty(1 if p[7] else num * p[15], np.uint8)
-    job = np.empty(_JOB, np.int64)
+    sums = np.empty((2 * high, PANEL), np.float32)
+    own = np.empty(1 if p[7] else (num + ROWS - 1) // ROWS * ROWS * p[15], np.uint8)
+    turned = np.zeros(high * turned_floats(*shape) if p[17] else 1, np.float32)
+    job = np.empty(JOB, np.int64)
     is_first = p[7] == 0
     while True:
         item = next_item(row)
@@ -131,16 +210,19 @@ def _product_body(row):
         block = item // groups
         first, start = block * most, (item - block * groups) * per
         count, end = min(most, num - first), min(start + per, panels)
+        rows = (p[7] if p[7] else own.ctypes.data) + first * p[15]
+        if p[17]:
+            turn_rows(rows, p[15], count, shape, turned.ctypes.data)
         for panel in range(start, end):
-            job[_A] = (p[7] if p[7] else own.ctypes.data) + first * p[15]
-            job[_SIZE], job[_COUNT] = p[15], count
-            job[_SCALES], job[_OFFSETS] = scales.ctypes.data, offsets.ctypes.data
-            job[_OUT] = sums.ctypes.data
+            job[JOB_ROWS], job[JOB_TURNED] = rows, turned.ctypes.data
+            job[JOB_SIZE], job[JOB_COUNT] = p[15], count
+            job[JOB_SCALES], job[JOB_OFFSETS] = scales.ctypes.data, offsets.ctypes.data
+            job[JOB_OUT] = sums.ctypes.data
             _panel(p, t, job, panel)
             if p[13]:
-                job[_OUT] = sums[most:].ctypes.data
+                job[JOB_OUT] = sums[high:].ctypes.data
                 _panel(p, t, job, panel + p[13])
-                gate(p, sums, sums[most:], count)
+                gate(p, sums, sums[high:], count)
             finish(p, sums, first, count, panel)
 
 
@@ -159,12 +241,21 @@ def _quantize_own(p, t, target):
 @njit(**EXACT)
 def _panel(p, t, job, panel):
     """Multiply the rows of a job by one panel. job: the parameters of the panel function."""
-    decode_panel(t, panel, 0, job[_SCALES])
-    if t[OFFSETS]:
-        decode_panel(t, panel, 1, job[_OFFSETS])
+    if t[IS_DIRECT] and not p[17]:
+        job[JOB_SCALES] = t[SCALES] + panel * t[SCALE_BYTES]
+        job[JOB_OFFSETS] = t[OFFSETS] + panel * t[OFFSET_BYTES]
+        outer = panel * t[SUPERS] * (PANEL * 4)
+        job[JOB_OUTER_SCALES] = t[OUTER_SCALES] + outer
+        job[JOB_OUTER_OFFSETS] = t[OUTER_OFFSETS] + outer
+        job[JOB_OUTER_SHIFT] = t[OUTER_SHIFT]
+    else:
+        decode_panel(t, panel, 0, job[JOB_SCALES])
+        if t[OFFSETS]:
+            decode_panel(t, panel, 1, job[JOB_OFFSETS])
+    job[JOB_AHEAD] = _AHEAD
     size = t[UNITS] * t[BITS] * _LINE
-    job[_B], job[_CODEBOOK] = t[VALUES] + panel * size, t[CODEBOOK]
-    job[_UNITS], job[_SHIFT] = t[UNITS], t[SHIFT]
+    job[JOB_VALUES], job[JOB_CODEBOOK] = t[VALUES] + panel * size, t[CODEBOOK]
+    job[JOB_UNITS], job[JOB_SHIFT], job[JOB_ZERO] = t[UNITS], t[SHIFT], t[ZERO]
     call_body(p[16], job.ctypes.data)
 
 
@@ -173,21 +264,23 @@ def _panel_body(form: Form, way: int) -> Callable[[int], None]:
     code = form.code
 
     def body(row):
-        job = i64(row, (_JOB,))
-        count, size = job[_COUNT], job[_SIZE]
-        scales, offsets, b, codebook = job[_SCALES], job[_OFFSETS], job[_B], job[_CODEBOOK]
-        shape, done = (job[_UNITS], job[_SHIFT]), 0
+        job = i64(row, (JOB,))
+        count, size = job[JOB_COUNT], job[JOB_SIZE]
+        scales = job[JOB_SCALES], job[JOB_OUTER_SCALES]
+        offsets = job[JOB_OFFSETS], job[JOB_OUTER_OFFSETS]
+        b, codebook, ahead = job[JOB_VALUES], job[JOB_CODEBOOK], job[JOB_AHEAD]
+        shape, done = (job[JOB_UNITS], job[JOB_SHIFT], job[JOB_OUTER_SHIFT]), 0
         while done + 4 <= count:
-            a, c = (job[_A] + done * size, size), job[_OUT] + done * (PANEL * 4)
-            block_tile(a, b, scales, offsets, c, shape, codebook, 0, 4, code, way)
-            done += 4
-        a, c = (job[_A] + done * size, size), job[_OUT] + done * (PANEL * 4)
+            a, c = (job[JOB_ROWS] + done * size, size), job[JOB_OUT] + done * (PANEL * 4)
+            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 4, code, way)
+            done, ahead = done + 4, 0
+        a, c = (job[JOB_ROWS] + done * size, size), job[JOB_OUT] + done * (PANEL * 4)
         if count - done == 3:
-            block_tile(a, b, scales, offsets, c, shape, codebook, 0, 3, code, way)
+            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 3, code, way)
         elif count - done == 2:
-            block_tile(a, b, scales, offsets, c, shape, codebook, 0, 2, code, way)
+            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 2, code, way)
         elif count - done == 1:
-            block_tile(a, b, scales, offsets, c, shape, codebook, 0, 1, code, way)
+            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 1, code, way)
 
     return body
 
@@ -197,20 +290,33 @@ PRODUCT = Kernel(_product_body, heavy=True)
 
 @cache
 def panel_function(form: Form, way: int) -> Kernel:
-    """Returns the function that multiplies by a panel of a form of weights. way: a key of LANES."""
+    """Returns the function that multiplies by a panel of a form of weights. way: of BODIES."""
+    if way in _TILES:
+        return Kernel(tile_panel_body(form, int(way == _SOFT_AMX)), exact=True)
     return Kernel(_panel_body(form, way), exact=True)
 
 
-BODIES = {"vnni512": VNNI_512, "vnni256": VNNI_256, "avx2": AVX2, "plain": PLAIN}
+_AMX, _SOFT_AMX = _TILES = (4, 5)
+BODIES = {
+    "vnni512": VNNI_512,
+    "vnni256": VNNI_256,
+    "avx2": AVX2,
+    "plain": PLAIN,
+    "tiles": _AMX,
+    "soft tiles": _SOFT_AMX,  # emulated, for tests
+}
 
 
 def runs_here(body: str) -> bool:
     """True if this process may use the instructions of a body, a key of BODIES."""
+    if body == "tiles":
+        return isa.LEVEL == "amx" and isa.has("amx-int8")
     if body == "vnni512":
         return isa.has("avx512vnni")
     if body == "vnni256":
         return isa.has("avxvnni") or (isa.has("avx512vnni") and isa.has("avx512vl"))
-    return body == "plain" or isa.has("avx2")
+    return body in ("plain", "soft tiles") or isa.has("avx2")
 
 
-BODY = next(body for body in BODIES if runs_here(body))
+BODY = next(body for body in BODIES if runs_here(body))  # for a few rows
+TILES_BODY = "tiles" if runs_here("tiles") else BODY  # for more rows

@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from kernels.cpu.amx import ROWS
 from kernels.cpu.block_vectors import (
     BFLOAT16,
     FLOAT16,
@@ -30,7 +31,18 @@ SHIFT, COPIES, PER_SUPER = 15, 16, 17
 """unit >> shift is the group of a unit, in decoded scales that repeat each group `copies` times;
 `per_super` groups have one outer scale."""
 BITS = 18
-TABLE = 19
+SCALE_BYTES, OFFSET_BYTES = 19, 20  # of a panel
+OUTER_SHIFT = 21  # unit >> outer_shift is the outer scale of a unit
+IS_DIRECT = 22  # 1 if vector code may read scales as they are stored
+TABLE = 23
+
+# Parameters of a function that multiplies by one panel: the rows' address, bytes and number; the
+# panel's values, decoded scales and offsets; the sums; units, shift, codebook and zero point as in
+# the table; for tiles, the rows' scales and shares by blocks of 16 rows.
+JOB_ROWS, JOB_SIZE, JOB_COUNT, JOB_VALUES, JOB_SCALES, JOB_OFFSETS, JOB_OUT = range(7)
+JOB_UNITS, JOB_SHIFT, JOB_CODEBOOK, JOB_ZERO, JOB_TURNED = range(7, 12)
+JOB_OUTER_SCALES, JOB_OUTER_OFFSETS, JOB_OUTER_SHIFT, JOB_AHEAD = range(12, 16)
+JOB = 16
 
 _KINDS = {
     torch.float32: FLOAT32,
@@ -47,6 +59,22 @@ def form_of(weight: BlockWeight) -> Form:
     """Returns the properties of a weight for which kernels are compiled."""
     has = weight.offsets is not None, weight.codebook is not None
     return Form(weight.bits, weight.halves, *has)
+
+
+def direct_form(weight: BlockWeight) -> Form:
+    """Returns the form of a weight for code that reads scales as they are stored, if that is
+    possible, else `form_of`."""
+    form = form_of(weight)
+    if not _can_be_direct(weight):
+        return form
+    offsets = FLOAT32 if weight.offsets is None else _KINDS[weight.offsets.dtype]
+    return form._replace(scales=_KINDS[weight.scales.dtype], offsets=offsets)
+
+
+def _can_be_direct(weight: BlockWeight) -> bool:
+    """True if a shift of a unit's number gives its group, and its outer scale."""
+    sizes = (weight.group_size if weight.scales.shape[1] > 1 else UNIT, weight.outer_size)
+    return all(size & (size - 1) == 0 for size in sizes)
 
 
 def table_of(weight: BlockWeight) -> int:
@@ -78,6 +106,10 @@ def _made_table(weight: BlockWeight) -> NDArray[np.int64]:
     table[OFFSET_KIND] = 0 if weight.offsets is None else _KINDS[weight.offsets.dtype]
     table[BITS] = weight.bits
     table[ZERO], table[HALVES], table[NUM_IN] = weight.zero, weight.halves, weight.num_inputs
+    table[SCALE_BYTES] = weight.scales[0].nbytes if groups else 0
+    table[OFFSET_BYTES] = 0 if weight.offsets is None else weight.offsets[0].nbytes
+    table[OUTER_SHIFT] = (weight.outer_size // UNIT).bit_length() - 1 if weight.outer_size else 0
+    table[IS_DIRECT] = _can_be_direct(weight)
     units = max(1, weight.group_size // UNIT)  # of a group
     if groups == 1:
         table[SHIFT], table[COPIES] = _ONE_GROUP, 1
@@ -190,8 +222,10 @@ QUANTIZE = Kernel(_quantize_body, exact=True)
 
 def quantized_rows(x: torch.Tensor, weight: BlockWeight, threads: int) -> torch.Tensor:
     """Quantise x [M, K] (contiguous, float32 or bfloat16) for a product with a weight: [M, bytes]
-    uint8 in the layout of ``kernels.cpu.block_vectors``, inputs in the order of its columns."""
-    rows = x.new_empty((len(x), row_bytes(weight.units, weight.halves)), dtype=torch.uint8)
+    uint8 in the layout of ``kernels.cpu.block_vectors``, inputs in the order of its columns. Tiles
+    may read up to a multiple of 16 rows."""
+    high = -(-len(x) // ROWS) * ROWS
+    rows = x.new_empty((high, row_bytes(weight.units, weight.halves)), dtype=torch.uint8)[: len(x)]
     QUANTIZE.run(
         threads,
         x.data_ptr(),

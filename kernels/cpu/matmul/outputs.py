@@ -6,13 +6,43 @@ row, 10 panels per item, 11 bytes of an output, 12 indices of the largest output
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from numba import njit
 
 from kernels.cpu import sweeps
 from kernels.cpu.cells import write_cells
 from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.native import INLINE, f32, i32
+
+
+class Target(NamedTuple):
+    """The addresses to which a product writes: all outputs, of `size` bytes each; or, if `ids` is
+    not 0, only the largest output and its index, by group of panels and row [groups, N]."""
+
+    out: int
+    size: int
+    bias: int = 0
+    ids: int = 0
+    gates: int = 0  # number of gate panels; as many up panels follow them
+    act: int = 0
+
+
+def largest_ids(num: int, groups: int, run: Callable[[Target], None]) -> torch.Tensor:
+    """Index of the largest output of each of `num` rows, [num] int32; -1 for rows with NaN, +inf or
+    only -inf. run: computes the product; groups: number of groups of panels of its items."""
+    if not groups:
+        return torch.full((num,), -1, dtype=torch.int32)
+    values = np.empty((groups, num), np.float32)
+    ids = np.empty((groups, num), np.int32)
+    run(Target(values.ctypes.data, 0, ids=ids.ctypes.data))
+    best = values.argmax(axis=0)  # NaN counts as largest
+    columns = np.arange(num)
+    sound = np.isfinite(values[best, columns])
+    return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
 
 
 @njit(**INLINE)
