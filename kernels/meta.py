@@ -14,7 +14,8 @@ class AttentionMeta:
     of the step's tensors.
 
     The KV cache of a layer is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; index 0 of
-    the second axis is K, 1 is V. Block 0 is the null block, whose contents are never used.
+    the second axis is K, 1 is V. Rows of an int8 cache have 4 more elements, the bytes of their
+    float32 scale. Block 0 is the null block, whose contents are never used.
     """
 
     query_start: torch.Tensor  # [S + 1] int32

@@ -23,10 +23,13 @@ class CacheConfig:
     """Tokens in a KV block. Default: 64 on a GPU, 16 on a CPU."""
     num_kv_blocks: int | None = None
     """Blocks in the KV pool. Default: from free memory."""
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
+    kv_cache_dtype: Literal[
+        "auto", "bfloat16", "fp8", "fp8_e4m3", "int8_per_token_head", "int8"
+    ] = "auto"
     """Type of keys and values. auto: the type of activations; bfloat16: half of float32's bytes;
-    fp8 (e4m3; GPUs of compute capability 9.0 or more): half of a 16-bit type's bytes, with less
-    exact outputs."""
+    fp8 (e4m3; CPUs and GPUs of compute capability 9.0 or more): half of a 16-bit type's bytes, with
+    less exact outputs; int8_per_token_head, or int8 (CPUs): integers and a scale for each token and
+    head, more exact than fp8."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5

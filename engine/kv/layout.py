@@ -25,6 +25,8 @@ class PagedKV:
     is_chunked: bool = False
     """True if ``window`` is the size of chunks, see ``Group.is_chunked``."""
     dtype_bytes: int = 4
+    scale_bytes: int = 0
+    """Bytes of the scale of a token's key, and of its value, in one head; 0: without scales."""
 
     @property
     def stored_dim(self) -> int:
@@ -34,13 +36,18 @@ class PagedKV:
     @property
     def token_bytes(self) -> int:
         """Bytes stored for the key and the value of one token."""
-        return 2 * self.num_kv_heads * self.stored_dim * self.dtype_bytes
+        return 2 * self.num_kv_heads * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes stored for the key, or for the value, of one token in one head."""
+        return self.stored_dim * self.dtype_bytes + self.scale_bytes
 
     @property
     def needed_bytes(self) -> int:
         """Bytes of the key and the value of one token, without padding."""
         dims = self.head_dim + (self.value_dim or self.head_dim)
-        return self.num_kv_heads * dims * self.dtype_bytes
+        return self.num_kv_heads * (dims * self.dtype_bytes + 2 * self.scale_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ from engine.models.chunked_attention import attend_in_chunks, chunked_meta
 from engine.models.general_support import Misfit
 from kernels import AttentionMeta, paged_attention
 from kernels.reference.attention import AttentionOptions
-from kernels.reference.quant import FP8
-from kernels.reference.rope import FP8_MAX
+from kernels.reference.kv_rows import encode_rows
 
 PAGED = "metronome_paged"
 TRIAL = "metronome_trial"
@@ -208,10 +207,7 @@ class AttentionStep:
         """Write keys and values [N, Hkv, D] to a layer's cache."""
         blocks, offsets = self._places_of(meta)
         for half, new in enumerate((keys, values)):
-            rows = new[self._rows]
-            if kv_layer.dtype is FP8:  # the cast would turn larger values into NaN
-                rows = rows.clamp(-FP8_MAX, FP8_MAX)
-            kv_layer[blocks, half, :, offsets] = rows.to(kv_layer.dtype)
+            kv_layer[blocks, half, :, offsets] = encode_rows(new[self._rows], kv_layer.dtype)
 
 
 class TokenPositions:

@@ -57,7 +57,7 @@ class Shapes:
         self,
         new: Tokens,
         context: Tokens,
-        cells: tuple[int, int],
+        cells: tuple[float, float],
         *,
         num_logits: int,
         shared: int = 0,

@@ -22,6 +22,7 @@ from engine.models.model import Model
 from engine.models.weights import own_pages
 from engine.worker.platform import Platform
 from kernels.bodies import triton_for
+from kernels.reference.kv_rows import scale_bytes
 from kernels.reference.quant import FP8
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -35,7 +36,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap has no name for 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT, MAPPED = 64 << 20, 32 << 20
 
-FP8_NAMES = ("fp8", "fp8_e4m3")  # values of ``kv_cache_dtype``, named as in vLLM
+# Values of ``kv_cache_dtype``, named as in vLLM, and a short form.
+FP8_NAMES, INT8_NAMES = ("fp8", "fp8_e4m3"), ("int8_per_token_head", "int8")
 logger = logging.getLogger("engine.worker")
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -64,6 +66,13 @@ def choose_kv_dtype(
     if requested == "auto":
         return computed_in
     device = torch.device(device)
+    if requested in FP8_NAMES + INT8_NAMES and is_cpu(device):
+        return FP8 if requested in FP8_NAMES else torch.int8
+    if requested in INT8_NAMES:
+        raise ConfigError(
+            f"kv_cache_dtype is {requested!r}, which needs device='cpu', got {device.type!r}: GPU "
+            'kernels read no 8-bit integers. Use "fp8", which takes as much memory, or "auto"'
+        )
     if requested in FP8_NAMES:
         _check_fp8(requested, computed_in, device)
         return FP8
@@ -79,11 +88,6 @@ def choose_kv_dtype(
 
 def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -> None:
     what = f"kv_cache_dtype is {requested!r}"
-    if is_cpu(device):
-        raise ConfigError(
-            f"{what}, which needs device='cuda', got device='cpu': no CPU kernel reads 8-bit "
-            'floats. Use "auto", or "bfloat16", which takes half the memory of float32'
-        )
     if computed_in not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"{what}, which needs a model computed in bfloat16 or float16, got "
@@ -115,9 +119,11 @@ def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.
 
 
 def stored_as(layers: Sequence[LayerCache], dtype: torch.dtype) -> list[LayerCache]:
-    """The caches of a model's layers if keys and values are stored in ``dtype``."""
+    """The caches of a model's layers if keys and values are stored in ``dtype``; int8 with a scale
+    for each token and head."""
+    sizes = {"dtype_bytes": dtype.itemsize, "scale_bytes": scale_bytes(dtype)}
     return [
-        replace(layer, dtype_bytes=dtype.itemsize) if isinstance(layer, PagedKV) else layer
+        replace(layer, **sizes) if isinstance(layer, PagedKV) else layer
         for layer in layers
     ]
 
@@ -136,8 +142,8 @@ def make_kv_cache(
     zeros: Zeros,
 ) -> list[torch.Tensor]:
     """Allocate a zeroed KV pool and return each layer's view of it: [blocks of the layer's group,
-    2, num_kv_heads, block_size, head_dim], empty for a layer without a KV cache. Layers with the
-    same ``layout.parts`` share memory.
+    2, num_kv_heads, block_size, head_dim], empty for a layer without a KV cache; the last axis of
+    int8 caches includes a row's scale. Layers with the same ``layout.parts`` share memory.
 
     Attention multiplies masked values too, so they must not be NaN. Raises ``ConfigError`` with the
     sizes if there is not enough memory."""
@@ -179,7 +185,7 @@ def make_kv_cache(
 def _shape(layer: LayerCache, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Shape of a layer's keys and values."""
     assert isinstance(layer, PagedKV)
-    return num_blocks, 2, layer.num_kv_heads, block_size, layer.stored_dim
+    return num_blocks, 2, layer.num_kv_heads, block_size, layer.row_bytes // layer.dtype_bytes
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -28,6 +28,7 @@ from engine.models.quant import format_of
 from engine.models.work import ModelWork, Shapes
 from kernels.cpu.disk_cache import kept_file
 from kernels.cpu.threads import num_threads
+from kernels.reference.kv_rows import scale_bytes
 
 logger = logging.getLogger("engine.worker")
 
@@ -83,7 +84,8 @@ class Roofline:
         self._shapes = shapes
         self._ceilings = ceilings
         self._dtype = str(dtype).removeprefix("torch.")
-        self._cells = dtype.itemsize, kv_dtype.itemsize
+        scale = scale_bytes(kv_dtype) / shapes.spec.attention.head_dim
+        self._cells = dtype.itemsize, kv_dtype.itemsize + scale
 
     def floor(self, steps: Sequence[Measured]) -> float:
         """Minimum time of these steps together, in seconds."""

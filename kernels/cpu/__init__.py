@@ -1,7 +1,7 @@
 """CPU implementations: compiled loops for contiguous float32 and bfloat16 tensors, the torch
 reference for all others.
 
-Same signatures as :mod:`kernels.reference`. Float32 tokens may use a bfloat16 KV cache. Bfloat16 is
+Same signatures as :mod:`kernels.reference`. The KV cache may have fewer bits than tokens. Bfloat16 is
 computed in float32 and rounded once, when it is stored; the reference, like transformers' modules,
 also rounds between operations and is less exact.
 """
@@ -26,10 +26,15 @@ def _is_float32(tensor: torch.Tensor | None) -> bool:
     return tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous())
 
 
-def _is_cache(kv_layer: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """True if compiled loops support this KV cache: of the tokens' dtype, or bfloat16."""
-    is_read = kv_layer.dtype is tokens.dtype or kv_layer.dtype is torch.bfloat16
-    return is_read and kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
+def _is_cache(
+    kv_layer: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None = None
+) -> bool:
+    """True if compiled loops support this KV cache: of the tokens' dtype, bfloat16 or 8 bits.
+    scales: of keys and values, which only 8-bit floats have."""
+    dtype = kv_layer.dtype
+    is_read = dtype in (tokens.dtype, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+    is_scaled = scales is None or (dtype is torch.float8_e4m3fn and _is_float32(scales))
+    return is_read and is_scaled and kv_layer.is_contiguous()
 
 
 def rms_norm(
@@ -68,9 +73,9 @@ def qkv_rope_write(
     norm: reference.HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    has_loops = kv_scales is None and _is_cache(kv_layer, qkv) and _is_float32(rope_.cos_sin)
+    has_loops = _is_cache(kv_layer, qkv, kv_scales) and _is_float32(rope_.cos_sin)
     if has_loops and _is_plain(qkv, norm.q, norm.k):
-        return rope.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm)
+        return rope.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm, kv_scales)
     return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm, kv_scales)
 
 
@@ -80,8 +85,7 @@ def paged_attention(
     meta: AttentionMeta,
     variant: reference.AttentionOptions,
 ) -> torch.Tensor:
-    is_known = variant.alibi is None and variant.kv_scales is None
-    if is_known and _is_plain(q) and _is_cache(kv_layer, q):
+    if variant.alibi is None and _is_plain(q) and _is_cache(kv_layer, q, variant.kv_scales):
         if variant.sinks is not None and not _is_float32(variant.sinks):
             variant = variant._replace(sinks=variant.sinks.float().contiguous())
         return attention.paged_attention(q, kv_layer, meta, variant)

@@ -49,7 +49,8 @@ def prepare(
     """
     size = 2 if dtype is torch.bfloat16 else 4
     first, *others = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
-    others += [pointwise.NORM[size], rope.QKV[size, size], pointwise.ACT_MUL[size], sampling.CHOOSE]
+    written = rope.QKV[(size, size) if kind is None else kind.sizes]
+    others += [pointwise.NORM[size], written, pointwise.ACT_MUL[size], sampling.CHOOSE]
     helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
         if (

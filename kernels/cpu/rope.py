@@ -7,12 +7,14 @@ import torch
 from numba import njit
 
 from kernels.cpu.cells import elements, get, read_cells, write_cells
+from kernels.cpu.eight_bits import factor_of, write_row
 from kernels.cpu.native import INLINE, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope
 
-_NUM_PARAMETERS = 19
+_NUM_PARAMETERS = 20
+_INTERLEAVED, _ADDS_ONE = 1, 2  # flags
 _ENOUGH = 16384  # with fewer elements of qkv, one thread is faster
 _TOKENS = 4  # tokens per item
 _ZERO = np.float32(0)
@@ -25,9 +27,11 @@ def qkv_rope_write(
     heads: tuple[int, int, int],
     rope: Rope,
     norm: HeadNorm,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """QK norm, rotary embedding and KV write; see kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D).
-    Contiguous float32 or bfloat16, but the rotary table is float32."""
+    Contiguous float32 or bfloat16, but the cache may have 8 bits, and the rotary table and
+    ``kv_scales`` are float32."""
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
@@ -40,16 +44,17 @@ def qkv_rope_write(
         meta.slots.data_ptr(),
         0 if table is None else table.data_ptr(),
         0 if table is None else table.shape[1],
-        int(rope.interleaved),
+        _INTERLEAVED * rope.interleaved + _ADDS_ONE * norm.add_one,
         0 if norm.q is None else norm.q.data_ptr(),
         0 if norm.q is None else norm.q.numel(),
         0 if norm.k is None else norm.k.data_ptr(),
         0 if norm.k is None else norm.k.numel(),
         bits(norm.eps),
-        int(norm.add_one),
+        kv_layer.shape[4] * kv_layer.element_size(),
         num,
         *heads,
         kv_layer.shape[3],
+        0 if kv_scales is None else kv_scales.data_ptr(),
     )
     return q
 
@@ -98,10 +103,11 @@ def _qkv_body(token: int, cell: int):
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
-        eps, extra = f64(row, (_NUM_PARAMETERS + 1,))[13], np.float32(p[14])
-        rot, interleaved, num, heads, kv_heads, dim, block = (
+        eps, extra = f64(row, (_NUM_PARAMETERS + 1,))[13], np.float32(1 if p[8] & _ADDS_ONE else 0)
+        rot, interleaved, size, num, heads, kv_heads, dim, block = (
             p[7],
-            p[8],
+            p[8] & _INTERLEAVED,
+            p[14],
             p[15],
             p[16],
             p[17],
@@ -139,13 +145,15 @@ def _qkv_body(token: int, cell: int):
                     read_cells(source + (q_width + k_width) * token, values, token)
                     page, offset = slots[n] // block, slots[n] % block
                     for h in range(kv_heads):
-                        to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * dim * cell
-                        to_value = to_key + kv_heads * block * dim * cell
-                        write_cells(to_key, keys[h * dim : (h + 1) * dim], cell)
-                        write_cells(to_value, values[h * dim : (h + 1) * dim], cell)
+                        to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * size
+                        to_value = to_key + kv_heads * block * size
+                        head = slice(h * dim, (h + 1) * dim)
+                        factors = factor_of(p[20], 0, kv_heads, h), factor_of(p[20], 1, kv_heads, h)
+                        write_row(to_key, keys[head], size, cell, factors[0])
+                        write_row(to_value, values[head], size, cell, factors[1])
 
     return body
 
 
 # By bytes of an activation element and of a cache element.
-QKV = {sizes: Kernel(_qkv_body(*sizes)) for sizes in ((4, 4), (4, 2), (2, 2))}
+QKV = {sizes: Kernel(_qkv_body(*sizes)) for sizes in ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1))}

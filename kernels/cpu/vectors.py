@@ -107,7 +107,7 @@ def fma(builder, a, b, c):
     return builder.call(function, [a, b, c])
 
 
-def _fence(builder, value):
+def fence(builder, value):
     """Emit a copy of this value, across which the compiler does not reassociate sums."""
     suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
     name = f"llvm.arithmetic.fence.{suffix}"
@@ -533,6 +533,6 @@ def in_order(typing_context, value):
     """Returns the float32 unchanged, but the compiler does not reorder sums that contain it."""
 
     def build(context, builder, signature, args):
-        return _fence(builder, args[0])
+        return fence(builder, args[0])
 
     return types.float32(types.float32), build

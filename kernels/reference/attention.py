@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.meta import AttentionMeta
+from kernels.reference.kv_rows import decode_rows
 from kernels.reference.pointwise import wide
 
 
@@ -41,11 +42,12 @@ def paged_attention(
 def gather(
     kv_layer: torch.Tensor, blocks: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read one sequence's keys and values, each [Hkv, seq_len, D], from its cache blocks."""
+    """Read one sequence's keys and values, each [Hkv, seq_len, D], from its cache blocks. 8-bit
+    integers become float32."""
     used = -(-seq_len // kv_layer.shape[3])
     pages = kv_layer[blocks[:used].long()]  # [used, 2, Hkv, block, D]
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
-    return keys, values
+    return decode_rows(keys), decode_rows(values)
 
 
 def attend(

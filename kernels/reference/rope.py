@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.meta import AttentionMeta
+from kernels.reference.kv_rows import encode_rows
 from kernels.reference.pointwise import rms_norm, wide
-
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Rope(NamedTuple):
@@ -56,11 +55,9 @@ def write_kv(kv_layer: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: to
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], v[kept]
-    if kv_layer.dtype is torch.float8_e4m3fn:  # the cast would turn larger values into NaN
-        k, v = k.clamp(-FP8_MAX, FP8_MAX), v.clamp(-FP8_MAX, FP8_MAX)
     block, offset = slots // kv_layer.shape[3], slots % kv_layer.shape[3]
-    kv_layer[block, 0, :, offset] = k.to(kv_layer.dtype)
-    kv_layer[block, 1, :, offset] = v.to(kv_layer.dtype)
+    kv_layer[block, 0, :, offset] = encode_rows(k, kv_layer.dtype)
+    kv_layer[block, 1, :, offset] = encode_rows(v, kv_layer.dtype)
 
 
 def _normalise(

@@ -1,4 +1,5 @@
-"""A KV cache of half the size: what transformers computes if its own cache rounds as ours does."""
+"""A KV cache of half or a quarter of the size: what transformers computes if its own cache rounds as
+ours does."""
 
 from __future__ import annotations
 
@@ -13,18 +14,36 @@ from e2e.tiny_models import TinyModels
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
 from engine.worker.memory import choose_kv_dtype
+from kernels.reference.kv_rows import decode_rows, encode_rows
 
 NATIVE = ["gemma2", "phi3-partial-window"]
 GENERAL = ["gpt-oss-sinks"]
 NUM_NEW = 24
 
 
+KINDS = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+HELD = {"bfloat16": 2, "fp8": 4, "int8": 4 * 16 / 20}
+"""Tokens that the same bytes hold, times those of float32, for heads of 16 numbers."""
+
+
 class RoundingCache(transformers.DynamicCache):
-    """Keys and values as a bfloat16 cache gives them back."""
+    """Keys and values as a cache of another type gives them back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def update(self, key_states, value_states, *where, **options):
-        rounded = (x.bfloat16().float() for x in (key_states, value_states))
+        rounded = (
+            decode_rows(encode_rows(x, self._dtype)).float() for x in (key_states, value_states)
+        )
         return super().update(*rounded, *where, **options)
+
+
+@pytest.fixture(params=KINDS)
+def kept(request) -> str:
+    """A value of ``kv_cache_dtype``."""
+    return request.param
 
 
 @pytest.fixture(scope="module", params=[*NATIVE, *GENERAL])
@@ -44,17 +63,17 @@ def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def test_logits_are_those_of_rounded_keys_and_values(case, seed: int) -> None:
+def test_logits_are_those_of_rounded_keys_and_values(case, kept: str, seed: int) -> None:
     path, reference = case
     tokens = tokens_of(seed)
     ids = torch.tensor([tokens])
     with torch.inference_mode():
         exact = reference(ids, use_cache=False).logits[0].float()
-        rounded = reference(ids, past_key_values=RoundingCache()).logits[0].float()
+        rounded = reference(ids, past_key_values=RoundingCache(KINDS[kept])).logits[0].float()
     lost = off_by(exact, rounded)
     for chunk in (None, 1, 7):
-        run = PagedRun(load(path), seed=seed, kv_dtype=torch.bfloat16)
-        # A last bit that differs before rounding may be a bfloat16 step after it, seldom.
+        run = PagedRun(load(path), seed=seed, kv_dtype=KINDS[kept])
+        # A last bit that differs before rounding may be a step of the type after it, seldom.
         assert off_by(run.prefill("a", tokens, chunk), rounded) < 0.1 * lost, chunk
 
 
@@ -62,7 +81,7 @@ def engine_for(path, **options) -> LLMEngine:
     fixed = {"skip_tokenizer_init": True, "log_level": "error", "num_threads": 1, "block_size": 8}
     fixed["device"] = "cpu"  # a GPU keeps keys and values in the type that it computes in
     return LLMEngine.from_engine_args(
-        EngineArgs(model=path, max_model_len=128, max_num_seqs=4, **{**fixed, **options})
+        EngineArgs(model=path, max_model_len=128, **{"max_num_seqs": 4, **fixed, **options})
     )
 
 
@@ -81,37 +100,37 @@ def greedy(engine: LLMEngine, prompts: list[list[int]]) -> list[list[int]]:
     [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 20}, {"async_scheduling": True}],
     ids=["plain", "chunked", "preempted", "depth-2"],
 )
-def test_greedy_tokens_are_those_of_rounded_keys_and_values(tiny_models, options) -> None:
+def test_greedy_tokens_are_those_of_rounded_keys_and_values(tiny_models, kept, options) -> None:
     reference = tiny_models.reference("llama")
     prompts = [tokens_of(length, length) for length in (5, 40, 40, 61)]
-    made = {"kv_cache_dtype": "bfloat16", "num_kv_blocks": 100, **options}
+    made = {"kv_cache_dtype": kept, "num_kv_blocks": 100, **options}
     with engine_for(tiny_models.path("llama"), **made) as engine:
         ours = greedy(engine, prompts)
     for ids, tokens in zip(prompts, ours, strict=True):
         with torch.inference_mode():
             whole = torch.tensor([ids + tokens])
-            logits = reference(whole, past_key_values=RoundingCache()).logits[0].float()
+            cache = RoundingCache(KINDS[kept])
+            logits = reference(whole, past_key_values=cache).logits[0].float()
         choices = logits[len(ids) - 1 : -1]
         best, chosen = choices.max(-1).values, choices[range(NUM_NEW), tokens]
         assert ((best - chosen) <= 1e-3 * choices.abs().amax(-1)).all(), "no token that is best"
 
 
-def test_the_same_bytes_hold_twice_the_blocks(tiny_models) -> None:
+def test_the_same_bytes_hold_more_blocks(tiny_models, kept: str) -> None:
     numbers = []
-    for kept in ("auto", "bfloat16"):
-        made = {"kv_cache_dtype": kept, "kv_cache_memory_bytes": 1 << 17}
+    for chosen in ("auto", kept):
+        made = {"kv_cache_dtype": chosen, "kv_cache_memory_bytes": 1 << 17, "max_num_seqs": 16}
         with engine_for(tiny_models.path("llama"), **made) as engine:
             numbers.append(engine.session.client.decided.num_kv_blocks)
-    assert numbers[1] == 2 * numbers[0]
+    assert 0 <= numbers[1] - HELD[kept] * numbers[0] < HELD[kept]
 
 
 def test_a_cache_no_kernel_reads_is_refused(tiny_models) -> None:
     with pytest.raises(ConfigError, match="is 'bfloat16', but the model is computed in float16"):
         choose_kv_dtype("bfloat16", torch.float16, "cuda")
-    with pytest.raises(
-        ConfigError, match="kv_cache_dtype is 'fp8', which needs device='cuda', got"
-    ):
-        engine_for(tiny_models.path("llama"), kv_cache_dtype="fp8")
+    for name in ("int8", "int8_per_token_head"):
+        with pytest.raises(ConfigError, match=f"is '{name}', which needs device='cpu', got 'cuda'"):
+            choose_kv_dtype(name, torch.bfloat16, "cuda")
     with pytest.raises(
         ConfigError, match="'fp8_e5m2', must be one of: auto, bfloat16, fp8, fp8_e4"
     ):

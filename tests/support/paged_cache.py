@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels import AttentionMeta, reference
+from kernels.reference.kv_rows import decode_rows, encode_rows
 
 # What families ask of attention beside a scale; ``sinks`` stands for a column of them.
 VARIANTS = {
@@ -37,8 +38,8 @@ class Cache:
         lens = [new + context for new, context in step]
         blocks = [-(-length // block) for length in lens]
         free = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
-        pool = (sum(blocks) + 2, 2, heads, block, head_dim)
-        self.kv = torch.full(pool, float("nan"), dtype=dtype)
+        blank = encode_rows(torch.full((head_dim,), float("nan")), dtype)
+        self.kv = blank.repeat(sum(blocks) + 2, 2, heads, block, 1)
         tables = torch.zeros((len(step), max(blocks) + 1), dtype=torch.int32)
         positions, slots = [], []
         for s, (_, context) in enumerate(step):
@@ -47,7 +48,7 @@ class Cache:
             where = tables[s].long()[place // block] * block + place % block
             for slot in where.tolist():
                 written = torch.randn(2, heads, head_dim, generator=rng)
-                self.kv[slot // block, :, :, slot % block] = written.to(dtype)
+                self.kv[slot // block, :, :, slot % block] = encode_rows(written, dtype)
             if window:
                 tables[s, : max(0, lens[s] - step[s][0] - window + 1) // block] = 0
             positions.append(place[context:])
@@ -69,6 +70,13 @@ class Cache:
     def num_tokens(self) -> int:
         return len(self.meta.positions)
 
+    def decoded(self, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys and values as attention in ``dtype`` reads them, in float64."""
+        numbers = decode_rows(self.kv).float()
+        if scales is not None:
+            numbers = numbers * scales[:, :, None, None]
+        return numbers.to(dtype).double()
+
 
 def assert_near(
     got: torch.Tensor,
@@ -77,14 +85,17 @@ def assert_near(
     variant: reference.AttentionOptions,
     *,
     weights_rounded: bool,
+    read_as: torch.dtype | None = None,
 ) -> None:
     """Attention in bfloat16 against float64: outputs were rounded to eight bits, and so were the
     weights, if told so, each of which is multiplied by a value's magnitude."""
     assert got.dtype is torch.bfloat16 and not got.isnan().any()
-    wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
+    numbers = cache.decoded(read_as or q.dtype, variant.kv_scales)
+    variant = variant._replace(kv_scales=None)
+    wanted = reference.paged_attention(q.double(), numbers, cache.meta, variant)
     bound = wanted.abs() * 2**-8 + 2e-5
     if weights_rounded:
-        magnitudes = cache.kv.double()
+        magnitudes = numbers.clone()
         magnitudes[:, 1] = magnitudes[:, 1].abs()
         bound += reference.paged_attention(q.double(), magnitudes, cache.meta, variant) * 2**-8
     off = (got.double() - wanted).abs()

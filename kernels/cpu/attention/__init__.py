@@ -1,4 +1,4 @@
-"""Paged attention on the CPU; tokens and cache may be float32 or bfloat16."""
+"""Paged attention on the CPU. Tokens may be float32 or bfloat16; the cache also of 8 bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kernels.cpu.native import Kernel, bits, is_recorded
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import AttentionOptions
+from kernels.reference.kv_rows import scale_bytes
 
 # With fewer pairs of query head and key, one thread is faster.
 _ENOUGH = 512
@@ -37,13 +38,14 @@ def single_kernel(
     """The kernel for sequences of one query token. Its results equal those of ``chunk_kernel`` bit
     for bit. group: query heads per KV head; sizes: bytes of a query and of a cache element; block:
     tokens per KV block; paired: a key of ``paired.HOW``, or None for float32 arithmetic."""
-    if sizes != (2, 2) or paired is None:
+    token, cell = sizes
+    if paired is None or token != 2 or cell > 2:
         return widened_single_kernel(head_dim, group, sizes)
     if fits(head_dim, block, paired):
-        return tiled_single_kernel(head_dim, group, paired)
+        return tiled_single_kernel(head_dim, group, paired, cell)
     if fits_dots(paired):
-        return dotted_single_kernel(head_dim, group, paired)
-    return paired_single_kernel(head_dim, group, paired)
+        return dotted_single_kernel(head_dim, group, paired, cell)
+    return paired_single_kernel(head_dim, group, paired, cell)
 
 
 @cache
@@ -54,32 +56,34 @@ def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> 
 
 
 @cache
-def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+def tiled_single_kernel(head_dim: int, group: int, how: str, cell: int = 2) -> Kernel:
     """A kernel for sequences of one query token in bfloat16, which multiplies all heads together.
-    group: query heads per KV head; how: a key of ``paired.HOW`` that uses tiles."""
-    return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
+    group: query heads per KV head; how: a key of ``paired.HOW`` that uses tiles; cell: bytes of a
+    cache element."""
+    return Kernel(tiled_single_body(head_dim, group, HOW[how], cell), heavy=True)
 
 
 @cache
-def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+def dotted_single_kernel(head_dim: int, group: int, how: str, cell: int = 2) -> Kernel:
     """A kernel for sequences of one query token in bfloat16. group: query heads per KV head; how: a
     key of ``paired.HOW`` that uses dot products."""
-    return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
+    return Kernel(dotted_single_body(head_dim, group, HOW[how], cell), heavy=True)
 
 
 @cache
-def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+def paired_single_kernel(head_dim: int, group: int, how: str, cell: int = 2) -> Kernel:
     """A kernel for sequences of one query token in bfloat16, for block and head sizes that
     `tiled_single_kernel` does not support. how: a key of ``paired.HOW`` that uses tiles."""
-    return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
+    return Kernel(paired_body(head_dim, group, HOW[how], cell, 1), heavy=True)
 
 
 def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
     """The kernel for sequences of several query tokens, with the parameters of `single_kernel`."""
-    if sizes == (2, 2) and paired is not None:
-        return paired_kernel(head_dim, group, paired)
+    token, cell = sizes
+    if paired is not None and token == 2 and cell <= 2:
+        return paired_kernel(head_dim, group, paired, cell)
     return widened_kernel(head_dim, group, sizes)
 
 
@@ -90,9 +94,9 @@ def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
 
 
 @cache
-def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
+def paired_kernel(head_dim: int, group: int, how: str, cell: int = 2) -> Kernel:
     """A kernel for sequences of several query tokens in bfloat16. how: a key of ``paired.HOW``."""
-    return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
+    return Kernel(paired_body(head_dim, group, HOW[how], cell), heavy=True)
 
 
 def paged_attention(
@@ -103,10 +107,10 @@ def paged_attention(
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """Paged attention on the CPU; see kernels.ops.paged_attention. q: contiguous, float32 or
-    bfloat16; sinks: float32; paired: how to multiply bfloat16, a key of ``paired.HOW`` (for
-    tests)."""
+    bfloat16; sinks and factors of 8-bit floats: float32; paired: how to multiply bfloat16, a key of
+    ``paired.HOW`` (for tests)."""
     num_tokens, num_heads, head_dim = q.shape
-    _, _, kv_heads, block, _ = kv_layer.shape
+    _, _, kv_heads, block, width = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
     sizes = q.element_size(), kv_layer.element_size()
     key = variant.window, Heads(num_heads, group, head_dim)
@@ -121,7 +125,10 @@ def paged_attention(
     tensors = (q.data_ptr(), kv_layer.data_ptr(), meta.block_tables.data_ptr(), out.data_ptr())
     shape = (kv_heads, meta.block_tables.stride(0), block)
     sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+    factors = 0 if variant.kv_scales is None else variant.kv_scales.data_ptr()
+    row_bytes = width * kv_layer.element_size()
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
+    rows = (variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype))
     # A recorded launch is replayed with longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.singles.num:
@@ -131,7 +138,7 @@ def paged_attention(
             *shape,
             plan.address(SINGLES),
             *numbers,
-            variant.window,
+            *rows,
         )
     if plan.chunks.num:
         chunk_kernel(head_dim, group, sizes, paired).run(
@@ -140,7 +147,7 @@ def paged_attention(
             *shape,
             plan.address(CHUNKS),
             *numbers,
-            variant.window,
+            *rows,
         )
     return out
 

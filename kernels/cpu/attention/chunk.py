@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.rows import NUM_PARAMETERS, key_address, widen_rows
 from kernels.cpu.attention.softmax import (
     EMPTY,
     STRETCH,
@@ -27,8 +28,6 @@ from kernels.cpu.columns import cap_scores, soften_row, transpose16
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, lanes_of, tile_product
-
-NUM_PARAMETERS = 12
 
 KEYS = 64  # keys per product
 # Floats per row of scores; the last product of a stretch may write beyond it.
@@ -47,6 +46,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
     """Make the kernel body (see `kernels.cpu.native`) for prompt chunks. group: query heads per KV
     head; sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
     token, cell = sizes
+    held = 4 if cell == 1 else cell  # bytes of a number that products read
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
     rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
@@ -63,6 +63,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
         factors = np.empty(room, np.float32), np.empty(room, np.float32)
         keys = np.empty((head_dim, KEYS), np.float32)
+        copies = np.empty((KEYS if cell == 1 else 0, head_dim), np.float32)
         values = np.empty((KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
@@ -78,7 +79,8 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 base = low
                 while base < high:
                     count = min(KEYS - base % KEYS, high - base)
-                    gather_keys(p, item[0], head, (base, count), keys, cell)
+                    place, span = (p, item[0], head), (base, count)
+                    gather_keys(place, span, (keys, copies), head_dim, cell, held)
                     _score(q, keys, scores[:, base - start :], num, count)
                     base += count
                 span = start, low, high
@@ -87,7 +89,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 base = low
                 while base < high:
                     count = min(KEYS - base % KEYS, high - base)
-                    _gather_values(p, item[0], head, (base, count), values, cell)
+                    _gather_values((p, item[0], head), (base, count), values, head_dim, cell)
                     _add(scores[:, base - start :], values, acc, num, count, vectors, lanes)
                     base += count
                 fold(sums, (acc, total, largest), factors, num)
@@ -128,15 +130,6 @@ def row_address(start, index, head, p, size):
 
 
 @njit(**INLINE)
-def key_address(p, table, head, position, size):
-    """Address in the KV cache of a KV head's key at a position of a sequence. table: its block
-    table; size: bytes of a key. The value is half a block after the key."""
-    block, kv_heads = p[7], p[5]
-    page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
-    return page + (head * block + position % block) * size
-
-
-@njit(**INLINE)
 def _begin(p, item, head, group, scale, q, token):
     width = group * q.shape[1]
     flat = q.reshape(-1)
@@ -147,36 +140,43 @@ def _begin(p, item, head, group, scale, q, token):
 
 
 @njit(inline="always")
-def gather_keys(p, seq, head, span, keys, cell):
-    """Copy keys of a sequence and KV head to the columns of `keys` [head_dim, KEYS]. span:
-    (position of the first key, number of keys); cell: bytes of a cache element."""
-    head_dim, block = keys.shape[0], p[7]
-    base, count = span
+def gather_keys(place, span, arrays, head_dim, cell, held):
+    """Copy keys of a sequence and KV head to the columns of an array [head_dim, KEYS]. place:
+    (parameters, sequence, KV head); span: (position of the first key, number of keys); arrays:
+    (keys, scratch memory for 8-bit keys); cell: bytes of a cache element; held: 4 if cell is 1,
+    else cell. The last three arguments are literals."""
+    (p, seq, head), (base, count), (keys, copies) = place, span, arrays
+    block, size, done = p[7], head_dim * held, 0
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
-    size = head_dim * cell
     aligned = block % LANES == 0 and head_dim % LANES == 0 and base % LANES == 0
-    done = 0
+    if cell == 1:
+        widen_rows(place, 0, span, (copies.ctypes.data, size), head_dim, held)
+        aligned = head_dim % LANES == 0
     while done < count:
-        source = key_address(p, table, head, base + done, size)
-        num = min(block - (base + done) % block, count - done)
+        source, num = copies.ctypes.data, count
+        if cell > 1:
+            source = key_address(p, table, head, base + done, size)
+            num = min(block - (base + done) % block, count - done)
         if aligned:
             for j in range(0, num, LANES):
                 for d in range(0, head_dim, LANES):
                     target = keys[d].ctypes.data + (done + j) * 4
-                    transpose16(source + j * size + d * cell, size, target, KEYS * 4, cell)
+                    transpose16(source + j * size + d * held, size, target, KEYS * 4, held)
         else:
-            _turn(source, keys[:, done : done + num], cell)
+            _turn(source, keys[:, done : done + num], held)
         done += num
 
 
 @njit(inline="always")
-def _gather_values(p, seq, head, span, values, cell):
-    """Copy values of a sequence and KV head to the rows of `values` [KEYS, head_dim]. span:
-    (position of the first value, number of values); cell: bytes of a cache element."""
-    head_dim, block, kv_heads = values.shape[1], p[7], p[5]
-    base, count = span
+def _gather_values(place, span, values, head_dim, cell):
+    """Copy values of a sequence and KV head to the rows of `values` [KEYS, head_dim]. Other
+    arguments are those of `gather_keys`."""
+    (p, seq, head), (base, count) = place, span
+    block, kv_heads, size, done = p[7], p[5], head_dim * cell, 0
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
-    size, done = head_dim * cell, 0
+    if cell == 1:
+        widen_rows(place, 1, span, (values.ctypes.data, head_dim * 4), head_dim, 4)
+        done = count
     while done < count:
         source = key_address(p, table, head, base + done, size)
         num = min(block - (base + done) % block, count - done)

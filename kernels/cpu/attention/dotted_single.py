@@ -11,12 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.attention.chunk import (
-    KEYS,
-    LINE_OF_SCORES,
-    NUM_PARAMETERS,
-    soften,
-)
+from kernels.cpu.attention.chunk import KEYS, LINE_OF_SCORES, soften
 from kernels.cpu.attention.paired import (
     HOW,
     add_dots,
@@ -25,6 +20,7 @@ from kernels.cpu.attention.paired import (
     whole_units,
 )
 from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.rows import NUM_PARAMETERS
 from kernels.cpu.attention.single import fetch, leave
 from kernels.cpu.attention.softmax import STRETCH, scale_by
 from kernels.cpu.cells import write_cells
@@ -33,7 +29,7 @@ from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import LANES, pair_tile_product
 
-_CELL = 2  # bytes of an element of queries, cache and outputs
+_CELL = 2  # bytes of an element of queries and outputs, and of what products read
 _MOST = 6  # rows per product with values
 _ONE = np.float32(1)
 
@@ -43,9 +39,10 @@ def fits_dots(how: str | None) -> bool:
     return how in ("dots", "soft dots")
 
 
-def dotted_single_body(head_dim: int, group: int, how: int):
+def dotted_single_body(head_dim: int, group: int, how: int, cell: int):
     """Make the kernel body (see `kernels.cpu.native`) for single query tokens. group: query heads
-    per KV head; how: `paired.HOW["dots"]`, or "soft dots" to emulate the instruction."""
+    per KV head; how: `paired.HOW["dots"]`, or "soft dots" to emulate the instruction; cell: bytes
+    of a cache element, 2 or 1."""
     depth = -(-head_dim // 32) * 32  # inputs of the first product, padded with zeros
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
@@ -80,10 +77,10 @@ def dotted_single_body(head_dim: int, group: int, how: int):
             for head in range(p[5]):
                 of = head * group
                 for base in range(span[1] // KEYS * KEYS, span[2], KEYS):
-                    _turn((p, item, head), span, base, (keys, copies), head_dim)
+                    _turn((p, item, head), span, base, (keys, copies), head_dim, cell)
                     _score(q[of:], keys, scores, base, span[2], group, how)
                 _weigh(row, span, scores, weights, (total[of:], largest[of:]))
-                gather_pairs(p, item[0], head, span, values, head_dim)
+                gather_pairs((p, item[0], head), span, (values, copies), head_dim, cell)
                 add_dots((weights, values, acc[of:]), group, span, vectors, height, how)
             leave(p, (item, index), sums, added, factors, _CELL)
 
@@ -100,20 +97,20 @@ def _copy(source, q, head_dim):
 
 
 @njit(inline="always")
-def _turn(place, span, base, arrays, head_dim):
+def _turn(place, span, base, arrays, head_dim, cell):
     """Transpose up to 64 keys in pairs, from index `base` of a stretch of 256 keys, and prefetch
     their values. place: (parameters of the kernel body, item, KV head); span: (position of the
     stretch, first and end of the item's keys in it); arrays: (transposed keys, scratch memory)."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
-        a, lda = keys_address(p, item[0], head, places, copies, head_dim)
+        a, lda = keys_address((p, item[0], head), places, copies, head_dim, cell)
         for k in range(0, keys.shape[0], LANES):
             target = keys[k].ctypes.data + (first - base) * 4
             transpose16(a + k * 4, lda, target, KEYS * 4, 4)
     begins = max(base, low)
     count = min(base + KEYS, high) - begins
-    fetch(p, item, head, (start + begins, count), head_dim * _CELL)
+    fetch(p, item, head, (start + begins, count), p[14])
 
 
 @njit(inline="always")

@@ -22,14 +22,9 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu import amx, isa
-from kernels.cpu.attention.chunk import (
-    NUM_PARAMETERS,
-    finish,
-    key_address,
-    row_address,
-    tokens_an_item,
-)
+from kernels.cpu.attention.chunk import finish, row_address, tokens_an_item
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
+from kernels.cpu.attention.rows import NUM_PARAMETERS, key_address, widen_rows
 from kernels.cpu.attention.softmax import (
     EMPTY,
     STRETCH,
@@ -59,7 +54,7 @@ from kernels.cpu.vectors import (
 _SOFT_TILES, _TILES = 8, 9  # in addition to the values for `pair_tile_product`
 HOW = {"dots": DOTS, "soft dots": SOFT_DOTS, "tiles": _TILES, "soft tiles": _SOFT_TILES}
 
-_CELL = 2  # bytes of an element of queries, cache and outputs
+_CELL = 2  # bytes of an element of queries and outputs, and of what products read
 _UNIT = 32  # keys per tile of weights
 _WIDE = 48  # rows are padded to a multiple of this, or of one vector if they are few
 _DOT_ROWS = 6
@@ -72,9 +67,10 @@ def chosen() -> str | None:
     return {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL)
 
 
-def paired_body(head_dim: int, group: int, how: int, single: int = 0):
+def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0):
     """Make the kernel body (see `kernels.cpu.native`). group: query heads per KV head; how: a value
-    of HOW; single: 1 for items of single query tokens, 0 for prompt chunks."""
+    of HOW; cell: bytes of a cache element, 2 or 1; single: 1 for items of single query tokens, 0
+    for prompt chunks."""
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
@@ -115,9 +111,10 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
                 # Computed in each round, since Numba frees an array after its last use.
                 own = (state.ctypes.data + LINE - 1) & -LINE
                 span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
-                _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
+                place = p, item[0], head
+                _score((place, own), span, (q, copies, scores), head_dim, cell, how, wide)
                 _weigh(row, span, positions, room, is_tiled)
-                gather_pairs(p, item[0], head, span, values, head_dim)
+                gather_pairs(place, span, (values, copies), head_dim, cell)
                 _add(own, (weights, values, acc), num, span, vectors, height, how)
                 fold(sums, added, factors, num)
                 start += STRETCH
@@ -167,15 +164,15 @@ def is_last(p, place, sums, room, factors, group):
 
 
 @njit(inline="always")
-def _score(given, place, arrays, head_dim, how, wide):
-    """Compute an item's scores [rows / 16, keys, 16] for one stretch of keys. given: (body's
-    parameters, tile state); place: (item, KV head, (position of the stretch, first and end of the
-    keys in it)); arrays: (queries, scratch memory, scores); how, wide: literals."""
-    (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
+def _score(given, span, arrays, head_dim, cell, how, wide):
+    """Compute an item's scores [rows / 16, keys, 16] for one stretch of keys. given: ((body's
+    parameters, sequence, KV head), tile state); span: (position of the stretch, first and end of
+    the keys in it); arrays: (queries, scratch memory, scores); the others: literals."""
+    (place, own), (start, low, high), (q, copies, scores) = given, span, arrays
     # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
         left = keys_address(
-            p, item[0], head, (start + first, start + low, start + high), copies, head_dim
+            place, (start + first, start + low, start + high), copies, head_dim, cell
         )
         if how == _TILES:
             _score_tiles(own, left, q, scores[:, first:], 0, wide)
@@ -238,40 +235,55 @@ def _begin(p, item, head, group, targets, head_dim):
             transpose16(flat[r].ctypes.data + k * 4, stride, target, flat.shape[0] * 4, 4)
 
 
-@njit(**INLINE)
-def keys_address(p, seq, head, span, copies, head_dim):
-    """Return (address, stride in bytes) of 16 consecutive keys of a KV head. span: positions of
-    (the first key, first and end of the item's keys); keys outside the item are undefined. copies:
-    scratch memory for keys that are not adjacent in the cache."""
-    block, size, (first, low, high) = p[7], head_dim * _CELL, span
+@njit(inline="always")
+def keys_address(place, span, copies, head_dim, cell):
+    """Return (address, stride in bytes) of 16 consecutive keys of a KV head. place: (parameters,
+    sequence, KV head); span: positions of (the first key, first and end of the item's keys); keys
+    outside the item are undefined. copies: scratch memory for keys that are not adjacent in the
+    cache, or have 8 bits. head_dim and cell (bytes of a cache element): literals."""
+    (p, seq, head), (first, low, high) = place, span
+    block, size, stride = p[7], head_dim * _CELL, copies.shape[1] * _CELL
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
-    if block % LANES == 0 and head_dim % 32 == 0:
-        return key_address(p, table, head, first, size), size
-    for position in range(max(first, low), min(first + LANES, high)):
-        source = u16(key_address(p, table, head, position, size), (head_dim,))
-        target = copies[position - first]
-        for d in range(head_dim):
-            target[d] = source[d]
-    return copies.ctypes.data, copies.shape[1] * _CELL
+    address = copies.ctypes.data
+    begin, end = max(first, low), min(first + LANES, high)
+    if cell == 1:
+        to = address + (begin - first) * stride, stride
+        widen_rows(place, 0, (begin, end - begin), to, head_dim, _CELL)
+    elif block % LANES == 0 and head_dim % 32 == 0:
+        address, stride = key_address(p, table, head, first, size), size
+    else:
+        for position in range(begin, end):
+            source = u16(key_address(p, table, head, position, size), (head_dim,))
+            target = copies[position - first]
+            for d in range(head_dim):
+                target[d] = source[d]
+    return address, stride
 
 
 @njit(inline="always")
-def gather_pairs(p, seq, head, span, values, head_dim):
-    """Copy the values of a KV head for one stretch, interleaved in pairs of keys. span: (position
-    of the stretch, first and end of the keys in it). The rest of the first and last 32 keys is
-    zeroed."""
+def gather_pairs(place, span, arrays, head_dim, cell):
+    """Copy the values of a KV head for one stretch, interleaved in pairs of keys. place:
+    (parameters, sequence, KV head); span: (position of the stretch, first and end of the keys in
+    it); arrays: (pairs of values, scratch memory for 16 values of 8 bits). The rest of the first
+    and last 32 keys is zeroed."""
+    (p, seq, head), (start, first, end), (values, copies) = place, span, arrays
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
-    start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
-    size = head_dim * _CELL
+    size, stride = head_dim * _CELL, copies.shape[1] * _CELL
     # A row at an even place overwrites its pair; one at an odd place is added to it.
     fill(values[before // 2 : first // 2 + 1].reshape(-1), 0)
     fill(values[(end + 1) // 2 : after // 2].reshape(-1), 0)
     done = first
     while done < end:
-        source = key_address(p, table, head, start + done, size) + kv_heads * block * size
-        num = min(block - (start + done) % block, end - done)
-        _pair_up(source, values, done, num, head_dim)
+        if cell == 1:
+            num = min(LANES, end - done)
+            to = copies.ctypes.data, stride
+            widen_rows(place, 1, (start + done, num), to, head_dim, _CELL)
+            _pair_up(to, values, done, num, head_dim)
+        else:
+            source = key_address(p, table, head, start + done, size) + kv_heads * block * size
+            num = min(block - (start + done) % block, end - done)
+            _pair_up((source, size), values, done, num, head_dim)
         done += num
 
 
@@ -320,16 +332,16 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy bfloat16 values [num, head_dim] from address `source` to `values`, where the values of
-    two keys are interleaved. first: index of the first key."""
-    j = 0
+    """Copy bfloat16 values [num, head_dim] to `values`, where the values of two keys are
+    interleaved. source: (address, row stride in bytes); first: index of the first key."""
+    j, (address, stride) = 0, source
     while j < num:
-        row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
+        row, pair = u16(address + j * stride, (head_dim,)), values[(first + j) // 2]
         if (first + j) % 2:
             for d in range(head_dim):
                 pair[d] |= np.int32(row[d]) << 16
         elif j + 1 < num:
-            other = u16(source + (j + 1) * head_dim * _CELL, (head_dim,))
+            other = u16(address + (j + 1) * stride, (head_dim,))
             for d in range(head_dim):
                 pair[d] = np.int32(row[d]) | np.int32(other[d]) << 16
             j += 1

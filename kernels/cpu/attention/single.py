@@ -12,12 +12,11 @@ from numba import njit
 from kernels.cpu.attention.chunk import (
     KEYS,
     LINE_OF_SCORES,
-    NUM_PARAMETERS,
     gather_keys,
-    key_address,
     soften,
 )
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
+from kernels.cpu.attention.rows import NUM_PARAMETERS, key_address, widen_rows
 from kernels.cpu.attention.softmax import (
     STRETCH,
     TAIL,
@@ -40,6 +39,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
     """Make the body (see `kernels.cpu.native`) for a head size and `group` query heads per KV head.
     sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
     token, cell = sizes
+    held = 4 if cell == 1 else cell  # bytes of a number that products read
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
 
@@ -56,6 +56,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
         total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
         factors = np.empty(room, np.float32), np.empty(room, np.float32)
         keys = np.empty((head_dim, KEYS), np.float32)
+        copies = np.empty((KEYS if cell == 1 else 0, head_dim), np.float32)
         while True:
             index = next_item(row)
             if index >= planned[1]:
@@ -70,15 +71,19 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 base = item[3]
                 while base < item[4]:
                     count = min(KEYS - base % KEYS, item[4] - base)
-                    gather_keys(p, item[0], head, (base, count), keys, cell)
+                    place, span = (p, item[0], head), (base, count)
+                    gather_keys(place, span, (keys, copies), head_dim, cell, held)
                     _score(q[of:], keys, scores[:, base - start :], count, group)
-                    fetch(p, item, head, (base, count), head_dim * cell)
+                    fetch(p, item, head, span, p[14])
                     base += count
                 span = item[3] - start, item[4] - start, item[4] - start
                 for g in range(group):
                     soften(scores[g], span, softcap, (total[of:], largest[of:]), g)
                 arrays = scores, acc[of:]
-                _add((p, item), arrays, head, group, vectors, lanes, cell)
+                if cell == 1:
+                    _add_widened((p, item, head), (*arrays, copies), head_dim, group, vectors, lanes)
+                else:
+                    _add((p, item), arrays, head, group, vectors, lanes, held)
             leave(p, (item, index), sums, (acc, total, largest), factors, token)
 
     return body
@@ -141,6 +146,23 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
         add_tile_product(
             weights, line, values, value_size, out, size, num, group, vectors, lanes, cell
         )
+        base += num
+
+
+@njit(inline="always")
+def _add_widened(place, arrays, head_dim, group, vectors, lanes):
+    """Add the attention output of a work item's 8-bit values, as `_add` does. place: (the body's
+    parameters, item, KV head); arrays: (scores, acc, scratch memory for 64 values). The other
+    arguments are compile-time constants."""
+    (p, item, head), (scores, acc, copies) = place, arrays
+    values, size = copies.ctypes.data, head_dim * 4
+    first, line = scores.ctypes.data - item[3] // STRETCH * (STRETCH * 4), LINE_OF_SCORES * 4
+    base, out = np.int64(item[3]), acc.ctypes.data
+    while base < item[4]:
+        num = min(KEYS, item[4] - base)
+        widen_rows((p, item[0], head), 1, (base, num), (values, size), head_dim, 4)
+        weights = first + base * 4
+        add_tile_product(weights, line, values, size, out, size, num, group, vectors, lanes, 4)
         base += num
 
 

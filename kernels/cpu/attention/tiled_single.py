@@ -21,9 +21,9 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu import amx
-from kernels.cpu.attention.chunk import NUM_PARAMETERS
 from kernels.cpu.attention.paired import HOW
 from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.rows import NUM_PARAMETERS, widen_some
 from kernels.cpu.attention.single import leave
 from kernels.cpu.attention.softmax import EMPTY, STRETCH, fill, scale_and_cap
 from kernels.cpu.columns import (
@@ -37,7 +37,7 @@ from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import prefetch
 
-_CELL = 2  # bytes of an element of queries, cache and outputs
+_CELL = 2  # bytes of an element of queries and outputs, and of what products read
 _RUN = amx.ROWS
 _UNIT = 2 * _RUN
 _RUNS = 4  # runs whose scores are computed together
@@ -54,15 +54,16 @@ def fits(head_dim: int, block: int, how: str | None) -> bool:
     return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
 
 
-def tiled_single_body(head_dim: int, group: int, how: int):
-    """Make the function (see `kernels.cpu.native`) of a `tiled_single_kernel`; how: a value of
-    HOW."""
+def tiled_single_body(head_dim: int, group: int, how: int, cell: int):
+    """Make the function (see `kernels.cpu.native`) of a `tiled_single_kernel`; how: a value of HOW;
+    cell: bytes of a cache element, 2 or 1."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
+    columns = min(head_dim, 2 * _STEP)  # of values that are multiplied together
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
         planned = i64(p[8], (2,))
-        kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
+        kv_heads, softcap = p[5], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         heads, most = kv_heads * group, STRETCH + _RUNS * _RUN
         tiles = (heads + _RUN - 1) // _RUN
@@ -82,6 +83,7 @@ def tiled_single_body(head_dim: int, group: int, how: int):
         bounds = np.empty((2, _RUN), np.int32)
         pieces = np.empty(2 * _PIECES + _LINE, np.uint8)
         edge, blank = np.zeros((_RUN, head_dim), np.uint16), np.zeros((_RUN, head_dim), np.uint16)
+        copies = np.zeros((_RUNS * _RUN if cell == 1 else 0, head_dim), np.uint16)
         amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
         while True:
             index = next_item(row)
@@ -93,11 +95,12 @@ def tiled_single_body(head_dim: int, group: int, how: int):
             first = item[3] % _UNIT
             span = first, first + item[4] - item[3]
             _turn(p, item, q, (group, head_dim))
-            _place(p, item, places, head_dim)
-            _score(own, (q, scores), places, span[1], (kv_heads, block), (group, head_dim), soft)
+            _place(p, item, places)
+            arrays = (q, scores, places, copies)
+            _score((p, own), arrays, span[1], group, head_dim, cell, soft)
             _weigh((scores, weights, bounds), room, span, (scale, softcap), (total, largest))
-            arrays = (weights, acc, edge, blank)
-            _add(own, room, arrays, places, (span, block, width), group, soft)
+            rooms, numbers = (room, places, edge, blank), (span, width, group)
+            _add((p, own), rooms, (weights, acc), numbers, columns, cell, soft)
             leave(p, (item, index), sums, (acc, total, largest), factors, _CELL)
         amx.end(state.ctypes.data, soft)
 
@@ -119,11 +122,11 @@ def _turn(p, item, q, shape):
 
 
 @njit(**INLINE)
-def _place(p, item, places, head_dim):
+def _place(p, item, places):
     """Write to `places` the address of every 16th key of the work item, in the first KV head. The
     last address is repeated up to a multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
-    block, size = p[7], head_dim * _CELL
+    block, size = p[7], p[14]
     start = item[3] - item[3] % _UNIT
     num = (item[4] - start + _RUNS * _RUN - 1) // (_RUNS * _RUN) * _RUNS
     for r in range(num):
@@ -133,13 +136,14 @@ def _place(p, item, places, head_dim):
 
 
 @njit(inline="always")
-def _score(own, arrays, places, end, heads, shape, soft):
+def _score(given, arrays, end, group, head_dim, cell, soft):
     """Compute scores [key, query head] of all keys before `end`, and prefetch further keys or the
-    first values. arrays: (q, scores); places: address of every 16th key; heads: (number of KV
-    heads, block size); shape: (query heads per KV head, head size); soft: a literal."""
-    q, scores = arrays
-    (kv_heads, block), (group, head_dim) = heads, shape
-    size, line = head_dim * _CELL, scores.shape[1] * 4
+    first values. given: (parameters, tile state); arrays: (queries, scores, addresses of every 16th
+    key, scratch memory for 64 keys of 8 bits); group: query heads per KV head. The last three
+    arguments are literals."""
+    (p, own), (q, scores, places, copies) = given, arrays
+    kv_heads, block, size, line = p[5], p[7], p[14], scores.shape[1] * 4
+    stride, spare = head_dim * _CELL, copies.ctypes.data
     for r in range(0, (end + _RUN - 1) // _RUN, _RUNS):
         next_run, offset = r + _RUNS, 0
         if next_run * _RUN >= end:
@@ -151,25 +155,41 @@ def _score(own, arrays, places, end, heads, shape, soft):
             amx.zero(own, 3, soft)
             for h in range(t * _RUN // group, min((t * _RUN + _RUN - 1) // group + 1, kv_heads)):
                 start = h * block * size
+                a0, a1, a2, a3 = places[r], places[r + 1], places[r + 2], places[r + 3]
+                if cell == 1:
+                    for i in range(_RUNS):
+                        to = spare + i * _RUN * stride, stride
+                        widen_some(p, places[r + i] + start, (0, h, 0), _RUN, to, head_dim, _CELL)
+                        _fetch(places[next_run + i] + offset + start, _RUN * size)
+                    a0, a1 = spare - start, spare + _RUN * stride - start
+                    a2, a3 = a0 + 2 * _RUN * stride, a1 + 2 * _RUN * stride
                 for k in range(head_dim // _STEP):
                     at = start + k * _LINE
                     amx.load(own, 7, q[t + h].ctypes.data + k * _TILE, _LINE, soft)
-                    amx.load(own, 4, places[r] + at, size, soft)
+                    amx.load(own, 4, a0 + at, stride, soft)
                     amx.dot(own, 0, 4, 7, soft)
-                    amx.load(own, 5, places[r + 1] + at, size, soft)
+                    amx.load(own, 5, a1 + at, stride, soft)
                     amx.dot(own, 1, 5, 7, soft)
-                    amx.load(own, 6, places[r + 2] + at, size, soft)
+                    amx.load(own, 6, a2 + at, stride, soft)
                     amx.dot(own, 2, 6, 7, soft)
-                    amx.load(own, 4, places[r + 3] + at, size, soft)
+                    amx.load(own, 4, a3 + at, stride, soft)
                     amx.dot(own, 3, 4, 7, soft)
-                    for i in range(_RUNS):
-                        ahead = places[next_run + i] + offset + start + k * _TILE
-                        prefetch(ahead, _RUN, _RUN, 4)
+                    if cell == 2:
+                        for i in range(_RUNS):
+                            ahead = places[next_run + i] + offset + start + k * _TILE
+                            prefetch(ahead, _RUN, _RUN, 4)
             out = scores[r * _RUN].ctypes.data + t * _LINE
             amx.store(own, 0, out, line, soft)
             amx.store(own, 1, out + _RUN * line, line, soft)
             amx.store(own, 2, out + 2 * _RUN * line, line, soft)
             amx.store(own, 3, out + 3 * _RUN * line, line, soft)
+
+
+@njit(**INLINE)
+def _fetch(address, num_bytes):
+    """Prefetch `num_bytes` bytes at an address."""
+    for line in range(0, num_bytes, _LINE):
+        prefetch(address + line, 1, _RUN, 4)
 
 
 @njit(**EXACT)
@@ -205,16 +225,14 @@ def _weigh(arrays, room, span, numbers, sums):
 
 
 @njit(inline="always")
-def _add(own, room, arrays, places, numbers, group, soft):
-    """acc[h] = weights of query head h @ values. room: address of scratch memory for 64 values;
-    arrays: (weights, acc, scratch memory for 16 values, 16 zeros); numbers: (span of the item's
-    keys, block size, padded number of query heads); soft: a literal."""
-    weights, acc, edge, blank = arrays
-    span, block, width = numbers
-    kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
-    columns = min(head_dim, 2 * _STEP)
-    for h in range(kv_heads):
-        offset = (kv_heads + h) * block * head_dim * _CELL
+def _add(given, rooms, arrays, numbers, columns, cell, soft):
+    """acc[h] = weights of query head h @ values. given: (parameters, tile state); rooms: (address
+    of scratch memory for 64 values, addresses of every 16th key, scratch memory for 16 values, 16
+    zeros); arrays: (weights, acc); numbers: (span of the item's keys, padded number of query heads,
+    query heads per KV head). columns (of values multiplied together), cell and soft: literals."""
+    (p, own), (weights, acc), (span, width, group) = given, arrays, numbers
+    room, head_dim = rooms[0], acc.shape[1]
+    for h in range(p[5]):
         for d in range(0, head_dim, columns):
             # The last columns overlap the ones before if head_dim is not a multiple.
             column = min(d, head_dim - columns)
@@ -225,7 +243,7 @@ def _add(own, room, arrays, places, numbers, group, soft):
                 amx.zero(own, 3, soft)
                 for u in range((span[1] + _UNIT - 1) // _UNIT):
                     base = room + u % 2 * _PIECES
-                    _pair_up(base, places, u, span, (edge, blank), (offset, block, column))
+                    _pair_up(p, base, rooms, (u, span, h, column), columns, cell)
                     left = weights[u * width + h * group + g].ctypes.data
                     _add_unit(own, left, base, columns, soft)
                 _leave(own, room, acc, (h * group + g, min(_RUN, group - g)), column, soft)
@@ -245,28 +263,45 @@ def _add_unit(own, left, values, columns, soft):
         amx.dot(own, 3, 4, 5, soft)
 
 
-@njit(**INLINE)
-def _pair_up(base, places, u, span, rooms, numbers):
+@njit(inline="always")
+def _pair_up(p, base, rooms, numbers, columns, cell):
     """Copy the values of 32 keys of a KV head to tiles at address `base`, in interleaved pairs, and
-    prefetch those of the next head. u: index of the 32 keys; span: (first, end) of the item's keys;
-    rooms: (scratch memory for the values of 16 keys, as many zeros); numbers: (offset of values
-    from keys, block size, first column)."""
-    (edge, blank), (offset, block, column) = rooms, numbers
-    size = edge.shape[1] * _CELL
+    prefetch those of the next head. rooms: as in `_add`; numbers: (index of the 32 keys, (first,
+    end) of the item's keys, KV head, first column). columns and cell: literals."""
+    (_, places, edge, blank), (u, (first, end), head, column) = rooms, numbers
+    stride, half = edge.shape[1] * _CELL, p[7] * p[14]  # half: bytes of a head's keys in a block
     for i in range(2):
         r = 2 * u + i
-        low, high = span[0] - r * _RUN, span[1] - r * _RUN
-        source = places[min(r, places.shape[0] - 1)] + offset
+        low, high = max(first - r * _RUN, 0), min(end - r * _RUN, _RUN)
+        source = places[min(r, places.shape[0] - 1)] + (p[5] + head) * half
         if high <= 0:
             source = blank.ctypes.data
+        elif cell == 1:
+            _widen_values(p, source, (head, column), (low, high), edge, columns)
+            source = edge.ctypes.data
         elif low > 0 or high < _RUN:
-            _keep(source, max(low, 0), min(high, _RUN), edge)
+            _keep(source, low, high, edge)
             source = edge.ctypes.data
         else:
-            prefetch(source + block * size + column * _UNIT, _UNIT, _RUN, 4)
-        for d in range(0, min(edge.shape[1], 2 * _STEP), _STEP):
+            prefetch(source + half + column * _UNIT, _UNIT, _RUN, 4)
+        for d in range(0, columns, _STEP):
             target = base + i * (_TILE // 2) + d // _STEP * (2 * _TILE)
-            interleave16(source + (column + d) * _CELL, size, target, _TILE)
+            interleave16(source + (column + d) * _CELL, stride, target, _TILE)
+
+
+@njit(inline="always")
+def _widen_values(p, source, place, span, edge, columns):
+    """Convert columns of 8-bit values to `edge` [16, head size], and prefetch those of the next
+    head. source: address of the values of 16 keys; place: (KV head, first column); span: (first,
+    end) of the keys whose values are not replaced by zeros; columns: their number, a literal."""
+    (head, column), (low, high), stride = place, span, edge.shape[1] * _CELL
+    if column == 0:
+        _fetch(source + p[7] * p[14], _RUN * p[14])
+    if low > 0 or high < _RUN:
+        fill(edge.reshape(-1), 0)
+    first = source + low * p[14] + column
+    to = edge.ctypes.data + low * stride + column * _CELL, stride
+    widen_some(p, first, (1, head, column), high - low, to, columns, _CELL)
 
 
 @njit(**INLINE)
