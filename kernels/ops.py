@@ -108,11 +108,11 @@ def qkv_rope_write(  # noqa: PLR0913
     """Normalise and rotate queries and keys, and write K and V to the cache. Returns q [N, Hq, D].
 
     qkv: [N, (Hq + 2 Hkv) * D]. kv_layer: [num_blocks, 2, Hkv, block_size, D] (int8: D + 4, see
-    `kernels.reference.kv_rows`), written at meta.slots (-1: not written). cos_sin: [max_pos, rot], each row cosines, then sines, rot <= D; None: no
-    rotation. interleaved: rotated pairs are (2i, 2i + 1) instead of (i, i + rot / 2). q_norm,
-    k_norm: norm weights, [D] for each head, or [Hq * D] and [Hkv * D] for all heads together
-    (OLMo-2). kv_scales: [2, Hkv] float32, scales of keys and values; the cache stores x / scale.
-    Values too large for an 8-bit cache are clamped.
+    `kernels.reference.kv_rows`), written at meta.slots (-1: not written). cos_sin: [max_pos, rot],
+    each row cosines, then sines, rot <= D; None: no rotation. interleaved: rotated pairs are (2i,
+    2i + 1) instead of (i, i + rot / 2). q_norm, k_norm: norm weights, [D] for each head, or [Hq *
+    D] and [Hkv * D] for all heads together (OLMo-2). kv_scales: [2, Hkv] float32, scales of keys
+    and values; a cache of 8-bit floats stores x / scale, clamped to 448.
     """
     rope = reference.Rope(cos_sin, interleaved)
     norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)

@@ -122,10 +122,7 @@ def stored_as(layers: Sequence[LayerCache], dtype: torch.dtype) -> list[LayerCac
     """The caches of a model's layers if keys and values are stored in ``dtype``; int8 with a scale
     for each token and head."""
     sizes = {"dtype_bytes": dtype.itemsize, "scale_bytes": scale_bytes(dtype)}
-    return [
-        replace(layer, **sizes) if isinstance(layer, PagedKV) else layer
-        for layer in layers
-    ]
+    return [replace(layer, **sizes) if isinstance(layer, PagedKV) else layer for layer in layers]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
 """CPU implementations: compiled loops for contiguous float32 and bfloat16 tensors, the torch
 reference for all others.
 
-Same signatures as :mod:`kernels.reference`. The KV cache may have fewer bits than tokens. Bfloat16 is
-computed in float32 and rounded once, when it is stored; the reference, like transformers' modules,
-also rounds between operations and is less exact.
+Same signatures as :mod:`kernels.reference`. The KV cache may have fewer bits than tokens. Bfloat16
+is computed in float32 and rounded once, when it is stored; the reference, like transformers'
+modules, also rounds between operations and is less exact.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from kernels.cpu import isa
 from kernels.cpu.cells import write_cells
 from kernels.cpu.native import EXACT, bits_of_float, f32, float_of_bits, u8
-from kernels.cpu.vectors import BFloat, fence, lanes_of, splat
+from kernels.cpu.vectors import LANES, LINE, BFloat, emit_prefetch, fence, splat
 from kernels.reference.kv_rows import LARGEST_CODE, SMALLEST_ROW
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(size) for size in (8, 16, 32, 64))
@@ -25,6 +25,7 @@ _SIGN, _CODE = 0x80, 0x7F
 _NORMAL = 8  # smallest code of a normal 8-bit float, 2 ** -6
 _SHIFT = 20  # bits of float32's mantissa that an 8-bit float lacks
 _BIAS = 120 << 23  # difference of the exponents' biases
+_SHRUNK = 8  # difference of the exponents' biases of float16 and 8-bit floats
 _LARGEST, _SMALLEST_NORMAL = np.float32(448), np.float32(2**-6)
 _GRID = np.float32(2**14)  # a float32 from here to 2 ** 15 is a multiple of 2 ** -9
 _ROUNDER = np.float32(1.5 * 2**23)  # numbers of up to 22 bits are rounded when this is added
@@ -88,55 +89,57 @@ def factor_of(scales, half, kv_heads, head):
 def widen(source, rows, target, factor, width, held):
     """Convert rows of the cache, or some columns of them, to numbers of `held` bytes (4: float32,
     2: bfloat16). source: address of the first number; rows: (bytes of a row, address of the first
-    row's scale or 0 for 8-bit floats, number of rows); target: (address, row stride in bytes);
-    width: columns. width and held are literals."""
-    size, scale, num = rows
+    row's scale or 0 for 8-bit floats, number of rows); target: (address, row stride in bytes,
+    address of the rows to prefetch); width: columns. width and held are literals."""
+    (size, scale, num), (to, stride, ahead) = rows, target
     if scale:
-        widen_integers(source, size, scale, num, target[0], target[1], width, held)
+        widen_integers(source, size, scale, num, to, stride, ahead, width, held)
     else:
-        widen_floats(source, size, factor, num, target[0], target[1], width, held)
+        widen_floats(source, size, factor, num, to, stride, ahead, width, held)
 
 
 @intrinsic(prefer_literal=True)
-def widen_integers(typing_context, source, size, scale, num, target, stride, width, held):  # noqa: PLR0913
+def widen_integers(typing_context, source, size, scale, num, target, stride, ahead, width, held):  # noqa: PLR0913
     """Convert `num` rows of integers. scale: address of the first row's scale; size, stride: bytes
-    between rows of source and target; width (columns) and held (bytes of a result): literals."""
+    between rows of source and target; ahead: address of rows to prefetch, with source's stride;
+    width (columns) and held (bytes of a result): literals."""
     if not isinstance(width, types.Literal) or not isinstance(held, types.Literal):
         return None
 
     def build(context, builder, signature, args):
-        source, size, scale, num, target, stride = args[:6]
+        source, size, scale, num, target, stride, ahead = args[:7]
 
         def numbers(row, codes):
             place = builder.add(scale, builder.mul(row, size))
             factor = builder.load(builder.inttoptr(place, _F32.as_pointer()), align=1)
             return builder.sitofp(codes, _floats(codes)), factor
 
-        places = (source, size, target, stride)
+        places = (source, size, target, stride, ahead)
         _convert(builder, places, num, (width.literal_value, held.literal_value), numbers)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 6, width, held), build
+    return types.void(*[types.intp] * 7, width, held), build
 
 
 @intrinsic(prefer_literal=True)
-def widen_floats(typing_context, source, size, factor, num, target, stride, width, held):  # noqa: PLR0913
+def widen_floats(typing_context, source, size, factor, num, target, stride, ahead, width, held):  # noqa: PLR0913
     """Convert `num` rows of 8-bit floats and multiply them by `factor`. Other arguments are those
     of `widen_integers`."""
     if not isinstance(width, types.Literal) or not isinstance(held, types.Literal):
         return None
 
     def build(context, builder, signature, args):
-        source, size, factor, num, target, stride = args[:6]
+        source, size, factor, num, target, stride, ahead = args[:7]
+        shrunk = builder.fmul(factor, _F32(2.0**_SHRUNK))
 
         def numbers(row, codes):
-            return _decoded(builder, codes), factor
+            return _decoded(builder, codes), shrunk if _uses_halves(codes) else factor
 
-        places = (source, size, target, stride)
+        places = (source, size, target, stride, ahead)
         _convert(builder, places, num, (width.literal_value, held.literal_value), numbers)
         return context.get_dummy_value()
 
-    kinds = (types.intp, types.intp, types.float32, *[types.intp] * 3)
+    kinds = (types.intp, types.intp, types.float32, *[types.intp] * 4)
     return types.void(*kinds, width, held), build
 
 
@@ -146,11 +149,12 @@ def _floats(codes):
 
 def _convert(builder, places, num, shape, numbers):
     """Emit a loop over `num` rows that stores numbers(row, codes), a pair of float32 codes and
-    their factor, multiplied. places: (source, its stride, target, its stride); shape: (columns,
-    bytes of a result)."""
-    source, size, target, stride = places
+    their factor, multiplied. places: (source, its stride, target, its stride, what to prefetch);
+    shape: (columns, bytes of a result)."""
+    source, size, target, stride, ahead = places
     width, held = shape
-    lanes = lanes_of(width)
+    # Loads of what was just stored are fast only if they are not larger than the stores.
+    lanes = min(LINE // held, width & -width)
     before = builder.block
     loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
     builder.cbranch(builder.icmp_signed(">", num, _I64(0)), loop, done)
@@ -158,6 +162,9 @@ def _convert(builder, places, num, shape, numbers):
     row = builder.phi(_I64)
     first = builder.add(source, builder.mul(row, size))
     out = builder.add(target, builder.mul(row, stride))
+    next_row = builder.add(ahead, builder.mul(row, size))
+    for line in range(0, width, LINE):
+        emit_prefetch(builder, builder.add(next_row, _I64(line)))
     for column in range(0, width, lanes):
         kind = ir.VectorType(_I8, lanes)
         place = builder.inttoptr(builder.add(first, _I64(column)), kind.as_pointer())
@@ -182,6 +189,8 @@ def _store(builder, floats, address, held):
 def _rounded(builder, floats):
     """Emit the rounding of a vector of float32 to bfloat16, to nearest even."""
     lanes = floats.type.count
+    if isa.has("avx512bf16") and lanes == 2 * LANES:
+        return _rounded_pair(builder, floats)
     if isa.has("avx512bf16") and lanes > 1:
         return builder.fptrunc(floats, ir.VectorType(BFloat(), lanes))
     words = ir.VectorType(_I32, lanes)
@@ -197,9 +206,25 @@ def _rounded(builder, floats):
     return builder.trunc(builder.lshr(kept, of(16)), ir.VectorType(_I16, lanes))
 
 
+def _rounded_pair(builder, floats):
+    """Emit the rounding of 32 float32 to bfloat16 in one instruction."""
+    halves = [
+        builder.shuffle_vector(floats, floats, ir.Constant(ir.VectorType(_I32, LANES), lanes))
+        for lanes in (list(range(LANES, 2 * LANES)), list(range(LANES)))
+    ]
+    name, result = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(BFloat(), 2 * LANES)
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(result, [half.type for half in halves])
+        function = ir.Function(builder.module, kind, name)
+    return builder.call(function, halves)
+
+
 def _decoded(builder, codes):
     """Emit the conversion of a vector of 8-bit floats to float32."""
     lanes = codes.type.count
+    if _uses_halves(codes):
+        return _decoded_by_halves(builder, codes)
     words = ir.VectorType(_I32, lanes)
 
     def of(number):
@@ -215,3 +240,24 @@ def _decoded(builder, codes):
     found = builder.select(builder.icmp_signed("==", code, of(_CODE)), of(0x7FC00000), found)
     sign = builder.shl(builder.and_(whole, of(_SIGN)), of(24))
     return builder.bitcast(builder.or_(found, sign), _floats(codes))
+
+
+def _uses_halves(codes):
+    return isa.widens_float16() and codes.type.count > 1
+
+
+def _decoded_by_halves(builder, codes):
+    """Emit the conversion of a vector of 8-bit floats to float32 by way of float16, whose smallest
+    normal number is smaller. The results are to be multiplied by 2 ** _SHRUNK."""
+    lanes = codes.type.count
+    words = ir.VectorType(_I16, lanes)
+
+    def of(number):
+        return ir.Constant(words, [number] * lanes)
+
+    moved = builder.and_(builder.shl(builder.sext(codes, words), of(7)), of(0xBF80))
+    is_nan = builder.icmp_signed("==", builder.and_(moved, of(0x3F80)), of(0x3F80))
+    halves = builder.select(is_nan, of(0x7E00), moved)
+    return builder.fpext(
+        builder.bitcast(halves, ir.VectorType(ir.HalfType(), lanes)), _floats(codes)
+    )

@@ -71,7 +71,8 @@ class BFloat(ir.HalfType):
 BFloat._create_instance()  # otherwise llvmlite would use the parent's instance
 
 
-def _prefetch(builder, address):
+def emit_prefetch(builder, address):
+    """Emit a prefetch of the cache line at an address into the L2 cache."""
     byte = ir.IntType(8).as_pointer()
     function = builder.module.globals.get("llvm.prefetch.p0")
     if function is None:
@@ -277,7 +278,7 @@ class _Tile(NamedTuple):
         k, *sums = (builder.phi(kind) for kind in [_I64] + [vector] * len(places))
         following = builder.add(k, _I64(1))
         if self.ahead is not None:
-            _prefetch(builder, builder.add(self.ahead, builder.mul(k, _I64(LINE))))
+            emit_prefetch(builder, builder.add(self.ahead, builder.mul(k, _I64(LINE))))
         added = self._step(k, sums)
         for phi, first, last in zip(
             (k, *sums), (_I64(0), *initial), (following, *added), strict=True
@@ -447,7 +448,7 @@ def prefetch(typing_context, address, vectors, lanes, size):
 
     def build(context, builder, signature, args):
         for line in range(num):
-            _prefetch(builder, builder.add(args[0], _I64(LINE * line)))
+            emit_prefetch(builder, builder.add(args[0], _I64(LINE * line)))
         return context.get_dummy_value()
 
     return types.void(types.intp, *literals), build

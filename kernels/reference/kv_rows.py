@@ -38,7 +38,8 @@ def decode_rows(rows: torch.Tensor) -> torch.Tensor:
 
 def _encode_integers(x: torch.Tensor) -> torch.Tensor:
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > SMALLEST_ROW, LARGEST_CODE / largest, 0.0)
+    most = torch.full_like(largest, LARGEST_CODE)  # torch divides a number by way of 1 / largest
+    inverse = torch.where(largest > SMALLEST_ROW, most / largest, 0.0)
     codes = (x * inverse).nan_to_num(0).round().to(torch.int8)
     scales = torch.where(largest.isfinite(), largest / LARGEST_CODE, float("nan"))
     return torch.cat((codes, scales.view(torch.int8)), dim=-1)

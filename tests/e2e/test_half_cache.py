@@ -1,5 +1,4 @@
-"""A KV cache of half or a quarter of the size: what transformers computes if its own cache rounds as
-ours does."""
+"""A cache of smaller numbers: what transformers computes if its own cache rounds as ours does."""
 
 from __future__ import annotations
 

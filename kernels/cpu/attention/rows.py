@@ -29,7 +29,8 @@ def key_address(p, table, head, position, size):
 def widen_some(p, source, place, num, target, width, held):
     """Convert `num` adjacent 8-bit keys (half 0) or values (half 1) of a KV head, or some of their
     columns, to numbers of `held` bytes. source: address of the first number; place: (half, KV head,
-    first column); target: (address, row stride in bytes); width: columns, a literal."""
+    first column); target: (address, row stride in bytes, address of the next rows to prefetch);
+    width: columns, a literal."""
     half, head, column = place
     scale = source + (p[14] - p[15] - column) if p[15] else 0
     factor = factor_of(p[13], half, p[5], head)
@@ -48,6 +49,6 @@ def widen_rows(place, half, span, target, head_dim, held):
     while done < count:
         num = min(block - (base + done) % block, count - done)
         source = key_address(p, table, head, base + done, size) + offset
-        to = target[0] + done * target[1], target[1]
+        to = target[0] + done * target[1], target[1], source + num * size
         widen_some(p, source, (half, head, 0), num, to, head_dim, held)
         done += num

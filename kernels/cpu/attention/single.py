@@ -81,7 +81,9 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                     soften(scores[g], span, softcap, (total[of:], largest[of:]), g)
                 arrays = scores, acc[of:]
                 if cell == 1:
-                    _add_widened((p, item, head), (*arrays, copies), head_dim, group, vectors, lanes)
+                    _add_widened(
+                        (p, item, head), (*arrays, copies), head_dim, group, vectors, lanes
+                    )
                 else:
                     _add((p, item), arrays, head, group, vectors, lanes, held)
             leave(p, (item, index), sums, (acc, total, largest), factors, token)

@@ -41,6 +41,7 @@ _CELL = 2  # bytes of an element of queries and outputs, and of what products re
 _RUN = amx.ROWS
 _UNIT = 2 * _RUN
 _RUNS = 4  # runs whose scores are computed together
+_HEADS_AHEAD, _UNITS_AHEAD = 2, 2  # how far ahead keys and values of 8 bits are prefetched
 _LINE = amx.ROW_BYTES
 _STEP = _LINE // _CELL  # inputs of a tile
 _TILE = _RUN * _LINE
@@ -81,9 +82,9 @@ def tiled_single_body(head_dim: int, group: int, how: int, cell: int):
         factors = np.empty(width, np.float32), np.empty(width, np.float32)
         total, largest = np.empty(width, np.float32), np.empty(width, np.float32)
         bounds = np.empty((2, _RUN), np.int32)
-        pieces = np.empty(2 * _PIECES + _LINE, np.uint8)
+        pieces = np.empty(2 * _PIECES + _RUN * head_dim * _CELL + _LINE, np.uint8)
         edge, blank = np.zeros((_RUN, head_dim), np.uint16), np.zeros((_RUN, head_dim), np.uint16)
-        copies = np.zeros((_RUNS * _RUN if cell == 1 else 0, head_dim), np.uint16)
+        copies = np.zeros((_RUNS * _RUN if cell == 1 else 0) * head_dim + _LINE, np.uint16)
         amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
         while True:
             index = next_item(row)
@@ -143,7 +144,7 @@ def _score(given, arrays, end, group, head_dim, cell, soft):
     arguments are literals."""
     (p, own), (q, scores, places, copies) = given, arrays
     kv_heads, block, size, line = p[5], p[7], p[14], scores.shape[1] * 4
-    stride, spare = head_dim * _CELL, copies.ctypes.data
+    stride, spare = head_dim * _CELL, (copies.ctypes.data + _LINE - 1) & -_LINE
     for r in range(0, (end + _RUN - 1) // _RUN, _RUNS):
         next_run, offset = r + _RUNS, 0
         if next_run * _RUN >= end:
@@ -158,9 +159,9 @@ def _score(given, arrays, end, group, head_dim, cell, soft):
                 a0, a1, a2, a3 = places[r], places[r + 1], places[r + 2], places[r + 3]
                 if cell == 1:
                     for i in range(_RUNS):
-                        to = spare + i * _RUN * stride, stride
+                        ahead = _soon(p, places, (r + i, h), end)
+                        to = spare + i * _RUN * stride, stride, ahead
                         widen_some(p, places[r + i] + start, (0, h, 0), _RUN, to, head_dim, _CELL)
-                        _fetch(places[next_run + i] + offset + start, _RUN * size)
                     a0, a1 = spare - start, spare + _RUN * stride - start
                     a2, a3 = a0 + 2 * _RUN * stride, a1 + 2 * _RUN * stride
                 for k in range(head_dim // _STEP):
@@ -186,10 +187,15 @@ def _score(given, arrays, end, group, head_dim, cell, soft):
 
 
 @njit(**INLINE)
-def _fetch(address, num_bytes):
-    """Prefetch `num_bytes` bytes at an address."""
-    for line in range(0, num_bytes, _LINE):
-        prefetch(address + line, 1, _RUN, 4)
+def _soon(p, places, at, end):
+    """Address of the 16 keys that are read two heads after those of `at`: (index in `places`, KV
+    head). After the item's last keys, the address of values."""
+    (run, head), half = at, p[7] * p[14]
+    later = run + (head + _HEADS_AHEAD) // p[5] * _RUNS
+    place = (head + _HEADS_AHEAD) % p[5] * half
+    if later // _RUNS * (_RUNS * _RUN) < end:
+        return places[later] + place
+    return places[run % _RUNS] + place + p[5] * half
 
 
 @njit(**EXACT)
@@ -268,7 +274,7 @@ def _pair_up(p, base, rooms, numbers, columns, cell):
     """Copy the values of 32 keys of a KV head to tiles at address `base`, in interleaved pairs, and
     prefetch those of the next head. rooms: as in `_add`; numbers: (index of the 32 keys, (first,
     end) of the item's keys, KV head, first column). columns and cell: literals."""
-    (_, places, edge, blank), (u, (first, end), head, column) = rooms, numbers
+    (room, places, edge, blank), (u, (first, end), head, column) = rooms, numbers
     stride, half = edge.shape[1] * _CELL, p[7] * p[14]  # half: bytes of a head's keys in a block
     for i in range(2):
         r = 2 * u + i
@@ -277,8 +283,10 @@ def _pair_up(p, base, rooms, numbers, columns, cell):
         if high <= 0:
             source = blank.ctypes.data
         elif cell == 1:
-            _widen_values(p, source, (head, column), (low, high), edge, columns)
-            source = edge.ctypes.data
+            ahead = _values_soon(p, places, (r, head), end) + column
+            spare = room + 2 * _PIECES, stride, ahead
+            _widen_values(p, source, (head, column), (low, high), spare, columns)
+            source = spare[0]
         elif low > 0 or high < _RUN:
             _keep(source, low, high, edge)
             source = edge.ctypes.data
@@ -289,18 +297,27 @@ def _pair_up(p, base, rooms, numbers, columns, cell):
             interleave16(source + (column + d) * _CELL, stride, target, _TILE)
 
 
+@njit(**INLINE)
+def _values_soon(p, places, at, end):
+    """Address of the 16 values that are read 64 keys after those of `at`, (index in `places`, KV
+    head), or among the first ones of the next head."""
+    (run, head), half = at, p[7] * p[14]
+    later = run + 2 * _UNITS_AHEAD
+    if later * _RUN < end:
+        return places[later] + (p[5] + head) * half
+    return places[run % _RUNS] + (p[5] + head + 1) * half
+
+
 @njit(inline="always")
-def _widen_values(p, source, place, span, edge, columns):
-    """Convert columns of 8-bit values to `edge` [16, head size], and prefetch those of the next
-    head. source: address of the values of 16 keys; place: (KV head, first column); span: (first,
-    end) of the keys whose values are not replaced by zeros; columns: their number, a literal."""
-    (head, column), (low, high), stride = place, span, edge.shape[1] * _CELL
-    if column == 0:
-        _fetch(source + p[7] * p[14], _RUN * p[14])
+def _widen_values(p, source, place, span, target, columns):
+    """Convert columns of the 8-bit values of 16 keys to bfloat16. source: address of the values;
+    place: (KV head, first column); span: (first, end) of the keys whose values are not replaced by
+    zeros; target: as for `widen_some`, without the columns before; columns: a literal."""
+    (head, column), (low, high), (address, stride, ahead) = place, span, target
     if low > 0 or high < _RUN:
-        fill(edge.reshape(-1), 0)
+        fill(u16(address, (_RUN * stride // _CELL,)), 0)
     first = source + low * p[14] + column
-    to = edge.ctypes.data + low * stride + column * _CELL, stride
+    to = address + low * stride + column * _CELL, stride, ahead
     widen_some(p, first, (1, head, column), high - low, to, columns, _CELL)
 
 
