@@ -121,8 +121,11 @@ def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.
 def stored_as(layers: Sequence[LayerCache], dtype: torch.dtype) -> list[LayerCache]:
     """The caches of a model's layers if keys and values are stored in ``dtype``; int8 with a scale
     for each token and head."""
-    sizes = {"dtype_bytes": dtype.itemsize, "scale_bytes": scale_bytes(dtype)}
-    return [replace(layer, **sizes) if isinstance(layer, PagedKV) else layer for layer in layers]
+    size, scale = dtype.itemsize, scale_bytes(dtype)
+    return [
+        replace(layer, dtype_bytes=size, scale_bytes=scale) if isinstance(layer, PagedKV) else layer
+        for layer in layers
+    ]
 
 
 def _name(dtype: torch.dtype) -> str:

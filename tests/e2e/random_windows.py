@@ -11,14 +11,18 @@ import torch
 from e2e.general_models import general_config
 from e2e.references import Tally
 from e2e.tiny_models import FULL, SLIDING, VOCAB, random_model, reference, save
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.config.kv_groups import request_blocks
+from kernels.reference.kv_rows import decode_rows, encode_rows
 
 Options = dict[str, Any]
 CHUNKED = "chunked_attention"
 WINDOWS = (1, 2, 3, 5, 8, 17)
+KEPT = {"auto": (None, 1e-4), "bfloat16": (torch.bfloat16, 4e-3), "int8": (torch.int8, 1e-2)}
+"""Values of ``kv_cache_dtype``: the type of the cache, and the largest relative margin by which a
+token may miss the best logit. A last bit that differs before rounding may be a step after it."""
 EXPERTS: Options = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -192,33 +196,42 @@ class RandomModel:
         params: SamplingParams,
         tally: Tally,
         *,
-        is_bf16: bool,
+        kept: str,
     ) -> None:
-        """Assert that each token is the likeliest one after those before it, or nearly so."""
-        logits = self._logits([*prompt, *tokens[:-1]], is_bf16)[len(prompt) - 1 :]
+        """Assert that each token is the likeliest one after those before it, or nearly so. kept: a
+        key of KEPT."""
+        cell, most = KEPT[kept]
+        logits = self._logits([*prompt, *tokens[:-1]], cell)[len(prompt) - 1 :]
         for place, (raw, token) in enumerate(zip(logits, tokens, strict=True)):
             row = _edited(raw, prompt, tokens[:place], params)
             margin = float((row.max() - row[token]) / row.abs().max())
             tally.compared += 1
             tally.ties += margin > 0
-            assert margin < (4e-3 if is_bf16 else 1e-4), (
+            assert margin < most, (
                 f"token {place} after {len(prompt)} is {token}, transformers says "
                 f"{int(row.argmax())} by a margin of {margin:.2e}"
             )
 
     @torch.inference_mode()
-    def _logits(self, ids: list[int], is_bf16: bool) -> torch.Tensor:
-        """Logits [N, V], with keys and values rounded to bfloat16 if ``is_bf16``."""
-        cache = RoundingCache(config=self._model.config) if is_bf16 else None
+    def _logits(self, ids: list[int], cell: torch.dtype | None) -> torch.Tensor:
+        """Logits [N, V], with keys and values stored in rows of ``cell`` numbers if it is given."""
+        cache = None if cell is None else RoundingCache(self._model.config, cell)
         given = torch.tensor([ids])
-        return self._model(given, past_key_values=cache, use_cache=is_bf16).logits[0].float()
+        found = self._model(given, past_key_values=cache, use_cache=cache is not None)
+        return found.logits[0].float()
 
 
 class RoundingCache(DynamicCache):
-    """A cache that rounds keys and values to bfloat16."""
+    """Keys and values as a cache of another type gives them back."""
+
+    def __init__(self, config: PreTrainedConfig, cell: torch.dtype) -> None:
+        super().__init__(config=config)
+        self._cell = cell
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
-        rounded = [states.bfloat16().float() for states in (keys, values)]
+        rounded = [
+            decode_rows(encode_rows(states, self._cell)).float() for states in (keys, values)
+        ]
         return super().update(*rounded, *args, **more)
 
 
@@ -247,7 +260,7 @@ def draw_options(dice: random.Random, draft: Path, log: Path, *, is_native: bool
         "enable_prefix_caching": dice.random() < 0.8,
         "scheduling_policy": dice.choice(("fcfs", "fcfs", "priority", "residual-sjf")),
         "enforce_eager": dice.random() < 0.3,
-        "kv_cache_dtype": dice.choice(("auto", "auto", "auto", "bfloat16")),
+        "kv_cache_dtype": dice.choice(("auto", "auto", *KEPT)),
         "batch_invariant": dice.choice((None, None, True)) if is_native else None,
         "step_log": log,
     }

@@ -100,11 +100,10 @@ def check_engine(model: RandomModel, options: Options, dice: random.Random, tall
             outputs, done = session.run(requests), []
             for name, output in outputs.items():
                 prompt, asked = requests[name]
-                is_bf16 = options["kv_cache_dtype"] == "bfloat16"
                 for answer in output.outputs:
                     tokens = list(answer.token_ids)
                     assert len(tokens) == num_new
-                    model.check(prompt, tokens, asked, tally, is_bf16=is_bf16)
+                    model.check(prompt, tokens, asked, tally, kept=options["kv_cache_dtype"])
                 done.append((prompt, tokens))
             assert engine.stats().kv_usage == 0.0
         assert engine.reset_prefix_cache()
