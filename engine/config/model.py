@@ -44,6 +44,9 @@ class ModelOptions:
     """Quantise a plain output layer while it loads (with tied tables, the embedding too), also that
     of a quantised checkpoint. Default: int8 with quantization=int8; otherwise it is not
     quantised."""
+    quantize_activations: bool = True
+    """On a CPU with bfloat16: multiply packed integer weights by inputs rounded to 8 bits. False
+    keeps the inputs, which is more exact and slower; dtype=float32 always keeps them."""
     batch_invariant: bool | None = None
     """Give a request the same bits in any batch and chunking, with drafts, from the cache and after
     preemption. Always so for native families on a CPU. Default on a GPU: False, because it needs

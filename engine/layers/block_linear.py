@@ -6,6 +6,7 @@ import torch
 
 from engine.layers.quantized import GgufWeight, QuantizedWeight
 from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu.matmul.block_product import block_product
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
 from kernels.cpu.pointwise import ACTS
@@ -13,10 +14,8 @@ from kernels.quantized import Quantized
 
 
 class BlockLinear:
-    """A linear layer with a packed weight, which is dequantised by panels in each product.
-
-    Results have the bits of a layer with the dequantised weight, except that inputs are summed in
-    the order of their groups if groups are not adjacent inputs."""
+    """A bfloat16 layer with a packed weight; products quantise their inputs to 8 bits by units of
+    32. A row's results do not depend on the number of rows."""
 
     def __init__(
         self,
@@ -25,8 +24,7 @@ class BlockLinear:
         keeps_float32: bool = False,
     ) -> None:
         """Pack a weight for which `can_stay_packed` is true. keeps_float32: return float32 for
-        bfloat16 inputs. With a weight of other dtypes than bfloat16, inputs and results are
-        float32."""
+        bfloat16 inputs."""
         is_float = isinstance(weight, QuantizedWeight) and weight.matrix.is_float
         self.packed = blocks_of(weight)
         self.bias = None if bias is None else bias.float()
@@ -34,6 +32,22 @@ class BlockLinear:
         self._table = table_of(self.packed, is_float=is_float)
         self._is_wide = weight.dtype is not torch.bfloat16
         self._out_dtype = torch.float32 if self._is_wide or keeps_float32 else torch.bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.bfloat16().contiguous()
+        return block_product(x, self.packed, self.bias, out_dtype=self._out_dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if self._is_wide else torch.bfloat16
+        return dequantized_rows(self._table, ids, self.in_features, dtype)
+
+
+class ExactBlockLinear(BlockLinear):
+    """A layer with a packed weight, which is dequantised by panels in each product.
+
+    With a weight of other dtypes than bfloat16, inputs and results are float32. Results have the
+    bits of a layer with the dequantised weight, except that inputs are summed in the order of their
+    groups if groups are not adjacent inputs."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._inputs(x)
@@ -58,10 +72,6 @@ class BlockLinear:
             return None
         return bfloat16.largest(self._inputs(x), self._table, self.out_features)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float32 if self._is_wide else torch.bfloat16
-        return dequantized_rows(self._table, ids, self.in_features, dtype)
-
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Convert inputs to the dtype of the product, in the order of the packed columns."""
         x = (x.float() if self._is_wide else x.bfloat16()).contiguous()
@@ -74,6 +84,21 @@ def blocks_of(weight: QuantizedWeight | GgufWeight) -> BlockWeight:
         return weight.blocks()
     matrix = weight.matrix
     return pack_blocks(as_bytes(matrix) if matrix.is_float else matrix)
+
+
+def block_linear(
+    weight: QuantizedWeight | GgufWeight,
+    bias: torch.Tensor | None,
+    keeps_float32: bool,
+    *,
+    quantize_activations: bool,
+) -> BlockLinear:
+    """Make the layer for a weight for which `can_stay_packed` is true. Inputs are quantised only if
+    the weight has integers and dtype bfloat16."""
+    is_float = isinstance(weight, QuantizedWeight) and weight.matrix.is_float
+    is_exact = not quantize_activations or is_float or weight.dtype is not torch.bfloat16
+    made = ExactBlockLinear if is_exact else BlockLinear
+    return made(weight, bias, keeps_float32)
 
 
 def can_stay_packed(weight: QuantizedWeight | GgufWeight) -> bool:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.errors import ConfigError
-from engine.layers.block_linear import BlockLinear, can_stay_packed
+from engine.layers.block_linear import block_linear, can_stay_packed
 from engine.layers.interface import Linear
 from engine.layers.quantized import GgufWeight, QuantizedWeight, SplitWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
@@ -32,6 +32,7 @@ def make_linear(
     device: torch.device | str = "cpu",
     keeps_float32: bool = False,
     batch_invariant: bool = False,
+    quantize_activations: bool = True,
 ) -> Linear:
     """Create the linear layer for `weight` [out, in] and `bias` [out] on a device.
 
@@ -39,8 +40,9 @@ def make_linear(
     None. A weight that is already quantised stays so if the device has a kernel for it, otherwise
     it is dequantised. keeps_float32: on the CPU, return float32 for bfloat16 inputs.
     batch_invariant: on a GPU, the result of a row does not depend on other rows (always so on the
-    CPU). On the CPU, a layer with float16 weights returns float32. Drop `weight` and `bias`
-    afterwards, to free their memory."""
+    CPU). quantize_activations: on the CPU, multiply quantised bfloat16 weights by inputs in 8 bits;
+    False keeps the inputs. On the CPU, a layer with float16 weights returns float32. Drop `weight`
+    and `bias` afterwards, to free their memory."""
     device = torch.device(device)
     check_quantization(quantization, device)
     if quantization is not None and isinstance(weight, torch.Tensor) and not is_cpu(device):
@@ -48,14 +50,11 @@ def make_linear(
     if quantization == "int4":
         weight, quantization = in_four_bits(weight), None
     if is_cpu(device):
-        if isinstance(weight, SplitWeight) and quantization is None:
-            return split_linear(weight, bias, partial(make_linear, keeps_float32=keeps_float32))
-        if (
-            quantization is None
-            and isinstance(weight, QuantizedWeight | GgufWeight)
-            and can_stay_packed(weight)
-        ):
-            return BlockLinear(weight, bias, keeps_float32)
+        layer = None
+        if quantization is None:
+            layer = packed_linear(weight, bias, keeps_float32, quantize_activations)
+        if layer is not None:
+            return layer
         return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
@@ -63,11 +62,25 @@ def make_linear(
     if isinstance(weight, GgufWeight):
         weight = weight.quantized()
     if isinstance(weight, QuantizedWeight):
-        layer = device_linear(weight, bias, device)
-        if layer is not None:
-            return layer
+        on_device = device_linear(weight, bias, device)
+        if on_device is not None:
+            return on_device
     made = InvariantLinear if batch_invariant else PlainLinear
     return made(plain(weight).to(device), bias)
+
+
+def packed_linear(
+    weight: Weight, bias: torch.Tensor | None, keeps_float32: bool, quantize_activations: bool
+) -> Linear | None:
+    """Make the layer on a CPU of a weight that stays quantised; ``None`` for other weights."""
+    if isinstance(weight, SplitWeight):
+        make = partial(
+            make_linear, keeps_float32=keeps_float32, quantize_activations=quantize_activations
+        )
+        return split_linear(weight, bias, make)
+    if isinstance(weight, torch.Tensor) or not can_stay_packed(weight):
+        return None
+    return block_linear(weight, bias, keeps_float32, quantize_activations=quantize_activations)
 
 
 def is_cpu(device: torch.device) -> bool:

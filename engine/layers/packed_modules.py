@@ -22,6 +22,8 @@ from engine.layers.quantized import Weight
 PACKED = (torch.bfloat16, torch.float16)  # torch's float32 product is as fast as ours
 NUM_TRIED = 8  # table rows compared in the check of an embedding
 
+Make = Callable[[Weight, torch.Tensor | None], Linear]
+"""A function that makes a layer of a weight and a bias."""
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """A function that reads rows of a weight: indices [N] -> [N, in]."""
 
@@ -199,12 +201,15 @@ def pack_experts(experts: Any) -> None:
     pack_stored_experts(experts, {up: _matrices(experts, up), down: _matrices(experts, down)})
 
 
-def pack_stored_experts(experts: Any, weights: Mapping[str, Iterable[Weight]]) -> None:
+def pack_stored_experts(
+    experts: Any, weights: Mapping[str, Iterable[Weight]], make: Make = make_linear
+) -> None:
     """Make an experts module use our kernels. weights: the matrix [out, in] of each expert, for
-    each of the module's stacked weights by name. The stacked weights are deleted."""
+    each of the module's stacked weights by name. The stacked weights are deleted. make: makes a
+    layer of a weight and a bias."""
     up, down = _weight_names(experts)
-    experts.ups = _packed_stack(experts, up, weights[up])
-    experts.downs = _packed_stack(experts, down, weights[down])
+    experts.ups = _packed_stack(experts, up, weights[up], make)
+    experts.downs = _packed_stack(experts, down, weights[down], make)
     origin = type(experts)
     experts.__class__ = type(origin.__name__, (PackedExperts, origin), {})
 
@@ -220,11 +225,11 @@ def _matrices(experts: Any, name: str) -> Iterator[torch.Tensor]:
         yield (weight.T if experts.is_transposed else weight).contiguous()
 
 
-def _packed_stack(experts: Any, name: str, weights: Iterable[Weight]) -> list[Linear]:
+def _packed_stack(experts: Any, name: str, weights: Iterable[Weight], make: Make) -> list[Linear]:
     """Make a layer for each expert from its matrix in ``weights``, and delete the stacked weight
     ``name``."""
     count = len(getattr(experts, name))
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * count
-    layers = [make_linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    layers = [make(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     delattr(experts, name)
     return layers

@@ -41,6 +41,7 @@ class Placement:
     max_model_len: int
     batch_invariant: bool = False
     output_layer_quantization: str | None = None
+    quantize_activations: bool = True
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
@@ -134,6 +135,7 @@ class Assembly:
             device=self.placement.device,
             keeps_float32=True,
             batch_invariant=self.placement.batch_invariant,
+            quantize_activations=False,
         )
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
         return MixtureOfExperts(router, experts, moe.top_k, moe.renormalize)
@@ -155,6 +157,7 @@ class Assembly:
             device=self.placement.device,
             keeps_float32=True,
             batch_invariant=self.placement.batch_invariant,
+            quantize_activations=self.placement.quantize_activations,
         )
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
@@ -166,6 +169,7 @@ class Assembly:
             quantization=self.placement.quantization,
             device=self.placement.device,
             batch_invariant=self.placement.batch_invariant,
+            quantize_activations=self.placement.quantize_activations,
         )
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -207,7 +207,9 @@ def _stored(
     file = gguf_file(info.path)
     with _no_progress_bar():
         if format_of(info) is not None:
-            causal, report = load_mxfp4(info, hf, device, options)
+            causal, report = load_mxfp4(
+                info, hf, device, options, quantize_activations=config.quantize_activations
+            )
         elif file is None:
             causal, report = AutoModelForCausalLM.from_pretrained(
                 info.path,

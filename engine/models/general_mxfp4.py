@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.config.model import ModelInfo
 from engine.errors import ModelError
-from engine.layers.linear import is_cpu
+from engine.layers.linear import is_cpu, make_linear
 from engine.layers.packed_modules import pack_stored_experts
 from engine.layers.quantized import QuantizedWeight
 from engine.models.checkpoint import Checkpoint
@@ -19,12 +20,18 @@ from engine.models.quant.mxfp4 import StackedExperts, plain_tensors
 
 
 def load_mxfp4(
-    info: ModelInfo, hf: PreTrainedConfig, device: str, options: dict[str, Any]
+    info: ModelInfo,
+    hf: PreTrainedConfig,
+    device: str,
+    options: dict[str, Any],
+    *,
+    quantize_activations: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the module of a directory; also returns transformers' report on missing tensors.
 
     On a CPU the experts stay in 4 bits, on a GPU they are dequantised. options: arguments of
-    ``from_pretrained``, among them config and dtype. Raises ``ModelError`` for damaged files."""
+    ``from_pretrained``, among them config and dtype; quantize_activations: as for ``make_linear``.
+    Raises ``ModelError`` for damaged files."""
     dtype, keeps_packed = options["dtype"], is_cpu(torch.device(device))
     # Otherwise transformers would quantise the module itself.
     del hf.quantization_config
@@ -41,15 +48,18 @@ def load_mxfp4(
             raise ModelError(f"{info.path} has tensors that its model does not use: {unused}")
         is_whole = not report["missing_keys"] and not report["mismatched_keys"]
         if keeps_packed and is_whole:
-            _pack(causal, experts, dtype)
+            _pack(causal, experts, dtype, quantize_activations)
     return causal, report
 
 
-def _pack(causal: PreTrainedModel, experts: StackedExperts, dtype: torch.dtype) -> None:
+def _pack(
+    causal: PreTrainedModel, experts: StackedExperts, dtype: torch.dtype, quantizes: bool
+) -> None:
     """Make the experts of a module use our kernels, with the stored matrices."""
     weights: dict[str, dict[str, Iterator[QuantizedWeight]]] = {}
     for name in experts.names:
         module, _, own = name.rpartition(".")
         weights.setdefault(module, {})[own] = experts.matrices(name, dtype)
     for module, matrices in weights.items():
-        pack_stored_experts(causal.get_submodule(module), matrices)
+        make = partial(make_linear, quantize_activations=quantizes)
+        pack_stored_experts(causal.get_submodule(module), matrices, make)

@@ -59,6 +59,7 @@ def load_model(
             max_model_len=max_model_len,
             batch_invariant=invariant,
             output_layer_quantization=config.output_layer_quantization,
+            quantize_activations=config.quantize_activations,
         )
         return load_decoder(spec, config, info, form, placement)
     check_general_invariance(config, info, device)

@@ -90,7 +90,7 @@ def test_layers(
     plain = dequantize(weight.matrix, dtype)
     for has_bias, keeps_float32 in ((False, True), (True, False)):
         added = bias if has_bias else None
-        packed = make_linear(weight, added, keeps_float32=keeps_float32)
+        packed = make_linear(weight, added, keeps_float32=keeps_float32, quantize_activations=False)
         assert isinstance(packed, BlockLinear)
         wanted = make_linear(plain.clone(), added, keeps_float32=keeps_float32)
         for num in ROWS:
@@ -130,7 +130,7 @@ def test_inputs_in_activation_order(dtype: torch.dtype, rng: torch.Generator) ->
     weight = weight_of(Form(4, 32, "zeros"), (70, 256), dtype, rng)
     groups = torch.arange(256)[torch.randperm(256, generator=rng)] // 32
     matrix = weight.matrix._replace(groups=groups)
-    layer = make_linear(QuantizedWeight(matrix=matrix, dtype=dtype))
+    layer = make_linear(QuantizedWeight(matrix=matrix, dtype=dtype), quantize_activations=False)
     plain = dequantize(matrix, dtype)
     for num in ROWS:
         x = torch.randn(num, 256, generator=rng).to(dtype)
