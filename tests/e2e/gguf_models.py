@@ -182,6 +182,17 @@ GENERAL: dict[str, Case] = {
     ),
 }
 """Families that transformers' modules compute."""
+MIXED = {
+    "attn_k": Kind.Q5_0,
+    "attn_v": Kind.Q6_K,
+    "ffn_gate": Kind.F16,
+    "ffn_up_exps": Kind.IQ4_XS,
+    "blk.0.ffn_down": Kind.Q3_K,
+    "attn_output": Kind.Q5_1,
+    "token_embd": Kind.Q8_0,
+    "output": Kind.Q6_K,
+}
+"""Types of tensors in files of many types, by the end of the tensors' names."""
 WIDE_FAMILIES = tuple(name for name in FAMILIES if name.startswith("wide-"))
 
 
@@ -205,6 +216,15 @@ class GgufModels:
             case = FAMILIES.get(name) or GENERAL[name]
             save(random_model(config_of(case), seed=len(name)), path, case.dtype)
         return path
+
+    def mixed(self, name: str) -> GgufModel:
+        """The file of a wide family with matrices of many types, and its twin."""
+        made = MadeGguf(self.source(name), Kind.Q4_K, MIXED)
+        place = self.root / name
+        twin = place / "mixed-twin"
+        if not twin.exists():
+            made.write_twin(twin)
+        return GgufModel(made.write(place / f"{name}-mixed.gguf"), twin, made)
 
     def get(self, name: str, kind: Kind = Kind.F32) -> GgufModel:
         """The file of a family whose matrices are of one type, and its twin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, GGUFWriter, SpecialVocab
@@ -12,9 +13,15 @@ from support.gguf_tokenizers import texts_and_types
 from support.made_gguf import MadeGguf
 
 
-def box_as_gguf(file: Path) -> bytes:
-    """Write the small model of the engine's package as a GGUF file; returns its bytes."""
-    made = MadeGguf(BOX_MODEL, GGMLQuantizationType.BF16)
+def box_as_gguf(
+    file: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.BF16,
+    others: Mapping[str, GGMLQuantizationType] | None = None,
+) -> bytes:
+    """Write the small model of the engine's package as a GGUF file; returns its bytes.
+
+    kind: the type of matrices; others: types of tensors by the end of their name."""
+    made = MadeGguf(BOX_MODEL, kind, others or {})
     writer = GGUFWriter(file, made.architecture)
     made.add_metadata(writer)
     tokenizer = Tokenizer.from_file(str(BOX_MODEL / "tokenizer.json"))
