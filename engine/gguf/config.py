@@ -126,10 +126,13 @@ ARCHITECTURES: Mapping[str, Callable[[Meta], Config]] = {
 
 
 def main_dtype(header: GgufHeader) -> str:
-    """Return the dtype to compute in: that of most weights, and bfloat16 if they are quantised."""
+    """Return the dtype to compute in: bfloat16 if any tensor is quantised, otherwise that of most
+    weights."""
     sizes = Counter[str]()
     for stored in header.tensors.values():
         sizes[stored.type.name] += stored.num_bytes
+    if not sizes.keys() <= {"F32", "F16", "BF16"}:
+        return "bfloat16"
     most = sizes.most_common(1)[0][0] if sizes else ""
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 

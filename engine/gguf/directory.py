@@ -24,7 +24,7 @@ from engine.gguf.header import part_files, read_gguf
 from engine.gguf.link import gguf_file, state_of
 from engine.gguf.vocabulary import write_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Part of the key of cached directories; counts changes of what is written."""
 MIN_SECONDS_KEPT = 3600.0
 """Age below which a directory is never removed, since an engine may be starting from it."""

@@ -144,6 +144,13 @@ def test_the_dtype_follows_from_the_types_of_tensors(
     assert [len(each) for each in tokens_of(str(path), dtype="auto")] == [14, 14, 14]
 
 
+def test_a_file_with_some_quantised_matrices_is_computed_in_bfloat16(
+    gguf_models: GgufModels, tmp_path: Path
+) -> None:
+    made = MadeGguf(gguf_models.source("llama"), Kind.F32, {"ffn_down": Kind.Q8_0})
+    assert read_model_info(directory_of(str(made.write(tmp_path / "x.gguf")))).dtype == "bfloat16"
+
+
 def test_experts_may_be_stored_one_by_one(gguf_models: GgufModels, tmp_path: Path) -> None:
     made = MadeGguf(gguf_models.source("mixtral"), Kind.Q8_0)
     stacked = tokens_of(str(made.write(tmp_path / "stacked.gguf")))
