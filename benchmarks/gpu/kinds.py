@@ -21,6 +21,7 @@ from gpu.engines import Load, decode_seconds, engine_at, prompt_of, run
 
 GIB = 1 << 30
 KV_BYTES = 2  # of a number in the cache
+PROMPT_TOKENS = 2048  # least number of prompt tokens in a step
 # Bytes of a weight; 4 bits have 16 bits of scale for each 32 weights.
 WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 Config = dict[str, Any]
@@ -147,7 +148,8 @@ def steps(
     with config_directory(config) as root, engine_for(box, root, **options) as llm:
         yield start_row(what, began)
         for num in box.sizes((1, 64), (2,)):
-            loads = loads_of(box, num, length)
+            # Long enough that all requests decode together after the last prompt's step.
+            loads = loads_of(box, num, length, 48 + num * length // PROMPT_TOKENS)
             taken = decode_seconds(run(llm, loads), num)
             floor = floor_of(box, config, loads, WEIGHT_BYTES[weights])
             yield step_row(what, loads, taken, floor) | held_of(llm, loads, options)
@@ -250,6 +252,8 @@ def grammars(box: Box) -> Rows:
                     outs = llm.generate(texts, params, use_tqdm=False)
                     taken = time.perf_counter() - began
                     count = sum(len(out.outputs[0].token_ids) for out in outs)
+                    if not count:
+                        raise ValueError(f"{what}: no tokens, {outs[0].outputs[0]}")
                     right = sum(out.outputs[0].text.lstrip().startswith("{") for out in outs)
                     yield {
                         "what": what,
