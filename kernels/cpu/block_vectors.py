@@ -183,7 +183,7 @@ class _Tile(NamedTuple):
     out: Any
     units: Any
     codebook: Any
-    ahead: Any  # bytes after the current values that are prefetched
+    ahead: tuple[Any, Any]  # address of values that are prefetched, bytes for each unit
 
     @property
     def lanes(self) -> int:
@@ -224,9 +224,9 @@ class _Tile(NamedTuple):
     def _unit(self, unit, sums, codebook):
         builder, form = self.builder, self.form
         b = builder.add(self.b, builder.mul(unit, _I64(form.bits * 2 * LINE)))
+        wanted = builder.add(self.ahead[0], builder.mul(unit, self.ahead[1]))
         for line in range(form.bits * 2):
-            place = builder.add(builder.add(b, self.ahead), _I64(line * LINE))
-            _prefetch(builder, place)
+            _prefetch(builder, builder.add(wanted, _I64(line * LINE)))
         self.scales.prefetch(unit)
         if form.has_offsets:
             self.offsets.prefetch(unit)
@@ -400,8 +400,8 @@ def block_tile(  # noqa: PLR0913
 
     a: (address of the first row, bytes of a row); b: address of the panel; scales, offsets: (their
     address, that of the outer ones); shape: (units, shift: unit >> shift is the group, the same for
-    outer scales); codebook: its address; ahead: bytes by which values are prefetched in advance, or
-    0; rows, form, way: literals."""
+    outer scales); codebook: its address; ahead: (address of values that are prefetched, bytes
+    for each unit, 1 to prefetch scales or 0); rows, form, way: literals."""
     literals = (rows, form, way)
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
@@ -413,7 +413,7 @@ def block_tile(  # noqa: PLR0913
             return [builder.extract_value(args[number], i) for i in range(count)]
 
         units, *shifts = parts(5, 3)
-        is_ahead = builder.zext(builder.icmp_signed(">", args[7], _I64(0)), _I64)
+        *ahead, is_ahead = parts(7, 3)
         scales, offsets = (
             _Scales(builder, dtype, kind.halves, *parts(number), tuple(shifts), is_ahead)
             for number, dtype in ((2, kind.scales), (3, kind.offsets))
@@ -433,12 +433,12 @@ def block_tile(  # noqa: PLR0913
                 args[4],
                 units,
                 args[6],
-                args[7],
+                tuple(ahead),
             ).emit()
         return context.get_dummy_value()
 
     pair, three = types.UniTuple(types.intp, 2), types.UniTuple(types.intp, 3)
-    kinds = (pair, types.intp, pair, pair, types.intp, three, types.intp, types.intp)
+    kinds = (pair, types.intp, pair, pair, types.intp, three, types.intp, three)
     return types.void(*kinds, *literals), build
 
 

@@ -37,7 +37,6 @@ from kernels.cpu.matmul.block_rows import (
     HALVES,
     IS_DIRECT,
     JOB,
-    JOB_AHEAD,
     JOB_CODEBOOK,
     JOB_COUNT,
     JOB_OFFSETS,
@@ -252,7 +251,6 @@ def _panel(p, t, job, panel):
         decode_panel(t, panel, 0, job[JOB_SCALES])
         if t[OFFSETS]:
             decode_panel(t, panel, 1, job[JOB_OFFSETS])
-    job[JOB_AHEAD] = _AHEAD
     size = t[UNITS] * t[BITS] * _LINE
     job[JOB_VALUES], job[JOB_CODEBOOK] = t[VALUES] + panel * size, t[CODEBOOK]
     job[JOB_UNITS], job[JOB_SHIFT], job[JOB_ZERO] = t[UNITS], t[SHIFT], t[ZERO]
@@ -261,26 +259,35 @@ def _panel(p, t, job, panel):
 
 def _panel_body(form: Form, way: int) -> Callable[[int], None]:
     """Make the function that multiplies quantised rows by one panel. way: a key of LANES."""
-    code = form.code
+    code, bits = form.code, form.bits
 
     def body(row):
         job = i64(row, (JOB,))
         count, size = job[JOB_COUNT], job[JOB_SIZE]
         scales = job[JOB_SCALES], job[JOB_OUTER_SCALES]
         offsets = job[JOB_OFFSETS], job[JOB_OUTER_OFFSETS]
-        b, codebook, ahead = job[JOB_VALUES], job[JOB_CODEBOOK], job[JOB_AHEAD]
-        shape, done = (job[JOB_UNITS], job[JOB_SHIFT], job[JOB_OUTER_SHIFT]), 0
-        while done + 4 <= count:
+        b, codebook = job[JOB_VALUES], job[JOB_CODEBOOK]
+        shape = job[JOB_UNITS], job[JOB_SHIFT], job[JOB_OUTER_SHIFT]
+        # Memory is to be read all the time: one tile prefetches its panel, several the next one.
+        tiles, unit = (count + 3) // 4, bits * _LINE
+        part, wanted = job[JOB_UNITS] * unit // max(tiles, 1), b + job[JOB_UNITS] * unit
+        if tiles == 1:
+            wanted = b + _AHEAD
+        else:
+            unit //= tiles
+        done = 0
+        while done < count:
+            ahead = wanted, unit, int(done == 0)
             a, c = (job[JOB_ROWS] + done * size, size), job[JOB_OUT] + done * (PANEL * 4)
-            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 4, code, way)
-            done, ahead = done + 4, 0
-        a, c = (job[JOB_ROWS] + done * size, size), job[JOB_OUT] + done * (PANEL * 4)
-        if count - done == 3:
-            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 3, code, way)
-        elif count - done == 2:
-            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 2, code, way)
-        elif count - done == 1:
-            block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 1, code, way)
+            if count - done >= 4:
+                block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 4, code, way)
+            elif count - done == 3:
+                block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 3, code, way)
+            elif count - done == 2:
+                block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 2, code, way)
+            else:
+                block_tile(a, b, scales, offsets, c, shape, codebook, ahead, 1, code, way)
+            done, wanted = done + 4, wanted + part
 
     return body
 
