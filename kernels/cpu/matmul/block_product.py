@@ -87,7 +87,7 @@ _ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _FEW = 8  # up to this many rows, each thread quantises them itself
 _MOST, _BYTES = 288, 3 << 18  # maximum rows of an item, and bytes of them, which stay in the cache
 _FROM = 9  # rows from which tiles are faster
-_AHEAD = 2048  # bytes of values that are prefetched
+_AHEAD = 5  # units whose values are prefetched in advance
 _LINE = 2 * 64  # bytes of a row of a unit
 
 
@@ -272,7 +272,7 @@ def _panel_body(form: Form, way: int) -> Callable[[int], None]:
         tiles, unit = (count + 3) // 4, bits * _LINE
         part, wanted = job[JOB_UNITS] * unit // max(tiles, 1), b + job[JOB_UNITS] * unit
         if tiles == 1:
-            wanted = b + _AHEAD
+            wanted = b + _AHEAD * unit
         else:
             unit //= tiles
         done = 0
