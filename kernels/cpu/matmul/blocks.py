@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch.nn.functional import pad
 
+from kernels.cpu.memory import zeros
 from kernels.quantized import Quantized
 
 PANEL = 32  # outputs of a panel
@@ -131,14 +132,14 @@ class BlockWriter:
         def empty(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
             if tensor is None:
                 return None
-            return torch.zeros((panels, count, PANEL), dtype=_kept_dtype(tensor.dtype))
+            return zeros((panels, count, PANEL), _kept_dtype(tensor.dtype))
 
         supers = 0 if not like.outer_size else -(-num_in // like.outer_size)
         scales = empty(like.scales, groups)
         assert scales is not None
         mixed = torch.empty(0) if like.zeros is not None else None
         self.weight = BlockWeight(
-            values=torch.empty((panels, units, like.bits, 2, LINE), dtype=torch.uint8),
+            values=zeros((panels, units, like.bits, 2, LINE), torch.uint8),
             scales=scales,
             offsets=empty(like.offsets if mixed is None else mixed, groups),
             outer_scales=empty(like.outer_scales, supers),

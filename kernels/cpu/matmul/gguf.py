@@ -14,6 +14,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.matmul.blocks import CODE_ZERO, LINE, PANEL, UNIT, BlockWeight
+from kernels.cpu.memory import zeros
 from kernels.cpu.native import INLINE, Kernel, i8, i32, i64, next_item, u8, u16
 from kernels.cpu.threads import num_threads
 
@@ -104,8 +105,10 @@ def pack_gguf(kind: str, rows: torch.Tensor) -> BlockWeight:
     units, is_outer = blocks * form.units, form.outer >= 0
     groups = units * UNIT // form.group_size
     inner = _SCALES.get(form.scaling, torch.int8)
-    values = torch.empty((panels, units, form.bits, 2, LINE), dtype=torch.uint8)
-    scales, offsets = (torch.empty((panels, groups, PANEL), dtype=inner) for _ in range(2))
+    values = zeros((panels, units, form.bits, 2, LINE), torch.uint8)
+    scales, offsets = (
+        zeros((count, groups, PANEL), inner) for count in (panels, panels * form.has_offsets)
+    )
     outer_scales, outer_offsets = (
         torch.empty((panels, blocks if is_outer else 0, PANEL), dtype=torch.float16)
         for _ in range(2)
