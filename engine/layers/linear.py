@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -78,9 +79,19 @@ def packed_linear(
             make_linear, keeps_float32=keeps_float32, quantize_activations=quantize_activations
         )
         return split_linear(weight, bias, make)
+    if quantize_activations and is_for_byte_product(weight):
+        bias = None if bias is None else bias.float().contiguous()
+        return Int8Linear(weight, bias, keeps_float32)
     if isinstance(weight, torch.Tensor) or not can_stay_packed(weight):
         return None
     return block_linear(weight, bias, keeps_float32, quantize_activations=quantize_activations)
+
+
+def is_for_byte_product(weight: Weight) -> TypeGuard[QuantizedWeight]:
+    """True if a CPU multiplies this weight and its inputs as 8-bit integers by output and row."""
+    if not isinstance(weight, QuantizedWeight) or weight.dtype is not torch.bfloat16:
+        return False
+    return int8.IS_SUPPORTED and weight.multiplies_bytes
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -217,10 +228,18 @@ class Int8Linear:
     """A CPU layer with 8-bit integer weights and inputs."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        keeps_float32: bool = False,
     ) -> None:
+        """weight: a plain one, which is quantised here, or one of 8-bit integers with one scale per
+        output and no zero points."""
         self._keeps_float32 = keeps_float32
-        self.weight = int8.quantize(weight)
+        if isinstance(weight, torch.Tensor):
+            self.weight = int8.quantize(weight)
+        else:
+            self.weight = int8.pack_integers(weight.matrix.values, weight.matrix.scales[:, 0])
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 

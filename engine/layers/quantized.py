@@ -23,13 +23,23 @@ class QuantizedWeight:
     matrix: Quantized
     dtype: torch.dtype
     quantizes_inputs: bool = False
-    """True if the product may also quantise its inputs to 8-bit floats."""
+    """True if the product may also quantise its inputs: to 8-bit floats if the matrix has floats,
+    otherwise to 8-bit integers."""
     input_scale: float | None = None
     """Calibrated scale of quantised inputs; ``None``: a scale is computed for each row."""
 
     @property
     def shape(self) -> torch.Size:
         return self.matrix.values.shape
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """True if inputs are multiplied as 8-bit integers by 8-bit integers with one scale per
+        output."""
+        m = self.matrix
+        has_more = any(part is not None for part in (m.zeros, m.offsets, m.codebook, m.groups))
+        is_by_output = m.bits == 8 and m.scales.shape[1] == 1 and not m.outer_size
+        return self.quantizes_inputs and not m.is_float and is_by_output and not has_more
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix [out, in], dequantised to ``dtype``."""

@@ -8,7 +8,7 @@ from kernels.quantized import Quantized
 
 GROUP_SIZES = (128, 32)
 """Inputs that share a scale: the first of these sizes that divides the number of inputs."""
-PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 17  # quantised at once, so that all steps work in a core's cache
 LOWEST, HIGHEST = -8, 7
 
 
@@ -29,7 +29,8 @@ def quantize_int4(weight: torch.Tensor, group_size: int) -> Quantized:
     for begin in range(0, num_outputs, rows):
         piece = slice(begin, min(begin + rows, num_outputs))
         groups = weight[piece].float().view(-1, num_inputs // group_size, group_size)
-        peaks = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        lowest, highest = groups.aminmax(dim=2, keepdim=True)
+        peaks = torch.where(-lowest >= highest, lowest, highest)
         scales[piece] = (peaks / LOWEST).squeeze(2).to(scales.dtype)
         # The integers are those of the rounded scales; a scale of 0 has only zeros.
         stored = scales[piece].float().unsqueeze(2)

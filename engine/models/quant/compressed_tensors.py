@@ -186,6 +186,8 @@ def scheme_of(group: Any, common: str) -> Scheme:
     )
     strategy = strategy_of(weights)
     inputs = field_of(group, "input_activations", default={})
+    # Weights and inputs of the same type are multiplied as such.
+    is_alike = inputs.get("type", "int") == number and inputs.get("num_bits") == 8
     is_float_input = number == "float" and inputs.get("type") == "float"
     block = field_of(weights, "block_structure", "group_size") if strategy == "block" else None
     return Scheme(
@@ -196,7 +198,7 @@ def scheme_of(group: Any, common: str) -> Scheme:
         block=block_of(block),
         is_symmetric=bool(field_of(weights, "symmetric", default=True)),
         is_sorted=number == "int" and weights.get("actorder") in (True, "group", "dynamic"),
-        quantizes_inputs=is_float_input and inputs.get("num_bits") == 8,
+        quantizes_inputs=is_alike and layout != PACKED,
         has_input_scale=is_float_input and not inputs.get("dynamic"),
     )
 

@@ -7,6 +7,7 @@ are exact, so a row's results depend neither on the number of rows nor on the bo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,20 +48,39 @@ class Int8Weight(NamedTuple):
 
 def quantize(weight: torch.Tensor) -> Int8Weight:
     """Quantise a weight [out, in] symmetrically, with one scale per output."""
-    num_out, num_in = weight.shape
+    scales = weight.abs().amax(dim=1).float().div_(127).clamp_(min=1e-30)
+
+    def integers_of(rows: slice) -> torch.Tensor:
+        return (weight[rows].float() / scales[rows, None]).round_().to(torch.int8)
+
+    return _packed(weight.shape, scales, integers_of)
+
+
+def pack_integers(values: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
+    """Pack a quantised weight, scale * (value - 128). values: [out, in] uint8; scales: [out]."""
+    flip = 0x80  # makes signed bytes of unsigned ones
+    return _packed(
+        values.shape, scales.float(), lambda rows: (values[rows] ^ flip).view(torch.int8)
+    )
+
+
+def _packed(
+    shape: torch.Size, scales: torch.Tensor, integers_of: Callable[[slice], torch.Tensor]
+) -> Int8Weight:
+    """Pack a weight [out, in]. integers_of: returns the integers [R, in] int8 of some outputs."""
+    num_out, num_in = shape
     panels, depth = -(-num_out // PANEL), -(-num_in // STEP) * (STEP // DEEP)
-    scales = torch.zeros(panels * PANEL)
-    scales[:num_out] = weight.abs().amax(dim=1).float().div_(127).clamp_(min=1e-30)
+    padded_scales = torch.nn.functional.pad(scales, (0, panels * PANEL - num_out))
     packed = torch.zeros((panels, depth, PANEL, DEEP), dtype=torch.int8)
     sums = torch.zeros(panels * PANEL, dtype=torch.int32)
     for panel in range(panels):
         rows = slice(panel * PANEL, min((panel + 1) * PANEL, num_out))
-        integers = (weight[rows].float() / scales[rows, None]).round_().to(torch.int8)
+        integers = integers_of(rows)
         sums[rows] = integers.sum(dim=1, dtype=torch.int32) * ZERO_POINT
         padded = torch.nn.functional.pad(integers, (0, depth * DEEP - num_in))
         count = len(integers)
         packed[panel, :, :count] = padded.view(count, depth, DEEP).transpose(0, 1)
-    return Int8Weight(packed, scales, sums, num_out)
+    return Int8Weight(packed, padded_scales, sums, num_out)
 
 
 def int8_product(
