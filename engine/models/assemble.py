@@ -25,6 +25,7 @@ from engine.layers.sublayers import (
     RMSNorm,
 )
 from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
+from engine.models.quant import stated
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
 
@@ -200,13 +201,20 @@ def compute_dtype(
     config: ModelConfig, info: ModelInfo, device: str, stored: torch.dtype | None = None
 ) -> torch.dtype:
     """The dtype to compute in. For "auto" it is the one in config.json, else ``stored``, that of
-    most numbers in the checkpoint, else float32 on a CPU and bfloat16 on a GPU."""
-    named = info.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
-    if named not in COMPUTE_DTYPES and stored in COMPUTE_DTYPES.values():
-        assert stored is not None
-        return stored
-    is_cpu = torch.device(device).type == "cpu"
-    return COMPUTE_DTYPES.get(named, torch.float32 if is_cpu else torch.bfloat16)
+    most numbers in the checkpoint, else float32 on a CPU and bfloat16 on a GPU.
+
+    On a CPU, "auto" is bfloat16 instead of float16 for 4-bit and other quantised weights, since the
+    kernels for them do not compute in float16."""
+    if config.dtype != "auto":
+        return COMPUTE_DTYPES[config.dtype]
+    named = COMPUTE_DTYPES.get(info.dtype.removeprefix("torch."))
+    if named is None and stored in COMPUTE_DTYPES.values():
+        named = stored
+    is_quantized = config.quantization == "int4" or stated(info) is not None
+    if named is torch.float16 and is_quantized and is_cpu(torch.device(device)):
+        return torch.bfloat16
+    is_on_cpu = torch.device(device).type == "cpu"
+    return named or (torch.float32 if is_on_cpu else torch.bfloat16)
 
 
 def activation_dtype(weights: torch.dtype, device: str) -> torch.dtype:

@@ -209,6 +209,18 @@ def test_a_user_just_gives_the_directory(tmp_path: Path, seed: int) -> None:
     assert list(got) == tokens[9:]
 
 
+def test_directories_in_float16_are_computed_in_bfloat16(tmp_path: Path, seed: int) -> None:
+    """Most AWQ and GPTQ directories name float16, for which no kernel multiplies packed weights."""
+    made, tokens = written(tmp_path, "awq"), tokens_of(seed, 12)
+    config = json.loads((made.path / "config.json").read_text()) | {"dtype": "float16"}
+    (made.path / "config.json").write_text(json.dumps(config))
+    model = load(made.path, dtype="auto")
+    assert model.dtype is torch.bfloat16
+    got = PagedRun(model).prefill("a", tokens)
+    assert cosine(got, reference_logits(made.reference, tokens)) > 0.98
+    assert load(made.path, dtype="float16").dtype is torch.float32
+
+
 def restate(path: Path, **changes: Any) -> None:
     """Change what config.json says of the quantisation."""
     config = json.loads((path / "config.json").read_text())
