@@ -49,13 +49,13 @@ from kernels.cpu.vectors import fma, splat
 ROWS = amx.ROWS
 WIDTH = 16  # outputs of a tile
 PASS = 32  # units that are unpacked at a time: their bytes stay in the L1 cache
+LEAD = 4  # groups by which tiles precede the vector unit, which waits for stored sums
 _UNIT_BYTES = QUADS * LINE  # of 16 unpacked outputs
-_SIDE = (PASS + 1) * _UNIT_BYTES  # bytes of 16 outputs in a pass; tiles read one unit too many
+_SIDE = PASS * _UNIT_BYTES  # bytes of 16 outputs in a pass
 _SUMS = ROWS * WIDTH * 4  # bytes of the sums of a group
 _FLOAT, _WORDS = ir.FloatType(), ir.VectorType(ir.IntType(32), WIDTH)
 _FLOATS = ir.VectorType(_FLOAT, WIDTH)
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
-_BYTES = ir.VectorType(_I8, LINE)
 
 
 @njit(**EXACT)
@@ -97,66 +97,104 @@ class _Sums(NamedTuple):
     turned: tuple[Any, Any]  # addresses of the rows' scales and shares of the pass
     units: tuple[Any, Any]  # first unit of the pass, number of units
     shift: Any  # unit >> shift is the number of its group
-    place: tuple[Any, Any]  # addresses of the results [16, 32] and of memory for two sums
+    place: tuple[Any, Any]  # addresses of the results [16, 32] and of memory for LEAD sums
 
     def emit(self) -> None:
         builder, first = self.builder, self.units[0]
         is_fresh = builder.icmp_signed("==", first, _I64(0))
         places = [builder.add(self.place[0], _I64(row * PANEL * 4)) for row in range(ROWS)]
-        initial = [
+        sums = [
             builder.select(is_fresh, same(_FLOATS, 0.0), load(builder, place, _FLOATS))
             for place in places
         ]
-        self._multiply(_I64(0), 0)
+        total = builder.mul(self.units[1], _I64(self.form.halves))
+        rest = builder.sub(total, _I64(LEAD))
+        is_short = builder.icmp_signed("<", rest, _I64(0))
+        rest = builder.select(is_short, _I64(0), rest)
+        lead = builder.select(is_short, total, _I64(LEAD))
+
+        def begin(group, sums):
+            self._multiply(group)
+            self._keep(group)
+            return sums
+
+        def both(group, sums):
+            # First the sums that are ready; the vector unit works while tiles multiply.
+            self._keep(builder.add(group, _I64(LEAD - 1)))
+            self._multiply(builder.add(group, _I64(LEAD)))
+            return self._scale(group, sums)
+
+        before = builder.sub(lead, _I64(1))
+        self._loop((_I64(0), before), [], begin)
+        self._multiply(before)
+        sums = self._loop((_I64(0), rest), sums, both)
+        self._keep(builder.sub(total, _I64(1)))
+        sums = self._loop((rest, total), sums, self._scale)
+        for place, value in zip(places, sums, strict=True):
+            store(builder, value, place)
+
+    def _loop(self, span: tuple[Any, Any], sums: list[Any], step: Any) -> list[Any]:
+        """Emit ``sums = step(group, sums)`` for the groups from span[0] to span[1]; returns the
+        last sums."""
+        builder = self.builder
         before = builder.block
-        loop, done = (builder.append_basic_block(name) for name in ("unit", "summed"))
-        builder.branch(loop)
+        loop, done = (builder.append_basic_block(name) for name in ("group", "done"))
+        builder.cbranch(builder.icmp_signed("<", *span), loop, done)
         builder.position_at_end(loop)
-        unit, buffer, *sums = (builder.phi(kind) for kind in [_I64, _I64] + [_FLOATS] * ROWS)
-        following = builder.add(unit, _I64(1))
-        added, last = sums, buffer
-        for half in range(self.form.halves):
-            group = builder.add(builder.mul(unit, _I64(self.form.halves)), _I64(half))
-            other = builder.xor(last, _I64(_SUMS))
-            self._multiply(builder.add(group, _I64(1)), other)
-            added = self._scale((unit, half, group), builder.add(self.place[1], last), added)
-            last = other
-        start = (_I64(0), _I64(0), *initial)
+        group, *inner = (builder.phi(kind) for kind in [_I64] + [_FLOATS] * len(sums))
+        added = step(group, inner)
+        following = builder.add(group, _I64(1))
         for phi, one, more in zip(
-            (unit, buffer, *sums), start, (following, last, *added), strict=True
+            (group, *inner), (span[0], *sums), (following, *added), strict=True
         ):
             phi.add_incoming(one, before)
             phi.add_incoming(more, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, self.units[1]), loop, done)
+        builder.cbranch(builder.icmp_signed("<", following, span[1]), loop, done)
+        end = builder.block
         builder.position_at_end(done)
-        for place, value in zip(places, added, strict=True):
-            store(builder, value, place)
+        results = [builder.phi(_FLOATS) for _ in sums]
+        for phi, one, more in zip(results, sums, added, strict=True):
+            phi.add_incoming(one, before)
+            phi.add_incoming(more, end)
+        return results
 
-    def _multiply(self, group: Any, buffer: Any) -> None:
-        """Emit the integer sums of a group of the pass, stored at offset `buffer`."""
+    def _sums_of(self, group: Any) -> Any:
+        """Emit the address of the integer sums of a group, in a ring of LEAD groups."""
+        slot = self.builder.and_(group, _I64(LEAD - 1))
+        return self.builder.add(self.place[1], self.builder.mul(slot, _I64(_SUMS)))
+
+    def _multiply(self, group: Any) -> None:
+        """Emit the integer sums of a group of the pass, in tile 0."""
         builder, halves = self.builder, self.form.halves
         a = builder.add(self.a[0], builder.mul(group, _I64(UNIT // halves)))
         b = builder.add(self.b, builder.mul(group, _I64(_UNIT_BYTES // halves)))
-        out = builder.add(self.place[1], buffer if buffer else _I64(0))
         self.tiles.zero(0)
         self.tiles.load(4, a, self.a[1])
         self.tiles.load(6, b, _I64(LINE))
         signs = "signed signed" if self.form.has_zero else "signed unsigned"
         self.tiles.dot_bytes(0, 4, 6, signs)
-        self.tiles.store(0, out, _I64(WIDTH * 4))
 
-    def _scale(self, which: tuple[Any, int, Any], totals: Any, sums: list[Any]) -> list[Any]:
-        """Emit the sums after a group is added, scaled. which: unit, half, group of the pass."""
+    def _keep(self, group: Any) -> None:
+        """Emit the store of the sums of a group, which are in tile 0."""
+        self.tiles.store(0, self._sums_of(group), _I64(WIDTH * 4))
+
+    def _scale(self, group: Any, sums: list[Any]) -> list[Any]:
+        """Emit the sums after a group of the pass is added, scaled."""
         builder, form = self.builder, self.form
-        unit, half, group = which
-        number = builder.lshr(builder.add(self.units[0], unit), self.shift)
-        at = builder.add(builder.mul(number, _I64(form.halves * PANEL * 4)), _I64(half * PANEL * 4))
+        unit, number = group, builder.add(self.units[0], group)
+        if form.halves == 2:
+            unit = builder.lshr(group, _I64(1))
+            number = builder.add(builder.shl(self.units[0], _I64(1)), group)
+        else:
+            number = builder.lshr(number, self.shift)
+        at = builder.mul(number, _I64(PANEL * 4))
         weights = load(builder, builder.add(self.scales[0], at), _FLOATS)
         scales = builder.add(self.turned[0], builder.mul(unit, _I64(ROWS * 4)))
         offsets = shares = None
         if form.has_offsets:
             offsets = load(builder, builder.add(self.scales[1], at), _FLOATS)
             shares = builder.add(self.turned[1], builder.mul(group, _I64(ROWS * 4)))
+        totals = self._sums_of(group)
         added = []
         for row, total in enumerate(sums):
             words = load(builder, builder.add(totals, _I64(row * WIDTH * 4)), _WORDS)
@@ -254,7 +292,7 @@ def tile_panel_body(form: Form, soft: int) -> Callable[[int], None]:
         job = i64(row, (JOB,))
         units, count, size = job[JOB_UNITS], job[JOB_COUNT], job[JOB_SIZE]
         state = np.empty(amx.STATE + 64, np.uint8)
-        scratch = np.empty(2 * _SIDE + 2 * _SUMS + 64, np.uint8)
+        scratch = np.empty(2 * _SIDE + LEAD * _SUMS + 64, np.uint8)
         own, bytes_ = (state.ctypes.data + 63) & -64, (scratch.ctypes.data + 63) & -64
         sums = bytes_ + 2 * _SIDE
         amx.begin_deep(own, depth, soft)
