@@ -9,6 +9,7 @@ from kernels.cpu import isa, pointwise
 from kernels.cpu.matmul.block_product import (
     BODIES,
     BODY,
+    TILES_BODY,
     block_product,
     gated_block_product,
     largest_output,
@@ -81,7 +82,10 @@ def rng(seed: int) -> torch.Generator:
 
 
 @pytest.fixture(
-    params=[pytest.param(body, marks=[pytest.mark.slow] * (body != BODY)) for body in BODIES]
+    params=[
+        pytest.param(body, marks=[pytest.mark.slow] * (body not in (BODY, TILES_BODY)))
+        for body in BODIES
+    ]
 )
 def body(request: pytest.FixtureRequest) -> str:
     if not runs_here(request.param):

@@ -86,7 +86,7 @@ NUM_PARAMETERS = 17
 _ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _FEW = 8  # up to this many rows, each thread quantises them itself
 _MOST, _BYTES = 288, 3 << 18  # maximum rows of an item, and bytes of them, which stay in the cache
-_FROM = 9  # rows from which tiles are faster
+_FROM = 15  # rows from which tiles are faster
 _AHEAD = 5  # units whose values are prefetched in advance
 _LINE = 2 * 64  # bytes of a row of a unit
 
