@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kernels.cpu import isa
 from kernels.cpu.cells import elements, put
 from kernels.cpu.matmul.blocks import PANEL, UNIT, BlockWeight
 from kernels.cpu.native import (
@@ -31,7 +32,7 @@ from kernels.cpu.native import (
     u32,
 )
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import LANES, splat
+from kernels.cpu.vectors import LANES, BFloat, splat
 
 FLOATS, PAIRS = 0, 1  # forms of a dequantised panel: float32, or pairs of bfloat16
 
@@ -171,14 +172,23 @@ def _emit_pair(builder: Any, first: Any, second: Any) -> Any:
     def all_of(value):
         return ir.Constant(kind, [value] * kind.count)
 
-    def rounded(value):
+    def word(value):
+        """The rounded number in the high half of a word; the low half is undefined."""
         bits = builder.bitcast(value, kind)
         last = builder.and_(builder.lshr(bits, all_of(16)), all_of(1))
         near = builder.add(bits, builder.add(last, all_of(0x7FFF)))
         return builder.select(builder.fcmp_unordered("uno", value, value), all_of(0x7FC00000), near)
 
-    low = builder.lshr(rounded(first), all_of(16))
-    return builder.or_(low, builder.and_(rounded(second), all_of(0xFFFF0000)))
+    def half(value):
+        narrow = builder.fptrunc(value, ir.VectorType(BFloat(), kind.count))
+        halves = builder.bitcast(narrow, ir.VectorType(ir.IntType(16), kind.count))
+        return builder.zext(halves, kind)
+
+    # One instruction, which makes zeros of the smallest numbers, as products that use it do.
+    if isa.has("avx512bf16"):
+        return builder.or_(half(first), builder.shl(half(second), all_of(16)))
+    low = builder.lshr(word(first), all_of(16))
+    return builder.or_(low, builder.and_(word(second), all_of(0xFFFF0000)))
 
 
 @njit(**EXACT)
