@@ -6,7 +6,11 @@ import torch
 
 from engine.layers.quantized import GgufWeight, QuantizedWeight
 from kernels.cpu.matmul import bfloat16, float32
-from kernels.cpu.matmul.block_product import block_product
+from kernels.cpu.matmul.block_product import (
+    block_product,
+    gated_block_product,
+    largest_output,
+)
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
 from kernels.cpu.pointwise import ACTS
@@ -37,9 +41,28 @@ class BlockLinear:
         x = x.bfloat16().contiguous()
         return block_product(x, self.packed, self.bias, out_dtype=self._out_dtype)
 
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
+        ``None`` if the kernel does not support this layer or activation."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
+            return None
+        return self._gated(x, activation)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
+        only -inf); ``None`` if the kernel does not support this layer."""
+        return None if self.bias is not None or self._is_wide else self._largest(x)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self._is_wide else torch.bfloat16
         return dequantized_rows(self._table, ids, self.in_features, dtype)
+
+    def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return gated_block_product(x.bfloat16().contiguous(), self.packed, activation)
+
+    def _largest(self, x: torch.Tensor) -> torch.Tensor:
+        return largest_output(x.bfloat16().contiguous(), self.packed)
 
 
 class ExactBlockLinear(BlockLinear):
@@ -57,19 +80,10 @@ class ExactBlockLinear(BlockLinear):
             x, self._table, self.bias, self.out_features, out_dtype=self._out_dtype
         )
 
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
-        ``None`` if the kernel does not support this layer or activation."""
-        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
-        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
-            return None
+    def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         return bfloat16.gated_product(self._inputs(x), self._table, self.out_features, activation)
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
-        only -inf); ``None`` if the kernel does not support this layer."""
-        if self.bias is not None or self._is_wide:
-            return None
+    def _largest(self, x: torch.Tensor) -> torch.Tensor:
         return bfloat16.largest(self._inputs(x), self._table, self.out_features)
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:

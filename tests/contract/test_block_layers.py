@@ -11,6 +11,7 @@ from contract.test_cpu_products import OWN, runs_here
 from engine.layers.block_linear import BlockLinear
 from engine.layers.linear import make_linear
 from engine.layers.quantized import QuantizedWeight
+from kernels import reference
 from kernels.cpu.matmul import bfloat16
 from kernels.cpu.matmul.bfloat16 import BODIES
 from kernels.cpu.matmul.blocks import pack_blocks
@@ -156,3 +157,17 @@ def test_what_cannot_be_packed_is_dequantised(rng: torch.Generator) -> None:
     layer = make_linear(weight)
     assert not isinstance(layer, BlockLinear)
     assert torch.equal(layer.rows(torch.arange(64)), weight.dequantize())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gates_and_the_largest_output_are_those_of_all_outputs(
+    exact: bool, rng: torch.Generator
+) -> None:
+    weight = weight_of(FORMS[3], (256, 96), torch.bfloat16, rng)
+    options = {"quantize_activations": not exact}
+    layer, wide = make_linear(weight, **options), make_linear(weight, keeps_float32=True, **options)
+    for num in ROWS[1:]:
+        x = torch.randn(num, 96, generator=rng).bfloat16()
+        assert torch.equal(wide.largest(x).long(), wide(x).argmax(1))
+        wanted = reference.act_mul(wide(x), "silu")
+        torch.testing.assert_close(layer.gated(x, "silu").float(), wanted, rtol=2**-8, atol=1e-4)
