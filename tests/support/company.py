@@ -17,6 +17,7 @@ from engine.messages.structured import StructuredOutputsParams
 LENGTH = 640  # tokens of a request at most: over the ends of two stretches of keys
 A_ROUND = 40  # requests that are answered in one kind of company
 FORMS = ("[0-9]{3}-[0-9]{4}", '\\{"name": "[a-z ]{3,9}", "age": [0-9]+\\}')
+KEPT = ("auto", "auto", "int8", "fp8")  # values of ``kv_cache_dtype``
 ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False, "num_threads": 1, "num_kv_blocks": 100}
 
 
@@ -41,13 +42,14 @@ def differences(company: Company) -> Iterator[tuple[int, list[str]]]:
     left = company.num_texts
     while left > 0:
         requests = {str(i): draw(rng, company.path) for i in range(min(A_ROUND, left))}
-        with engine_for(company.path, ALONE) as engine:
+        kept = {"kv_cache_dtype": rng.choice(KEPT)}
+        with engine_for(company.path, {**ALONE, **kept}) as engine:
             alone = {name: answers(engine, {name: one}, 1)[name] for name, one in requests.items()}
         for _ in range(3):
             some = dict(rng.sample(sorted(requests.items()), min(len(requests), left)))
             if not some:
                 return
-            options = options_of(rng, company)
+            options = {**options_of(rng, company), **kept}
             with engine_for(company.path, options) as engine:
                 if rng.random() < 0.5:  # some of it is in the cache then
                     answers(engine, dict(list(some.items())[::2]), rng.randint(1, 9))
