@@ -16,6 +16,8 @@ from kernels.cpu.attention import PAIRED, paged_attention
 from kernels.reference.kv_rows import decode_rows, encode_rows
 
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# Head size, and query heads a key head: of the tiny models, whose kernels other tests compile too.
+SHAPES = {torch.float32: (16, 2), torch.bfloat16: (64, 3)}
 NO_NORM = reference.HeadNorm(None, None, 1e-6, False)
 NO_ROPE = reference.Rope(None, False)
 
@@ -123,7 +125,7 @@ def test_attention_over_any_step(dtype: torch.dtype, seed: int) -> None:
     """Random steps, blocks and options, for each kind of cache. A token's outputs are those that it
     has alone, to the last bit."""
     dice, rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    heads, group, head_dim = 2, 3, 64
+    heads, (head_dim, group) = 2, SHAPES[dtype]
     for kind in 2 * list(KINDS.values()):
         lengths = [dice.choice((1, 15, 16, 63, 64, 255, 256, 300, 700)) for _ in range(4)]
         singles = [(1, length) for length in lengths[:2]]
@@ -189,8 +191,9 @@ def test_attention_of_other_shapes(
 def test_every_code_of_8_bit_floats_is_read_as_torch_does() -> None:
     """As values of single tokens: each attends to one key, so its output is the value."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    rows, num = codes.view(4, 64), 4
-    layer = torch.zeros(num, 2, 1, 16, 64).to(codes.dtype)
+    (head_dim, group), num = SHAPES[torch.float32], 16
+    rows = codes.view(num, head_dim)
+    layer = torch.zeros(num, 2, 1, 16, head_dim).to(codes.dtype)
     layer[:, 1, 0, 0] = rows
     meta = AttentionMeta(
         query_start=torch.arange(num + 1, dtype=torch.int32),
@@ -203,7 +206,7 @@ def test_every_code_of_8_bit_floats_is_read_as_torch_does() -> None:
         max_query_len=1,
         max_seq_len=1,
     )
-    q = torch.ones(num, 3, 64)
+    q = torch.ones(num, group, head_dim)
     got = cpu.paged_attention(q, layer, meta, reference.AttentionOptions(scale=1.0))
-    for head in got.view(num, 3, 64).unbind(1):
+    for head in got.view(num, group, head_dim).unbind(1):
         assert torch.equal(head.nan_to_num(1e9), rows.float().nan_to_num(1e9))
