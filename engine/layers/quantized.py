@@ -10,6 +10,7 @@ import torch
 
 from kernels.cpu.matmul import gguf
 from kernels.cpu.matmul.blocks import BlockWeight, unpack
+from kernels.pages import allocate
 from kernels.quantized import Quantized
 from kernels.reference.quant import dequantize, zeros_of
 
@@ -132,7 +133,9 @@ def _merged(parts: Sequence[StoredWeight]) -> StoredWeight:
     if isinstance(first, torch.Tensor):
         return torch.cat([plain(part) for part in parts])
     if isinstance(first, GgufWeight):
-        return replace(first, rows=torch.cat([p.rows for p in parts if isinstance(p, GgufWeight)]))
+        rows = [part.rows for part in parts if isinstance(part, GgufWeight)]
+        whole = allocate((sum(map(len, rows)), rows[0].shape[1]), torch.uint8)
+        return replace(first, rows=torch.cat(rows, out=whole))
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     # Parts have the same inputs; the largest calibrated scale clips none of them.
     scales = [part.input_scale for part in quantized if part.input_scale is not None]

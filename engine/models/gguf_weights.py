@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from engine.layers.quantized import GgufWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.targets import TargetPart
 from kernels.cpu.matmul.gguf import TYPES
+from kernels.pages import allocate
 
 PIECE_ELEMENTS = 1 << 20
-Row = TypeVar("Row", np.float32, np.uint8)
 READ = frozenset(
     kind for kind in GGMLQuantizationType if kind.name in ("F32", "F16", "BF16", *TYPES)
 )
@@ -148,12 +148,10 @@ class GgufCheckpoint(Checkpoint):
         first = start // width
         for begin in range(0, len(flat), rows_at_once):
             end = min(len(flat), begin + rows_at_once)
-            values = self._rows(stored, width, first + begin, end - begin)
+            values = torch.from_numpy(self._rows(stored, width, first + begin, end - begin))
             if num_heads:
                 values = in_halves(values, head_dim)
-            if offset:
-                values = values + np.float32(offset)
-            flat[begin:end].copy_(torch.from_numpy(values))
+            flat[begin:end].copy_(values + offset if offset else values)
 
     def is_packed(self, part: TargetPart) -> bool:
         """True for a matrix of a type that stays quantised."""
@@ -168,7 +166,7 @@ class GgufCheckpoint(Checkpoint):
         width = stored.shape[-1]
         rows = self._packed_rows(stored, width, part.start // width, part.size // width)
         if num_heads:
-            rows = torch.from_numpy(in_halves(rows.numpy(), stored.shape[0] // num_heads))
+            rows = in_halves(rows, stored.shape[0] // num_heads)
         return GgufWeight(rows=rows, kind=stored.type.name, dtype=dtype)
 
     def main_dtype(self) -> torch.dtype | None:
@@ -192,7 +190,7 @@ class GgufCheckpoint(Checkpoint):
         a row] uint8."""
         block_size, block_bytes = GGML_QUANT_SIZES[stored.type]
         row_bytes = width // block_size * block_bytes
-        packed = torch.empty((num, row_bytes), dtype=torch.uint8)
+        packed = allocate((num, row_bytes), torch.uint8)
         self._fill(stored.file, stored.offset + first * row_bytes, packed)
         return packed
 
@@ -244,11 +242,13 @@ def check_types(header: GgufHeader) -> None:
         )
 
 
-def in_halves(rows: NDArray[Row], head_dim: int) -> NDArray[Row]:
+def in_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Reorder the rows of heads so that the two elements of a rotated pair are half a head apart
     and no longer neighbours."""
-    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+    pairs = rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2)
+    reordered = allocate(tuple(rows.shape), rows.dtype)
+    reordered.view(pairs.shape).copy_(pairs)
+    return reordered
 
 
 def conversions(header: GgufHeader) -> dict[str, Conversion]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from math import prod
 from typing import Protocol, Self
 
 import torch
@@ -21,12 +18,12 @@ from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import QuantizedModules
 from engine.models.targets import Target, TargetPart
+from kernels.pages import allocate
 
 # Tensors in older checkpoints that can be derived from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
-OWN_PAGES_BYTES = 1 << 20
 
 
 class WeightSource(Protocol):
@@ -61,24 +58,6 @@ class Weights:
             loading = self._reader.submit(self._source.load, following, self._dtype)
             self._ready[following.name] = loading
         return self._ready.pop(name).result()
-
-
-def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor. A large one has its own memory mapping, so that its memory returns
-    to the system when it is freed; malloc would keep tens of megabytes of it."""
-    num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes < OWN_PAGES_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return own_pages(num_bytes).view(dtype).view(shape)
-
-
-def own_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate zeros [num_bytes] uint8 in a memory mapping of their own, with huge pages if
-    possible. A page takes memory only once it is written."""
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class StoredWeights:

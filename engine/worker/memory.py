@@ -19,9 +19,9 @@ from engine.kv.layout import KVLayout, LayerCache, PagedKV, SharedKV
 from engine.layers.linear import is_cpu
 from engine.models.decoder import NativeDecoder
 from engine.models.model import Model
-from engine.models.weights import own_pages
 from engine.worker.platform import Platform
 from kernels.bodies import triton_for
+from kernels.pages import own_pages
 from kernels.reference.kv_rows import scale_bytes
 from kernels.reference.quant import FP8
 

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from kernels.cpu.matmul.blocks import CODE_ZERO, LINE, PANEL, UNIT, BlockWeight
 from kernels.cpu.memory import zeros
@@ -135,12 +137,20 @@ def pack_gguf(kind: str, rows: torch.Tensor) -> BlockWeight:
     )
 
 
+_I32 = ir.IntType(32)
 _ENOUGH = 1 << 16  # bytes; with fewer, one thread is faster
 
 
-@njit(**INLINE)
-def _word(address):
-    return i32(address, (1,))[0]
+@intrinsic
+def _word(typing_context, address):
+    """The 32 bits at an address, loaded by an instruction of its own. Otherwise LLVM gathers the
+    words of several outputs in vectors, which takes longer."""
+
+    def build(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _I32.as_pointer())
+        return builder.sext(builder.load_atomic(place, "unordered", 4), ir.IntType(64))
+
+    return types.int64(types.int64), build
 
 
 @njit(**INLINE)
@@ -234,8 +244,9 @@ def _pack_outer(block, scales, offsets, first, has_offsets):
 def _pack_block(block, place, p, planes, facts):
     """Pack a block of one output. place: number of the block in its panel's rows, and output in the
     panel; p: the kernel's parameters; planes, facts: constants that `_body` makes."""
-    (number, output), (scaling, outer, has_offsets, groups, size) = place, facts
-    per = p[9]  # not a constant, so that the loop is not unrolled
+    (number, output), (units, scaling, outer, has_offsets, groups, size) = place, facts
+    # Eight units are a parameter and no constant, so that the loop is not unrolled.
+    per = p[9] if units > 1 else 1
     (width, how, first), (width_2, how_2, first_2) = planes
     for unit in range(per):
         target = p[4] + (number * per + unit) * (width + width_2) * 2 * LINE + output * 4
@@ -255,7 +266,7 @@ def _body(form: Blocks):
     first, second = tuple(form.planes[0]), tuple((*form.planes, (0, _FLAGS, 0))[1])
     planes = first, second
     groups, size = form.units * UNIT // form.group_size, 1 if form.outer >= 0 else 2
-    facts = form.scaling, form.outer, form.has_offsets, groups, size
+    facts = form.units, form.scaling, form.outer, form.has_offsets, groups, size
 
     def body(row):
         p = i64(row, (10,))
