@@ -12,9 +12,8 @@ from numba import njit
 
 from kernels.cpu import amx, sweeps
 from kernels.cpu.cells import write_cells
-from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.matmul.float32 import PANEL
-from kernels.cpu.matmul.scaled_sums import write_scaled
+from kernels.cpu.matmul.scaled_sums import write_gated, write_scaled
 from kernels.cpu.native import EXACT, INLINE, f32, float_of_bits, i32, i64, next_item, u8, u16
 from kernels.cpu.vectors import LANES, LINE, byte_tile_product, prefetch
 
@@ -132,26 +131,20 @@ def _write_some(p, totals, rows, start):
             write_cells(out, values[:width], 2)
 
 
-@njit(**INLINE)
+@njit(**EXACT)
 def _gate_half(p, gates, ups, first, count, start):
     """Write activation(gate) * up, as bfloat16, for 32 outputs from `start` on. gates, ups:
     addresses of their sums, in rows of 64."""
     num_out, row_scales = p[10], f32(p[5] + first * 4, (count,))
-    values = np.empty(2 * HALF, np.float32)
-    gate, up = values[:HALF], values[HALF:]
     at, above = start * 4, (start + num_out) * 4
     for i in range(count):
-        scale, where = row_scales[i], values.ctypes.data
-        write_scaled(gates + i * _LINE, p[7] + at, p[6] + at, 0, scale, where, 2, 4, 0)
-        where += HALF * 4
-        write_scaled(ups + i * _LINE, p[7] + above, p[6] + above, 0, scale, where, 2, 4, 0)
+        gate = gates + i * _LINE, p[7] + at, p[6] + at
+        up = ups + i * _LINE, p[7] + above, p[6] + above
+        out = p[4] + ((first + i) * num_out + start) * 2
         if p[16] == 0:
-            for j in range(HALF):
-                gate[j] = silu(gate[j]) * up[j]
+            write_gated(gate, up, row_scales[i], out, 2, 0)
         else:
-            for j in range(HALF):
-                gate[j] = gelu_tanh(gate[j]) * up[j]
-        write_cells(p[4] + ((first + i) * num_out + start) * 2, gate, 2)
+            write_gated(gate, up, row_scales[i], out, 2, 1)
 
 
 @njit(**INLINE)

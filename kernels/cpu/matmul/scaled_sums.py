@@ -1,7 +1,10 @@
-"""Converts integer sums of a product to floats: subtracts, scales, adds the bias and rounds."""
+"""Converts integer sums of a product to floats: subtracts, scales, adds the bias or applies gates.
+
+Floats are rounded to the type of the outputs."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -9,11 +12,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu import isa
-from kernels.cpu.vectors import LANES, BFloat, splat
+from kernels.cpu.vectors import LANES, BFloat, fma, splat
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _ROUNDS = isa.has("avx512bf16")  # one instruction rounds a vector to bfloat16
+_GELU_INNER, _GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+_EXP2 = (1.00000259, 0.69300384, 0.24144274, 0.05201149, 0.01353415)
+"""Terms of a polynomial that is 2 ** x for 0 <= x < 1, with a relative error of 4e-6."""
+_FLOOR = 9  # subtract the largest integer that is not above
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
@@ -61,10 +68,7 @@ def write_scaled(  # noqa: PLR0913
         totals, taken, scales, bias, row_scale, out = args[:6]
         factor = splat(builder, row_scale, LANES)
         for index in range(num):
-            sums = _vector(builder, totals, index, _WORDS)
-            sums = builder.sub(sums, _vector(builder, taken, index, _WORDS))
-            scale = builder.fmul(factor, _vector(builder, scales, index, _FLOATS))
-            values = builder.fmul(builder.sitofp(sums, _FLOATS), scale)
+            values = _scaled(builder, (totals, taken, scales), factor, index)
             if adds:
                 values = builder.fadd(values, _vector(builder, bias, index, _FLOATS))
             _store(builder, values, out, index, num_bytes)
@@ -72,3 +76,75 @@ def write_scaled(  # noqa: PLR0913
 
     places = (types.intp,) * 4
     return types.void(*places, types.float32, types.intp, *literals), build
+
+
+def _scaled(builder: Any, place: tuple[Any, Any, Any], factor: Any, index: int) -> Any:
+    """Emit float(totals - taken) * (factor * scales). place: addresses of the three."""
+    totals, taken, scales = place
+    sums = _vector(builder, totals, index, _WORDS)
+    sums = builder.sub(sums, _vector(builder, taken, index, _WORDS))
+    scale = builder.fmul(factor, _vector(builder, scales, index, _FLOATS))
+    return builder.fmul(builder.sitofp(sums, _FLOATS), scale)
+
+
+def _intrinsic(builder: Any, name: str, *args: Any) -> Any:
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(_FLOATS, [arg.type for arg in args])
+        function = ir.Function(builder.module, kind, name)
+    return builder.call(function, args)
+
+
+def _sigmoid(builder: Any, power: Any) -> Any:
+    """Emit 1 / (1 + 2 ** power) with AVX-512, with a relative error of about 2 ** -13: enough for
+    results that are rounded to bfloat16."""
+    zero, every, nearest = _all(0.0), ir.IntType(16)(0xFFFF), _I32(4)
+    part = _intrinsic(
+        builder,
+        "llvm.x86.avx512.mask.reduce.ps.512",
+        *(power, _I32(_FLOOR), zero, every, nearest),
+    )
+    mantissa = _all(_EXP2[-1])
+    for term in _EXP2[-2::-1]:
+        mantissa = fma(builder, mantissa, part, _all(term))
+    whole = _intrinsic(
+        builder, "llvm.x86.avx512.mask.scalef.ps.512", mantissa, power, zero, every, nearest
+    )
+    below = builder.fadd(whole, _all(1.0))
+    return _intrinsic(builder, "llvm.x86.avx512.rcp14.ps.512", below, zero, every)
+
+
+def _activated(builder: Any, x: Any, act: int) -> Any:
+    """Emit silu (act 0) or GELU by the tanh approximation (act 1): both are x * sigmoid(z)."""
+    z = x
+    if act:
+        cubed = fma(builder, builder.fmul(x, x), _all(_GELU_CUBE), _all(1.0))
+        z = builder.fmul(builder.fmul(x, _all(_GELU_INNER)), cubed)
+    return builder.fmul(x, _sigmoid(builder, builder.fmul(z, _all(-1 / math.log(2)))))
+
+
+def _all(number: float) -> Any:
+    return ir.Constant(_FLOATS, [number] * LANES)
+
+
+@intrinsic(prefer_literal=True)
+def write_gated(typing_context, gates, ups, row_scale, out, vectors, act):
+    """Write activation(gate) * up to `out`, `vectors` times 16 bfloat16. gates, ups: addresses of
+    (sums, what is subtracted from them, scales), as in `write_scaled`; act: 0 (silu) or 1 (GELU by
+    tanh). The last two arguments are literals."""
+    literals = (vectors, act)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    num, how = (given.literal_value for given in literals)
+
+    def build(context, builder, signature, args):
+        sides = [[builder.extract_value(args[side], i) for i in range(3)] for side in range(2)]
+        factor = splat(builder, args[2], LANES)
+        for index in range(num):
+            gate, up = (_scaled(builder, side, factor, index) for side in sides)
+            values = builder.fmul(_activated(builder, gate, how), up)
+            _store(builder, values, args[3], index, 2)
+        return context.get_dummy_value()
+
+    places = types.UniTuple(types.intp, 3)
+    return types.void(places, places, types.float32, types.intp, *literals), build
