@@ -100,15 +100,16 @@ def test_a_product_has_the_bits_of_the_reference(
 ) -> None:
     weight = case(*given, rng)
     bias = torch.randn(weight.num_outputs, generator=rng)
+    x = torch.randn(max(ROWS), weight.num_inputs, generator=rng)
+    halves = x.bfloat16()
+    expected = reference.block_product(x, weight)
+    rounded = reference.block_product(halves, weight, bias)
     for rows in ROWS:
-        x = torch.randn(rows, weight.num_inputs, generator=rng)
-        found = block_product(x, weight, body=body)
-        assert torch.equal(found, reference.block_product(x, weight)), rows
-        halves = x.bfloat16()
-        found = block_product(halves, weight, bias, body=body)
+        assert torch.equal(block_product(x[:rows], weight, body=body), expected[:rows]), rows
+        found = block_product(halves[:rows], weight, bias, body=body)
         assert found.dtype is torch.bfloat16
-        assert torch.equal(found, reference.block_product(halves, weight, bias)), rows
-        wide = block_product(halves, weight, bias, out_dtype=torch.float32, body=body)
+        assert torch.equal(found, rounded[:rows]), rows
+        wide = block_product(halves[:rows], weight, bias, out_dtype=torch.float32, body=body)
         assert torch.equal(wide.bfloat16(), found), rows
 
 
