@@ -26,7 +26,7 @@ from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
-from engine.models.weights import RandomWeights, StoredWeights, Weights, WeightSource
+from engine.models.weights import PACKED_AHEAD, RandomWeights, StoredWeights, Weights, WeightSource
 
 logger = logging.getLogger("engine.models")
 
@@ -181,7 +181,8 @@ def load_decoder(
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
-            decoder = _build(spec, stored, dtype, placement)
+            is_packed = form is not None or gguf_file(info.path) is not None
+            decoder = _build(spec, stored, dtype, placement, PACKED_AHEAD if is_packed else None)
             decoder.kv_scales = kv_scales(checkpoint, spec)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(
@@ -196,9 +197,13 @@ def load_decoder(
 
 
 def _build(
-    spec: DecoderSpec, source: WeightSource, dtype: torch.dtype, placement: Placement
+    spec: DecoderSpec,
+    source: WeightSource,
+    dtype: torch.dtype,
+    placement: Placement,
+    most_ahead: int | None = None,
 ) -> NativeDecoder:
-    with Weights(targets(spec), source, dtype) as weights:
+    with Weights(targets(spec), source, dtype, most_ahead=most_ahead) as weights:
         decoder = assemble(spec, weights, placement)
         decoder.weight_dtype = dtype
         return decoder

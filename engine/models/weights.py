@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Protocol, Self
 
 import torch
@@ -24,6 +25,9 @@ from kernels.pages import allocate
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
+# Numbers of quantised targets read in advance. While such a target is packed it takes up to two
+# bytes for each number, so large ones are read one at a time.
+PACKED_AHEAD = 16 << 20
 
 
 class WeightSource(Protocol):
@@ -38,11 +42,22 @@ class Weights:
     """Context manager with the tensors of a decoder. Take each tensor once, in the order of
     ``targets``, since a thread reads the next ones in advance."""
 
-    def __init__(self, targets: Iterable[Target], source: WeightSource, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        targets: Iterable[Target],
+        source: WeightSource,
+        dtype: torch.dtype,
+        *,
+        most_ahead: int | None = None,
+    ) -> None:
+        """most_ahead: largest total of the numbers in targets that are read in advance, that of the
+        target taken included; ``None``: any."""
+        self._most_ahead = most_ahead
         self._targets = deque(targets)
         self._source = source
         self._dtype = dtype
         self._ready: dict[str, Future[Weight]] = {}
+        self._numbers: dict[str, int] = {}  # of each target in `_ready`
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def __enter__(self) -> Self:
@@ -53,11 +68,18 @@ class Weights:
 
     def take(self, name: str) -> Weight:
         """Take the tensor of a target, on the CPU. No reference to it is kept."""
-        while self._targets and (name not in self._ready or len(self._ready) <= READ_AHEAD):
+        while self._targets and (name not in self._ready or self._may_read_ahead()):
             following = self._targets.popleft()
             loading = self._reader.submit(self._source.load, following, self._dtype)
             self._ready[following.name] = loading
+            self._numbers[following.name] = prod(following.shape)
+        del self._numbers[name]
         return self._ready.pop(name).result()
+
+    def _may_read_ahead(self) -> bool:
+        total = sum(self._numbers.values()) + prod(self._targets[0].shape)
+        is_small = self._most_ahead is None or total <= self._most_ahead
+        return len(self._ready) <= READ_AHEAD and is_small
 
 
 class StoredWeights:

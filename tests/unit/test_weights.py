@@ -321,3 +321,20 @@ def test_files_are_closed_and_readers_end_when_loading_fails(tmp_path: Path) -> 
     with pytest.raises(KeyError):
         checkpoint.read(Q, 0, torch.empty(32, 32))
     assert load_file(root / "model.safetensors").keys() == stored_tensors(HF).keys()
+
+
+def test_targets_above_a_limit_are_not_read_in_advance() -> None:
+    """Else several weights are in memory while the first is packed."""
+    wanted = [Target(str(number), (4, 8), ()) for number in range(5)]
+    read: list[str] = []
+
+    class Source:
+        def load(self, target: Target, dtype: torch.dtype) -> torch.Tensor:
+            read.append(target.name)
+            return torch.full(target.shape, float(target.name), dtype=dtype)
+
+    with Weights(wanted, Source(), torch.float32, most_ahead=40) as weights:
+        for number in range(5):
+            taken = weights.take(str(number))
+            assert read == [str(done) for done in range(number + 1)]
+            assert bool((taken == number).all())
