@@ -279,26 +279,27 @@ def _panel_tiles(p, own, rows, sums, place, soft):
         ends, left = converts and begin + _PASS >= steps, a + begin * STEP
         if lead:
             _wide_tiles(own, (left, lda), b, totals, span, soft)
-        for side in range(2):
-            shift = side * _SIDE
-            if lead and ends:
-                start = panel * PANEL + side * HALF
+        if lead and ends:
+            for side in range(2):
+                start, shift = panel * PANEL + side * HALF, side * _SIDE
                 _finish(p, totals + shift, others + shift, (first, min(count, 16)), start)
-            r = lead
-            while r < count:
-                c, wanted = totals + r * _LINE + shift, ahead if ahead < end else 0
-                num, above = min(32, count - r), others + r * _LINE + shift
-                source = left + r * lda, lda
+        r = lead
+        while r < count:
+            num, source = min(32, count - r), (left + r * lda, lda)
+            for side in range(2):
+                shift = r * _LINE + side * _SIDE
+                c, wanted, half = totals + shift, ahead if ahead < end else 0, b + side * _SIDE
                 if num <= 16:
-                    _two_tiles(own, source, b + shift, c, span, wanted, soft)
+                    _two_tiles(own, source, half, c, span, wanted, soft)
                     ahead += span[1] * (_AHEAD_OF_TWO * LINE)
                 else:
-                    _four_tiles(own, source, b + shift, c, span, wanted, soft)
+                    _four_tiles(own, source, half, c, span, wanted, soft)
                     ahead += span[1] * (_AHEAD_OF_FOUR * LINE)
-                if ends:
-                    start = panel * PANEL + side * HALF
-                    _finish(p, c, above, (first + r, num), start)
-                r += 32
+            if ends:
+                for side in range(2):
+                    start, shift = panel * PANEL + side * HALF, r * _LINE + side * _SIDE
+                    _finish(p, totals + shift, others + shift, (first + r, num), start)
+            r += 32
 
 
 @njit(inline="always")
