@@ -8,8 +8,12 @@ from kernels.quantized import Quantized
 
 GROUP_SIZES = (128, 32)
 """Inputs that share a scale: the first of these sizes that divides the number of inputs."""
-PIECE_ELEMENTS = 1 << 17  # quantised at once, so that all steps work in a core's cache
+# Quantised at once. Torch uses one thread for so few, so no step waits for a busy core.
+PIECE_ELEMENTS = 1 << 15
 LOWEST, HIGHEST = -8, 7
+# Adding and subtracting this rounds a float32 to the nearest even integer, as torch.round does.
+# torch.round uses all threads even for a few numbers.
+ROUNDING = 1.5 * 2**23
 
 
 def group_size_of(num_inputs: int, sizes: tuple[int, ...] = GROUP_SIZES) -> int | None:
@@ -29,12 +33,13 @@ def quantize_int4(weight: torch.Tensor, group_size: int) -> Quantized:
     for begin in range(0, num_outputs, rows):
         piece = slice(begin, min(begin + rows, num_outputs))
         groups = weight[piece].float().view(-1, num_inputs // group_size, group_size)
-        lowest, highest = groups.aminmax(dim=2, keepdim=True)
+        lowest, highest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         peaks = torch.where(-lowest >= highest, lowest, highest)
         scales[piece] = (peaks / LOWEST).squeeze(2).to(scales.dtype)
         # The integers are those of the rounded scales; a scale of 0 has only zeros.
         stored = scales[piece].float().unsqueeze(2)
-        integers = (groups / torch.where(stored == 0, 1, stored)).round_()
+        quotients = groups / torch.where(stored == 0, 1, stored)
+        integers = quotients.add_(ROUNDING).sub_(ROUNDING)
         shifted = integers.clamp_(LOWEST, HIGHEST).sub_(LOWEST)
         values[piece] = shifted.to(torch.uint8).flatten(1)
     return Quantized(values, scales, bits=4, group_size=group_size)
