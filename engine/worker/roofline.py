@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
+from engine.gguf.link import gguf_file
 from engine.messages.step import Column
 from engine.models.decoder import NativeDecoder
 from engine.models.load import native_spec
@@ -109,13 +110,14 @@ def make_roofline(
     *,
     is_quiet: bool,
 ) -> Roofline | None:
-    """Create a model's roofline; ``None`` for quantized weights and for models that transformers
-    computes, whose work per step is unknown.
+    """Create a model's roofline; ``None`` for quantized weights, for GGUF files and for models that
+    transformers computes, whose work per step is unknown.
 
     is_quiet: this start compiles nothing, so measure the ceilings now if none are stored.
     """
     requested = config.quantization or config.output_layer_quantization
-    if requested is not None or format_of(info) is not None:
+    is_stored_packed = format_of(info) is not None or gguf_file(info.path) is not None
+    if requested is not None or is_stored_packed:
         return None
     spec = native_spec(info)
     ceilings = None if spec is None else known_ceilings(num_threads(), is_quiet=is_quiet)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.general_models import make_general_model
+from e2e.gguf_models import GgufModels
 from e2e.references import engine_for
 from e2e.tiny_models import make_tiny_model
 
@@ -39,6 +40,13 @@ def test_a_model_of_which_shapes_are_not_known_has_none(tmp_path: Path) -> None:
     with engine_for(str(make_general_model("gpt-neox", tmp_path))) as engine:
         answered(engine)
         assert engine.stats().floor_seconds == 0 == engine.stats().step_seconds
+
+
+def test_a_gguf_file_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "known_ceilings", lambda threads, is_quiet: SLOW)
+    with engine_for(str(GgufModels(tmp_path).get("llama").file)) as engine:
+        answered(engine)
+        assert engine.stats().floor_seconds == 0
 
 
 def test_ceilings_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
