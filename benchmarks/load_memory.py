@@ -1,6 +1,6 @@
 """Measures memory and time while a model loads, from the start of the process to the first token.
 
-    python benchmarks/load_memory.py MODEL [--base MODEL] [--kv-mib 64] [--rounds 3]
+    python benchmarks/load_memory.py MODEL [--base MODEL] [--kv-mib 256] [--rounds 3]
                                      [--set NAME=VALUE ...] [--json FILE]
 
 MODEL is a GGUF file or a model directory. Memory is the proportional set size without clean pages
@@ -162,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path, help="GGUF file or model directory")
     parser.add_argument("--base", type=Path, help="small model whose start is compared")
-    parser.add_argument("--kv-mib", type=int, default=64, help="KV pool")
+    parser.add_argument("--kv-mib", type=int, default=256, help="KV pool")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", type=value_of, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", type=Path, help="keep the figures here")
