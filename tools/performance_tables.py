@@ -53,6 +53,7 @@ LLAMA = {
     "int8 (q8_0 there)": "llama-mid-f32-llamacpp-q8_0-2026-11-21T042551Z",
 }
 DEVICE = "device-h100-2026-11-23"
+DEVICE_FORMATS, FORMATS = "device-h100-2026-11-26-kinds", "windows,quantised,experts,drafts"
 
 LAST_WITH_ALL = "7283dad"  # the last commit that has every benchmark of these rows
 REMOVED_OPTION = "--llamacpp-python"
@@ -68,6 +69,7 @@ RUNS = (
     ("arrivals", {"D": "admission"}, "admission.py --vllm-python PYTHON"),
     ("processes", {"C": "wire-overhead"}, "wire_overhead.py --vllm-python PYTHON"),
     ("GPU", {"E": DEVICE}, "device.py"),
+    ("GPU, formats of weights", {"E": DEVICE_FORMATS}, "device.py --only " + FORMATS),
     ("windows", {"A": "windows"}, "windows.py"),
 )
 
