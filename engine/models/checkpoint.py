@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -97,8 +97,9 @@ class Checkpoint:
         decoder's tensor is quantised; then ``quantized`` reads it."""
         return False
 
-    def quantized(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
-        """Read a part for which ``is_packed`` is true. dtype: that of the dequantised weight."""
+    def quantized(self, parts: Sequence[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
+        """Read parts of one target for which ``is_packed`` is true, and join adjacent ones where
+        that is possible. dtype: that of the dequantised weights."""
         raise NotImplementedError
 
     def main_dtype(self) -> torch.dtype | None:

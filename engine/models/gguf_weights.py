@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.gguf.header import GgufHeader, GgufTensor, damaged, read_gguf
 from engine.gguf.meta import Meta
-from engine.layers.quantized import GgufWeight
+from engine.layers.quantized import GgufWeight, StoredWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.targets import TargetPart
 from kernels.cpu.matmul.gguf import TYPES
@@ -160,14 +162,33 @@ class GgufCheckpoint(Checkpoint):
             return False
         return found.stored.type.name in TYPES
 
-    def quantized(self, part: TargetPart, dtype: torch.dtype) -> GgufWeight:
-        """Read rows of a matrix, or those of one expert, for which ``is_packed`` is true."""
+    def quantized(self, parts: Sequence[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
+        """Read rows of matrices, or those of experts, for which ``is_packed`` is true. Adjacent
+        parts of one type are one weight, so that they need not be copied to be joined."""
+        read: list[StoredWeight] = []
+        for kind, run in groupby(parts, lambda part: self._conversions[part.name].stored.type.name):
+            alike = list(run)
+            sizes = [self._num_bytes(part) for part in alike]
+            rows = allocate((sum(sizes),), torch.uint8)
+            for part, own in zip(alike, rows.split(sizes), strict=True):
+                self._read_rows(part, own)
+            width = self._conversions[alike[0].name].stored.shape[-1]
+            num = sum(part.size for part in alike) // width
+            read.append(GgufWeight(rows=rows.view(num, -1), kind=kind, dtype=dtype))
+        return read
+
+    def _num_bytes(self, part: TargetPart) -> int:
+        block_size, block_bytes = GGML_QUANT_SIZES[self._conversions[part.name].stored.type]
+        return part.size // block_size * block_bytes
+
+    def _read_rows(self, part: TargetPart, out: torch.Tensor) -> None:
+        """Fill ``out``, uint8, with the bytes of rows of a matrix, in Hugging Face's order."""
         stored, num_heads, _ = self._conversions[part.name]
-        width = stored.shape[-1]
-        rows = self._packed_rows(stored, width, part.start // width, part.size // width)
+        block_size, block_bytes = GGML_QUANT_SIZES[stored.type]
+        self._fill(stored.file, stored.offset + part.start // block_size * block_bytes, out)
         if num_heads:
-            rows = in_halves(rows, stored.shape[0] // num_heads)
-        return GgufWeight(rows=rows, kind=stored.type.name, dtype=dtype)
+            rows = out.view(part.size // stored.shape[-1], -1)
+            rows.copy_(in_halves(rows, stored.shape[0] // num_heads))
 
     def main_dtype(self) -> torch.dtype | None:
         """``None``: the derived config.json names the dtype to compute in."""

@@ -26,7 +26,14 @@ from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
-from engine.models.weights import PACKED_AHEAD, RandomWeights, StoredWeights, Weights, WeightSource
+from engine.models.weights import (
+    GGUF_AHEAD,
+    PACKED_AHEAD,
+    RandomWeights,
+    StoredWeights,
+    Weights,
+    WeightSource,
+)
 
 logger = logging.getLogger("engine.models")
 
@@ -181,8 +188,10 @@ def load_decoder(
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
-            is_packed = form is not None or gguf_file(info.path) is not None
-            decoder = _build(spec, stored, dtype, placement, PACKED_AHEAD if is_packed else None)
+            ahead = PACKED_AHEAD if form is not None else None
+            if gguf_file(info.path) is not None:
+                ahead = GGUF_AHEAD
+            decoder = _build(spec, stored, dtype, placement, ahead)
             decoder.kv_scales = kv_scales(checkpoint, spec)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(

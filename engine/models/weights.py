@@ -28,6 +28,8 @@ READ_AHEAD = 2
 # Numbers of quantised targets read in advance. While such a target is packed it takes up to two
 # bytes for each number, so large ones are read one at a time.
 PACKED_AHEAD = 16 << 20
+# The same for matrices of GGUF files, which are packed without such tensors in between.
+GGUF_AHEAD = 192 << 20
 
 
 class WeightSource(Protocol):
@@ -106,6 +108,8 @@ class StoredWeights:
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
         parts = self._parts[target.name]
         if any(map(self._is_quantized, parts)):
+            if all(map(self._checkpoint.is_packed, parts)):
+                return stack(self._checkpoint.quantized(parts, dtype))
             return stack([self._one(part, dtype) for part in parts])
         out = allocate(target.shape, dtype)
         self._fill(parts, out)
@@ -118,7 +122,7 @@ class StoredWeights:
     def _one(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
         """Read one part of a target, in its quantised form if the checkpoint stores it so."""
         if self._checkpoint.is_packed(part):
-            return self._checkpoint.quantized(part, dtype)
+            return self._checkpoint.quantized((part,), dtype)[0]
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)
