@@ -6,11 +6,11 @@ translations of addresses, which costs 5 to 20 % of that speed."""
 from __future__ import annotations
 
 import math
-import mmap
 import threading
-from contextlib import suppress
 
 import torch
+
+from kernels.pages import own_pages
 
 _PAGE = 2 << 20  # bytes of a huge page
 _CHUNK = 64 << 20  # bytes that are mapped at a time for small tensors; only used pages take memory
@@ -39,12 +39,7 @@ class _Pool:
 
 def _mapped(num_bytes: int) -> torch.Tensor:
     """Map memory that begins at a huge page."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, -(-num_bytes // _PAGE) * _PAGE + _PAGE, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    whole = own_pages(-(-num_bytes // _PAGE) * _PAGE + _PAGE)
     start = -whole.data_ptr() % _PAGE
     return whole[start : start + num_bytes]
 

@@ -67,7 +67,7 @@ def same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_rows_are_written_as_the_reference_does(
     kind: torch.dtype, dtype: torch.dtype, head_dim: int, rng: torch.Generator
 ) -> None:
-    """Of all sizes: zeros, numbers near float32's smallest, and numbers that 8-bit floats clamp."""
+    """Rows contain zeros, numbers near float32's smallest, and numbers that e4m3 clamps."""
     powers = torch.randint(-140, 100, (64, 1, 1), generator=rng).float()
     x = torch.randn(64, 3, head_dim, generator=rng) * 2.0**powers
     x = torch.cat([x, torch.randn(64, 3, head_dim, generator=rng), torch.zeros(1, 3, head_dim)])
@@ -189,7 +189,7 @@ def test_attention_of_other_shapes(
 
 
 def test_every_code_of_8_bit_floats_is_read_as_torch_does() -> None:
-    """As values of single tokens: each attends to one key, so its output is the value."""
+    """Each query attends to one key, so its output is the value that was read for that code."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     (head_dim, group), num = SHAPES[torch.float32], 16
     rows = codes.view(num, head_dim)

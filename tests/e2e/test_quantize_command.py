@@ -136,7 +136,7 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
 def test_the_output_layer_can_be_quantized(
     tiny_models: TinyModels, tmp_path: Path, chosen: str, seed: int
 ) -> None:
-    """Of a plain directory and of a quantised one, and with it a tied embedding."""
+    """The option quantises the output layer of plain and quantised directories, tied ones too."""
     quantize(tiny_models.path("llama"), tmp_path / "out")
     for path, options in (
         (tiny_models.path("llama"), {}),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu import amx, sweeps
+from kernels.cpu import amx
 from kernels.cpu.cells import write_cells
 from kernels.cpu.matmul.float32 import PANEL
+from kernels.cpu.matmul.outputs import keep_largest
 from kernels.cpu.matmul.scaled_sums import write_gated, write_scaled
 from kernels.cpu.native import EXACT, INLINE, f32, float_of_bits, i32, i64, next_item, u8, u16
 from kernels.cpu.vectors import LANES, LINE, byte_tile_product, prefetch
@@ -162,13 +163,7 @@ def _compare_half(p, totals, first, count, start):
             best[i], ids[i] = -np.inf, 0
         source, where = totals + i * _LINE, values.ctypes.data
         write_scaled(source, p[7] + start * 4, p[6] + start * 4, 0, row_scales[i], where, 2, 4, 0)
-        outputs = values[: min(HALF, num_out - start)]
-        found = sweeps.argmax(outputs)
-        if found >= 0:
-            if outputs[found] > best[i]:
-                best[i], ids[i] = outputs[found], start + found
-        elif not sweeps.is_lowest(outputs):
-            best[i] = np.nan
+        keep_largest(values[: min(HALF, num_out - start)], start, best, ids, i)
 
 
 @njit(**INLINE)

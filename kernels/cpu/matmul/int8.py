@@ -8,9 +8,9 @@ are exact, so a row's results depend neither on the number of rows nor on the bo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kernels.cpu import amx, isa
@@ -23,6 +23,7 @@ from kernels.cpu.matmul.byte_bodies import (
     tiles_body,
 )
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
+from kernels.cpu.matmul.outputs import Target, largest_ids
 from kernels.cpu.native import Kernel
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -97,7 +98,7 @@ def int8_product(
     out = x.new_empty((len(x), weight.num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
     plan = _plan(x, weight, weight.num_out, body)
-    _run(plan, x, weight, _Target(out.data_ptr(), out.element_size(), added))
+    _run(plan, x, weight, Target(out.data_ptr(), out.element_size(), added))
     return out
 
 
@@ -109,7 +110,7 @@ def gated_product(
     act: a key of ``kernels.cpu.pointwise.ACTS``."""
     half = weight.num_out // 2
     out = x.new_empty((len(x), half), dtype=torch.bfloat16)
-    target = _Target(out.data_ptr(), 2, 0, gates=half // PANEL, act=ACTS[act])
+    target = Target(out.data_ptr(), 2, 0, gates=half // PANEL, act=ACTS[act])
     _run(_plan(x, weight, half, body), x, weight, target)
     return out
 
@@ -118,30 +119,9 @@ def largest(x: torch.Tensor, weight: Int8Weight, *, body: str | None = None) -> 
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
     not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous float32 or
     bfloat16."""
-    num = len(x)
-    if not weight.num_out:
-        return torch.full((num,), -1, dtype=torch.int32)
     plan = _plan(x, weight, weight.num_out, body)
     groups = -(-weight.packed.shape[0] // plan.panels)
-    values = np.empty((groups, num), np.float32)
-    ids = np.empty((groups, num), np.int32)
-    _run(plan, x, weight, _Target(values.ctypes.data, 0, 0, ids.ctypes.data))
-    best = values.argmax(axis=0)  # NaN counts as largest
-    columns = np.arange(num)
-    sound = np.isfinite(values[best, columns])
-    return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
-
-
-class _Target(NamedTuple):
-    """The addresses to which a product writes: all outputs, of `size` bytes each; or, if `ids` is
-    not 0, only the largest output and its index, by group of panels and row [groups, N]."""
-
-    out: int
-    size: int
-    bias: int
-    ids: int = 0
-    gates: int = 0  # number of gate panels; as many up panels follow them
-    act: int = 0
+    return largest_ids(len(x), groups, partial(_run, plan, x, weight))
 
 
 class _Plan(NamedTuple):
@@ -166,7 +146,7 @@ def _plan(x: torch.Tensor, weight: Int8Weight, num_out: int, body: str | None) -
     return _Plan(chosen, num_out, threads, rows, panels_an_item(panels, items, threads))
 
 
-def _run(plan: _Plan, x: torch.Tensor, weight: Int8Weight, target: _Target) -> None:
+def _run(plan: _Plan, x: torch.Tensor, weight: Int8Weight, target: Target) -> None:
     num, num_in = x.shape
     depth = weight.packed.shape[1]
     # Tiles read whole groups of rows.

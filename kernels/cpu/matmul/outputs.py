@@ -69,6 +69,18 @@ def gate(p, gates, ups, count):
 
 
 @njit(**INLINE)
+def keep_largest(outputs, start, values, ids, i):
+    """Update the largest value of row i, values[i], and its index, ids[i], with the outputs from
+    index `start` on. NaN marks a row with an invalid output."""
+    where = sweeps.argmax(outputs)
+    if where >= 0:
+        if outputs[where] > values[i]:
+            values[i], ids[i] = outputs[where], start + where
+    elif not sweeps.is_lowest(outputs):
+        values[i] = np.nan
+
+
+@njit(**INLINE)
 def _compare(p, sums, first, count, panel):
     """Update the largest output of each row with the sums of one panel. Each work item has its own
     largest outputs; NaN marks a row with an invalid output."""
@@ -79,13 +91,7 @@ def _compare(p, sums, first, count, panel):
     for i in range(count):
         if is_first:
             values[i], ids[i] = -np.inf, 0
-        row = sums[i, : min(sums.shape[1], num_out - start)]
-        where = sweeps.argmax(row)
-        if where >= 0:
-            if row[where] > values[i]:
-                values[i], ids[i] = row[where], start + where
-        elif not sweeps.is_lowest(row):
-            values[i] = np.nan
+        keep_largest(sums[i, : min(sums.shape[1], num_out - start)], start, values, ids, i)
 
 
 @njit(**INLINE)
