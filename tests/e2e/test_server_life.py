@@ -36,6 +36,12 @@ class Watched:
     def lines(self, word: str) -> list[str]:
         return [line for line in self._log.read_text().splitlines() if word in line]
 
+    def awaited_lines(self, word: str, num: int = 1) -> list[str]:
+        """The lines with this word, once there are ``num``: a server that runs may write them after
+        the change that they report."""
+        until(lambda: len(self.lines(word)) >= num)
+        return self.lines(word)
+
     def cores(self) -> list[int]:
         tree = Scene.tree(self.process.pid)[1:]
         return [pid for pid in tree if b"spawn_main" in command_of(pid)]
@@ -125,7 +131,7 @@ def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
         first, second = it.cores()
         os.kill(first, signal.SIGSEGV)
         until(lambda: it.ask("/health")[1].get("cores_alive") == 1)
-        (line,) = it.lines("ERROR")
+        (line,) = it.awaited_lines("ERROR")
         assert "was killed by SIGSEGV" in line and "1 of 2 cores go on" in line
         with open_stream(it) as stream:
             os.kill(second, signal.SIGKILL)
@@ -157,10 +163,10 @@ def test_dead_cores_are_started_again(tmp_path: Path, num_cores: int) -> None:
 
         until(is_back)
         assert set(refused) <= {("core_restarting", True), ("core_died", True)}
-        deaths = it.lines("was killed by SIGKILL")
+        deaths = it.awaited_lines("was killed by SIGKILL", num_cores)
         assert len(deaths) == num_cores
         assert all("it is started again (1 of 5 times)" in line for line in deaths)
-        assert len(it.lines("serves again, started in")) == num_cores
+        assert len(it.awaited_lines("serves again, started in", num_cores)) == num_cores
         metrics = it.server.ask("/metrics").body
         assert b'metronome_engine_up{model_name="box"} 1.0' in metrics
         tree = Scene.tree(it.process.pid)
