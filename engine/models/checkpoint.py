@@ -62,6 +62,11 @@ class Checkpoint:
         self._files = {file: os.open(file, os.O_RDONLY) for file in files}
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
 
+    @property
+    def quantized_types(self) -> list[str]:
+        """Names of the types of quantised tensors, as far as the file format has such types."""
+        return []
+
     def __enter__(self) -> Self:
         return self
 

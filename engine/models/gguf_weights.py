@@ -136,6 +136,11 @@ class GgufCheckpoint(Checkpoint):
             self.__exit__()
             raise ModelError(f"{file} cannot be read: {error.strerror}") from error
 
+    @property
+    def quantized_types(self) -> list[str]:
+        """Names of the types of quantised tensors in the file, sorted."""
+        return sorted({stored.dtype for stored in self.tensors.values()} - {"F32", "F16", "BF16"})
+
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` (contiguous, on the CPU) with elements of a tensor from index ``start`` on,
         which begins a row, converted to the dtype of ``out``."""

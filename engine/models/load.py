@@ -143,10 +143,26 @@ def quantization_of(
         return None
     if requested == "int8" and is_cpu(torch.device(device)):
         return requested
-    raise ConfigError(
+    raise ConfigError(quantized_again(stored, requested))
+
+
+def quantized_again(stored: str, requested: str) -> str:
+    """The error for quantised weights and a ``quantization`` that does not apply to them."""
+    return (
         f"{stored}, and quantization={requested!r} would quantize them again; leave "
         "quantization out"
     )
+
+
+def check_not_quantized_again(config: ModelConfig, checkpoint: Checkpoint, device: str) -> None:
+    """Raise ``ConfigError`` if the weights of a GGUF file are quantised and ``quantization`` is
+    given. Only int8 is allowed, on a CPU, which makes 8 bits of any weights."""
+    requested, types = config.quantization, checkpoint.quantized_types
+    if requested is None or not types:
+        return
+    if requested != "int8" or not is_cpu(torch.device(device)):
+        stored = f"{checkpoint.root} has weights of type {', '.join(types)}"
+        raise ConfigError(quantized_again(stored, requested))
 
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:
@@ -184,6 +200,7 @@ def load_decoder(
         decoder = _build(spec, made_up, dtype, placement)
     else:
         with open_checkpoint(info.path) as checkpoint:
+            check_not_quantized_again(config, checkpoint, placement.device)
             spec = untie_if_different(spec, checkpoint)
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)

@@ -125,10 +125,17 @@ def test_a_draft_model_may_be_a_file(file: Path, tokens: list[list[int]]) -> Non
         engine_for(str(file), speculative_config=missing)
 
 
-def test_weights_may_be_quantised_again_or_made_up(file: Path) -> None:
+def test_weights_may_be_made_up_or_quantised_again_to_int8_alone(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert [len(each) for each in tokens_of(str(file), quantization="int8")] == [14, 14, 14]
     made_up = tokens_of(str(file), load_format="dummy")
     assert made_up == tokens_of(str(file), load_format="dummy")
+    message = r"llama-Q8_0.gguf has weights of type Q8_0, and quantization='int4' would quantize"
+    with pytest.raises(ConfigError, match=message):
+        engine_for(str(file), quantization="int4")
+    assert main(["quantize", str(file), str(file.parent / "out")]) != 0
+    assert f"{file} is a GGUF file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

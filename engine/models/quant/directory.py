@@ -106,9 +106,10 @@ def check_out(out: Path) -> None:
 
 def quantizable(info: ModelInfo) -> DecoderSpec:
     """Return the decoder of a model. Raises ``ModelError`` if it cannot be quantised."""
-    if gguf_file(info.path) is not None:
+    file = gguf_file(info.path)
+    if file is not None:
         raise ModelError(
-            f"{info.path} is a GGUF file, which is quantized by its own tools; give a directory "
+            f"{file} is a GGUF file, which is quantized by its own tools; give a directory "
             "with safetensors files"
         )
     form = format_of(info)
