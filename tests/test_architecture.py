@@ -51,6 +51,7 @@ LAZY_IMPORTS = {
     "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",
+    "engine.models.opening": "the gguf package is imported only for GGUF files",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",
     "policylab.sim.kv_groups": "transformers is imported only to read a model's config.json",
     "policylab.sim.report.images": "what draws images is optional, and imported only to draw",

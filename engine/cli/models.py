@@ -16,7 +16,8 @@ from engine.gguf.header import GgufHeader, read_gguf
 from engine.gguf.link import is_gguf_path
 from engine.hub.fetch import fetched
 from engine.models.checkpoint import Checkpoint
-from engine.models.load import check_form, native_spec, open_checkpoint
+from engine.models.load import check_form, native_spec
+from engine.models.opening import open_checkpoint
 from engine.models.quant import format_of
 from engine.models.targets import targets
 from engine.models.weights import StoredWeights

@@ -38,10 +38,7 @@ def pack_module(
     then returns float32. transposed: the class of linear layers with weights [in, out].
     """
     modules = list(root.modules())
-    owners: dict[int, list[nn.Module]] = {}  # modules of a parameter, by its id()
-    for module in modules:
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module)
+    owners = owners_of_parameters(root)
     for module in modules:
         if type(module) in (nn.Linear, transposed) and module.weight.dtype in PACKED:
             tables = [other for other in owners[id(module.weight)] if other is not module]
@@ -49,10 +46,19 @@ def pack_module(
                 product = pack_linear(module, keeps_float32=module is head)
                 for table in tables:
                     read_rows(table, product.rows, dtype)
-        elif is_experts(module):
+        elif is_experts(module) and module.down_proj.dtype in PACKED:
             pack_experts(module)
     for module in modules:
         take_over(module, dtype)
+
+
+def owners_of_parameters(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that have each parameter, by its ``id()``."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
 
 
 class PackedLinear(nn.Linear):
@@ -89,10 +95,15 @@ def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
         weight = weight.T.contiguous()
     bias = None if bias is None else bias.detach()
     product = make_linear(weight, bias, keeps_float32=keeps_float32)
+    use_product(layer, product)
+    return product
+
+
+def use_product(layer: Any, product: Linear) -> None:
+    """Make ``layer`` a ``PackedLinear`` that is computed by ``product``, and drop its weight."""
     del layer.weight
     layer.product, layer.origin = product, type(layer)
     layer.__class__ = PackedLinear
-    return product
 
 
 class RowsEmbedding(nn.Embedding):
@@ -189,10 +200,7 @@ def is_experts(module: nn.Module) -> bool:
         return False
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
-    return all(
-        isinstance(weight, nn.Parameter) and weight.dim() == 3 and weight.dtype in PACKED
-        for weight in weights
-    )
+    return all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
 
 
 def pack_experts(experts: Any) -> None:

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,16 +35,15 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, cache_arguments
 from engine.models.general_mxfp4 import load_mxfp4
 from engine.models.general_rope import fix_frequencies
+from engine.models.general_stored import load_stored
 from engine.models.general_support import (
     Misfit,
-    causal_class,
     check_class,
     check_support,
     read_hf_config,
     refusal,
 )
 from engine.models.general_trial import Findings, is_close, run_trial
-from engine.models.gguf_weights import GgufCheckpoint, state_dict
 from engine.models.quant import format_of
 
 logger = logging.getLogger("engine.models")
@@ -204,13 +202,14 @@ def _stored(
         "attn_implementation": TRIAL,
         "output_loading_info": True,
     }
-    file = gguf_file(info.path)
+    form = format_of(info)
     with _no_progress_bar():
-        if format_of(info) is not None:
-            causal, report = load_mxfp4(
+        if form is not None or gguf_file(info.path) is not None:
+            load = load_mxfp4 if form is not None and form.name == "mxfp4" else load_stored
+            causal, report = load(
                 info, hf, device, options, quantize_activations=config.quantize_activations
             )
-        elif file is None:
+        else:
             causal, report = AutoModelForCausalLM.from_pretrained(
                 info.path,
                 local_files_only=True,
@@ -218,8 +217,6 @@ def _stored(
                 trust_remote_code=config.trust_remote_code,
                 **options,
             )
-        else:
-            causal, report = _of_gguf(file, hf, options)
     missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
     if missing:
         raise ModelError(
@@ -227,19 +224,6 @@ def _stored(
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
         )
     return causal
-
-
-def _of_gguf(
-    file: Path, hf: PreTrainedConfig, options: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the module with the weights of a GGUF file; also returns the report on missing ones."""
-    with GgufCheckpoint(file) as checkpoint:
-        state = state_dict(checkpoint, options["dtype"], is_gpt_oss=hf.model_type == "gpt_oss")
-    causal, report = causal_class(hf).from_pretrained(None, state_dict=state, **options)
-    unused = sorted(report["unexpected_keys"])
-    if unused:
-        raise ModelError(f"{file} has tensors that its model does not use: {', '.join(unused[:5])}")
-    return causal, report
 
 
 @contextmanager

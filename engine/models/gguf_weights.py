@@ -221,41 +221,6 @@ class GgufCheckpoint(Checkpoint):
         return packed
 
 
-def state_dict(
-    checkpoint: GgufCheckpoint, dtype: torch.dtype, *, is_gpt_oss: bool
-) -> dict[str, torch.Tensor]:
-    """Read all tensors as the state of transformers' module: the gate and up matrices of all
-    experts are one tensor [experts, 2 x width, hidden size].
-
-    is_gpt_oss: gate and up alternate, and matrices of experts have one column for each output."""
-
-    def read(name: str) -> torch.Tensor:
-        out = torch.empty(checkpoint.tensors[name].shape, dtype=dtype)
-        checkpoint.read(name, 0, out)
-        return out
-
-    found = {}
-    for name in checkpoint.tensors:
-        block, is_expert, half = name.partition(".experts.")
-        if not is_expert:
-            value = read(name)
-            is_row = name.endswith("shared_expert_gate.weight")  # files may drop the dimension
-            found[name] = value.view(1, -1) if is_row else value
-            continue
-        if half.startswith("up_proj"):
-            continue
-        value = read(name)
-        if half.startswith("gate_proj"):
-            up = read(name.replace("gate_proj", "up_proj"))
-            pair = torch.stack([value, up], dim=2) if is_gpt_oss else torch.stack([value, up], 1)
-            value = pair.flatten(1, 2)
-        if is_gpt_oss and value.dim() == 3:
-            value = value.mT.contiguous()
-        ours = half.replace("gate_proj", "gate_up_proj").removesuffix(".weight")
-        found[f"{block}.experts.{ours.replace('.bias', '_bias')}"] = value
-    return found
-
-
 def check_types(header: GgufHeader) -> None:
     """Raise ``ModelError`` if a file has tensors of a type that cannot be read."""
     others = {t.type.name: name for name, t in header.tensors.items() if t.type not in READ}
@@ -292,6 +257,8 @@ def conversions(header: GgufHeader) -> dict[str, Conversion]:
                 f"{stored.file} has the tensor {name!r:.80}, which is unknown for the architecture "
                 f"{architecture!r}"
             )
+        if theirs.endswith("shared_expert_gate.weight") and len(stored.shape) == 1:
+            stored = stored._replace(shape=(1, *stored.shape))  # files may drop the dimension
         if theirs in found:
             raise damaged(stored.file, f"{name!r:.80} is another tensor of {theirs}")
         found[theirs] = Conversion(

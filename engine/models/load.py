@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.kv_scales import kv_scales
 from engine.models.model import Model
+from engine.models.opening import open_checkpoint
 from engine.models.quant import GENERAL_FORMATS, format_of
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
@@ -73,16 +73,17 @@ def load_model(
     # Imported here, because native families do not need transformers.
     from engine.models.general import load_general
 
+    if quantization is None:  # also if the stored weights have the requested format
+        config = replace(config, quantization=None)
     return load_general(config, info, device=device, max_model_len=max_model_len)
 
 
 def check_form(info: ModelInfo, form: Format | None, *, is_native: bool) -> None:
     """Raise ``ModelError`` if the format of the weights is not supported for this model."""
-    if form is None or is_native != (form.name in GENERAL_FORMATS):
+    if form is None or not is_native or form.name not in GENERAL_FORMATS:
         return
-    others = "general" if is_native else "native"
     raise ModelError(
-        f"{info.path} has weights quantized by {form.name!r}, which only {others} families "
+        f"{info.path} has weights quantized by {form.name!r}, which only general families "
         f"support, and {info.architecture or info.model_type} is not one; use the original model"
     )
 
@@ -233,16 +234,6 @@ def _build(
         decoder = assemble(spec, weights, placement)
         decoder.weight_dtype = dtype
         return decoder
-
-
-def open_checkpoint(root: Path) -> Checkpoint:
-    """Open the weights of a model directory. Raises ``ModelError``."""
-    file = gguf_file(root)
-    if file is None:
-        return Checkpoint(root)
-    from engine.models.gguf_weights import GgufCheckpoint  # imports the gguf package
-
-    return GgufCheckpoint(file)
 
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:

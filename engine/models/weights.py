@@ -105,9 +105,13 @@ class StoredWeights:
         """The checkpoint tensors, or ranges of them, that fill each target, by its name."""
         return dict(self._parts)
 
+    def is_quantized(self, target: Target) -> bool:
+        """True if any part of a target is stored in quantised form."""
+        return any(map(self._is_quantized, self._parts[target.name]))
+
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
         parts = self._parts[target.name]
-        if any(map(self._is_quantized, parts)):
+        if self.is_quantized(target):
             if all(map(self._checkpoint.is_packed, parts)):
                 return stack(self._checkpoint.quantized(parts, dtype))
             return stack([self._one(part, dtype) for part in parts])
@@ -125,7 +129,8 @@ class StoredWeights:
             return self._checkpoint.quantized((part,), dtype)[0]
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
-        out = allocate(part.shape, dtype)
+        # A part may be the matrix of one expert in a tensor of several.
+        out = allocate((part.size // part.shape[-1], part.shape[-1]), dtype)
         self._fill((part,), out)
         return out
 

@@ -182,10 +182,36 @@ GENERAL: dict[str, Case] = {
     ),
 }
 """Families that transformers' modules compute."""
+WIDE_GENERAL: dict[str, Case] = {
+    "wide-gemma": Case("Gemma", WIDE),
+    "wide-glm4": Case("Glm4", {**WIDE, "attention_bias": True}),
+    "wide-qwen2moe": Case(
+        "Qwen2Moe",
+        {
+            **WIDE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+        },
+    ),
+    "wide-gpt-oss": Case(
+        "GptOss",
+        {
+            **WIDE,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+"""The same with rows of 256 elements."""
 MIXED = {
     "attn_k": Kind.Q5_0,
     "attn_v": Kind.Q6_K,
     "ffn_gate": Kind.F16,
+    "ffn_gate_exps": Kind.F16,
     "ffn_up_exps": Kind.IQ4_XS,
     "blk.0.ffn_down": Kind.Q3_K,
     "attn_output": Kind.Q5_1,
@@ -213,7 +239,7 @@ class GgufModels:
         """Directory of the model that a family's files are made from."""
         path = self.root / name / "source"
         if not path.exists():
-            case = FAMILIES.get(name) or GENERAL[name]
+            case = {**FAMILIES, **GENERAL, **WIDE_GENERAL}[name]
             save(random_model(config_of(case), seed=len(name)), path, case.dtype)
         return path
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from engine import EngineArgs, LLMEngine, SamplingParams
+from engine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from engine.config.kv_groups import request_blocks
 
 NUM_NEW = 14
+WHOLE: dict[str, Any] = {"ignore_eos": True, "detokenize": False}
 LENGTHS = (9, 1, 23, 40, 40, 61)
 
 
@@ -90,7 +91,23 @@ def run(
     engine: LLMEngine, made: list[list[int]], num_new: int = NUM_NEW
 ) -> tuple[list[list[int]], list[int]]:
     """Tokens and cached tokens of each prompt."""
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    outs = finished(engine, made, SamplingParams(temperature=0, max_tokens=num_new, **WHOLE))
+    return [out.outputs[0].token_ids for out in outs], [out.num_cached_tokens for out in outs]
+
+
+def run_several(
+    engine: LLMEngine, made: list[list[int]], num_new: int = NUM_NEW, count: int = 3
+) -> list[list[list[int]]]:
+    """Tokens of each prompt, for each of ``count`` answers that are sampled from one token."""
+    params = SamplingParams(n=count, top_k=1, max_tokens=num_new, **WHOLE)
+    outs = finished(engine, made, params)
+    return [[out.outputs[number].token_ids for out in outs] for number in range(count)]
+
+
+def finished(
+    engine: LLMEngine, made: list[list[int]], params: SamplingParams
+) -> list[RequestOutput]:
+    """The last output of each prompt's request."""
     for index, ids in enumerate(made):
         engine.add_request(str(index), ids, params)
     last = {}
@@ -99,7 +116,7 @@ def run(
             last[int(out.request_id)] = out
     outs = [last[index] for index in range(len(made))]
     assert all(out.finished for out in outs)
-    return [out.outputs[0].token_ids for out in outs], [out.num_cached_tokens for out in outs]
+    return outs
 
 
 def compare(reference: Reference, tokens: list[list[int]], tally: Tally) -> None:

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.gguf_models import WIDE_FAMILIES, GgufModels, Kind
-from e2e.references import Reference, compare, engine_for, generate, pool_for, prompts, run
+from e2e.gguf_models import WIDE_FAMILIES, WIDE_GENERAL, GgufModels, Kind
+from e2e.references import (
+    Reference,
+    compare,
+    engine_for,
+    generate,
+    pool_for,
+    prompts,
+    run,
+    run_several,
+)
 from e2e.tiny_models import reference
 from support.box_gguf import box_as_gguf
 
@@ -37,9 +46,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.mark.parametrize("name", WIDE_FAMILIES)
+@pytest.mark.parametrize("name", [*WIDE_FAMILIES, *WIDE_GENERAL])
 def test_tokens_are_those_of_transformers(name: str, gguf_models: GgufModels, tally) -> None:
-    """With chunks, drafts, requests that are preempted, and prefixes that are found again."""
+    """With chunks, drafts, several answers of requests that are preempted, and prefixes that are
+    found again."""
     model = gguf_models.mixed(name)
     theirs = reference(model.twin)
     answers = [generate(theirs, ids, NUM_NEW) for ids in PROMPTS]
@@ -58,9 +68,9 @@ def test_tokens_are_those_of_transformers(name: str, gguf_models: GgufModels, ta
         compare(right, again, tally)
         assert max(cached) >= 32
     with engine_for(str(model.file), **options, num_kv_blocks=size) as engine:
-        tokens, _ = run(engine, PROMPTS, NUM_NEW)
-        compare(right, tokens, tally)
-        assert engine.stats().num_preemptions > 0 or name == "wide-gemma3"
+        for answers in run_several(engine, PROMPTS, NUM_NEW):
+            compare(right, answers, tally)
+        assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize(
@@ -89,18 +99,20 @@ def test_grammars_and_the_replay_of_a_step_log(tmp_path: Path) -> None:
     box_as_gguf(path, Kind.Q4_0, {"attn_v": Kind.Q5_1, "token_embd": Kind.Q8_0})
     sizes = {"num_threads": 1, "max_model_len": 128, "log_level": "error"}
     form = StructuredOutputsParams(regex=r"[0-9]{3}-[a-z]{4}")
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, structured_outputs=form)
+    params = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=24, structured_outputs=form)
     args = EngineArgs(model=str(path), step_log=log, num_kv_blocks=10, **sizes)
     with LLMEngine.from_engine_args(args) as engine:
         for number in range(4):
             engine.add_request(str(number), "A number: " * (1 + 2 * number), params)
         texts = {}
         while engine.has_unfinished_requests():
-            texts |= {out.request_id: out.outputs[0].text for out in engine.step()}
-    assert all(len(text) == 8 and text[:3].isdigit() for text in texts.values()), texts
+            texts |= {out.request_id: [one.text for one in out.outputs] for out in engine.step()}
+    found = [text for both in texts.values() for text in both]
+    assert len(found) == 8
+    assert all(len(text) == 8 and text[:3].isdigit() for text in found), texts
     outcome = replay(log)
     assert outcome.difference is None
-    assert outcome.num_requests == 4
+    assert outcome.num_requests == 8  # one for each answer
     with LLM(str(path), speculative_config=DRAFTS, num_kv_blocks=200, **sizes) as llm:
         found = llm.generate(["A number: "], params, use_tqdm=False)
-        assert found[0].outputs[0].text == texts["0"]
+        assert [one.text for one in found[0].outputs] == texts["0"]

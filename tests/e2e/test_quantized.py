@@ -377,12 +377,3 @@ def test_options_that_make_no_sense_with_a_quantized_directory(tmp_path: Path) -
     awq_path = written(tmp_path, "awq").path
     with pytest.raises(ConfigError, match=r"'awq', and quantization='fp8' would quantize"):
         load(awq_path, quantization="fp8")
-
-
-def test_quantized_weights_of_other_than_native_families_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "awq").path
-    config = json.loads((path / "config.json").read_text())
-    config |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"'awq', which only native families .*GPT2LMHeadModel"):
-        load(path)

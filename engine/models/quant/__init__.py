@@ -22,7 +22,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "mxfp4": Mxfp4.of,
 }
 GENERAL_FORMATS = ("mxfp4",)
-"""Formats of models that transformers' modules compute; the others need a native family."""
+"""Formats that only models have which transformers' modules compute."""
 # Files in which early tools stored what is in config.json today.
 OWN_FILES = {"awq": "quant_config.json", "gptq": "quantize_config.json"}
 
