@@ -4,10 +4,11 @@ torch on CPUs.
 Does not import the engine. Must not define ``__version__``, or transformers would mistake it for
 the package "kernels" of Hugging Face."""
 
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, StateMeta
 from kernels.ops import (
     act_mul,
     add_rms_norm,
+    causal_conv,
     invariant_linear,
     linear,
     mixture,
@@ -18,8 +19,10 @@ from kernels.ops import (
 
 __all__ = [
     "AttentionMeta",
+    "StateMeta",
     "act_mul",
     "add_rms_norm",
+    "causal_conv",
     "invariant_linear",
     "linear",
     "mixture",

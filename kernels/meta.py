@@ -1,4 +1,4 @@
-"""Lengths, positions and KV cache slots of a step's tokens, for attention and KV writes."""
+"""What the layers of a model need to know of a step: lengths, positions and places in the cache."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ class AttentionMeta:
     # The KV group of the layers that read these block tables. All groups of a step share the rest,
     # and ``scratch``.
     group: int = 0
+
+
+@dataclass(slots=True)
+class StateMeta:
+    """The sequences (S) and tokens (N) of a step, and the rows of state tensors that layers with a
+    recurrent state read and write. A state tensor is ``[rows, ...]``.
+
+    With d drafts, a sequence writes its state after each of its last d + 1 tokens, since the last
+    drafts may be rejected.
+    """
+
+    query_start: torch.Tensor  # [S + 1] int32
+    state_reads: torch.Tensor  # [S] int32, row of the state before the step; -1: it is zero
+    # [S, W] int32: entry j is the row for the state after the j-th of the last d + 1 tokens; -1:
+    # not written. Entries after the first -1 are -1.
+    state_writes: torch.Tensor
+    num_seqs: torch.Tensor  # [1] int32, S; recorded launches on a CPU read it
+    num_decodes: int  # the first num_decodes sequences have exactly one token
+    max_query_len: int
+    scratch: dict[Any, Any] = field(default_factory=dict)  # values computed once per step
+    batch_invariant: bool = False
+
+
+LayerMeta = AttentionMeta | StateMeta

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kernels import cpu, reference
 from kernels.bodies import triton_for
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference import grouped
 
 
@@ -142,3 +142,21 @@ def paged_attention(  # noqa: PLR0913
     """
     options = reference.AttentionOptions(scale, window, softcap, sinks, alibi, kv_scales)
     return _bodies(q).paged_attention(q, kv_layer, meta, options)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    """Causal convolution of each channel over the tokens of its sequence, then the activation.
+
+    x: [N, C], whose rows may be apart. weight: [C, L], the last tap is the token's own. bias: [C].
+    activation: "silu", or "" for none. state: [rows, L - 1, C], the inputs before the step, oldest
+    first; read and written at the rows that `meta` names. Returns [N, C]; rows that belong to no
+    sequence are zeros. Results do not depend on how a sequence is divided into steps.
+    """
+    return _bodies(x).causal_conv(x, weight, bias, activation, state, meta)

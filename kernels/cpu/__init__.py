@@ -12,7 +12,9 @@ import torch
 
 from kernels import reference
 from kernels.cpu import attention, cells, pointwise, rope
-from kernels.meta import AttentionMeta
+from kernels.cpu import causal_conv as convolution
+from kernels.meta import AttentionMeta, StateMeta
+from kernels.reference.causal_conv import ACTIVATIONS
 
 
 def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -90,3 +92,17 @@ def paged_attention(
             variant = variant._replace(sinks=variant.sinks.float().contiguous())
         return attention.paged_attention(q, kv_layer, meta, variant)
     return reference.paged_attention(q, kv_layer, meta, variant)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    is_read = x.dim() == 2 and x.stride(1) == 1 and state.dtype is x.dtype
+    if is_read and _is_plain(weight, state, bias) and activation in ACTIVATIONS:
+        return convolution.causal_conv(x, weight, bias, activation, state, meta)
+    return reference.causal_conv(x, weight, bias, activation, state, meta)

@@ -38,7 +38,8 @@ def _at(builder, base, offset, kind):
     return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
 
 
-def _row(builder, base, offset, kind=_FLOATS):
+def row_at(builder, base, offset, kind=_FLOATS):
+    """Emit the load of a vector of LLVM type `kind` at address base + offset."""
     return builder.load(_at(builder, base, offset, kind), align=4)
 
 
@@ -46,7 +47,7 @@ def _put(builder, row, base, offset):
     builder.store(row, _at(builder, base, offset, row.type), align=4)
 
 
-def _over_rows(builder, rows, carried, step):
+def over_rows(builder, rows, carried, step):
     """Emit a loop over `rows`: (address, stride in bytes, number of rows). `carried`: initial
     values of the loop's variables; step(offset, values) emits the loop's body and returns their
     next values. Returns their last values."""
@@ -81,11 +82,11 @@ def pair_rows(typing_context, address, stride, count, target):
         address, stride, count, target = args
 
         def step(offset, values):
-            rows = [_row(builder, address, at) for at in (offset, builder.add(offset, stride))]
+            rows = [row_at(builder, address, at) for at in (offset, builder.add(offset, stride))]
             _put(builder, _pairs(builder, *rows), values[0], _I64(0))
             return [builder.add(values[0], _I64(LINE))]
 
-        _over_rows(builder, (address, builder.shl(stride, _I64(1)), count), [target], step)
+        over_rows(builder, (address, builder.shl(stride, _I64(1)), count), [target], step)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), build
@@ -127,7 +128,7 @@ def interleave16(typing_context, source, ld_source, target, ld_target):
         halves = ir.VectorType(_I16, 2 * LANES)
         for k in range(LANES // 2):
             rows = [
-                _row(builder, source, builder.mul(ld_source, _I64(2 * k + i)), halves)
+                row_at(builder, source, builder.mul(ld_source, _I64(2 * k + i)), halves)
                 for i in range(2)
             ]
             for upper in range(2):
@@ -149,7 +150,7 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
         places = [builder.mul(ld_source, _I64(i)) for i in range(2 * LANES)]
-        rows = [_row(builder, source, place) for place in places]
+        rows = [row_at(builder, source, place) for place in places]
         pairs = [_pairs(builder, rows[i], rows[i + 1]) for i in range(0, 2 * LANES, 2)]
         for i, row in enumerate(_turned(builder, pairs)):
             _put(builder, row, target, builder.mul(ld_target, _I64(i)))
@@ -185,7 +186,7 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
-        weights = _exp2(builder, builder.fsub(scores, _row(builder, given[3], _I64(0))))
+        weights = exp2_rows(builder, builder.fsub(scores, row_at(builder, given[3], _I64(0))))
         if is_seen is not None:
             weights = builder.select(is_seen, weights, _all(0.0))
         return weights, builder.fadd(state, weights)
@@ -214,15 +215,15 @@ def _down_columns(joined, bounds, initial, join, work):
                 at = builder.add(offset, builder.mul(stride, _I64(i)))
                 row = builder.add(place, _all(i))
                 is_seen = None if bounds is None else _between(builder, row, args[bounds])
-                stored, state = work(builder, args, _row(builder, scores, at), state, is_seen)
+                stored, state = work(builder, args, row_at(builder, scores, at), state, is_seen)
                 _put(builder, stored, scores, at)
                 after.append(state)
             return [builder.add(place, _all(_CHAINS)), *after]
 
         carried = [_all(0), *[_all(initial)] * _CHAINS]
-        _, *states = _over_rows(builder, rows, carried, step)
+        _, *states = over_rows(builder, rows, carried, step)
         pairs = [join(builder, states[0], states[1]), join(builder, states[2], states[3])]
-        whole = join(builder, _row(builder, args[joined], _I64(0)), join(builder, *pairs))
+        whole = join(builder, row_at(builder, args[joined], _I64(0)), join(builder, *pairs))
         _put(builder, whole, args[joined], _I64(0))
         return context.get_dummy_value()
 
@@ -235,7 +236,7 @@ def _greater(builder, one, other):
 
 def _between(builder, rows, bounds):
     """Emit a comparison: is each column's row number in `rows` within the bounds of the column?"""
-    first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
+    first, end = (row_at(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
 
@@ -245,7 +246,7 @@ def exp2_of_all(typing_context, x):
     """2 ** x of a float32, bit-identical to `soften_row` and `soften_columns`."""
 
     def build(context, builder, signature, args):
-        return builder.extract_element(_exp2(builder, splat(builder, args[0], LANES)), _I32(0))
+        return builder.extract_element(exp2_rows(builder, splat(builder, args[0], LANES)), _I32(0))
 
     return types.float32(types.float32), build
 
@@ -258,11 +259,11 @@ def fold_factors(typing_context, largest, added, shrink, share):
 
     def build(context, builder, signature, args):
         zero = _I64(0)
-        before, added = (_row(builder, place, zero) for place in args[:2])
+        before, added = (row_at(builder, place, zero) for place in args[:2])
         best = _greater(builder, added, before)
         _put(builder, best, args[0], zero)
         for scores, place in zip((before, added), args[2:], strict=True):
-            _put(builder, _exp2(builder, builder.fsub(scores, best)), place, zero)
+            _put(builder, exp2_rows(builder, builder.fsub(scores, best)), place, zero)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), build
@@ -281,7 +282,7 @@ def soften_row(typing_context, scores, count, best, first, end):
 
         def step(offset, values):
             place, total = values
-            weights = _exp2(builder, builder.fsub(_row(builder, scores, offset), largest))
+            weights = exp2_rows(builder, builder.fsub(row_at(builder, scores, offset), largest))
             is_from = builder.icmp_signed(">=", place, first)
             is_seen = builder.and_(is_from, builder.icmp_signed("<", place, end))
             weights = builder.select(is_seen, weights, _all(0.0))
@@ -293,7 +294,7 @@ def soften_row(typing_context, scores, count, best, first, end):
 
         lanes = ir.Constant(_WORDS, list(range(LANES)))
         zeros = ir.Constant(ir.VectorType(_F32, _CHAINS), [0.0] * _CHAINS)
-        _, total = _over_rows(builder, (scores, _I64(LINE), count), [lanes, zeros], step)
+        _, total = over_rows(builder, (scores, _I64(LINE), count), [lanes, zeros], step)
         chains = [builder.extract_element(total, _I32(i)) for i in range(_CHAINS)]
         return builder.fadd(builder.fadd(*chains[:2]), builder.fadd(*chains[2:]))
 
@@ -311,20 +312,20 @@ def cap_scores(typing_context, scores, count, softcap, factor):
         whole = builder.fmul(softcap, factor)
 
         def step(offset, values):
-            ratio = builder.fdiv(_row(builder, scores, offset), softcap)
-            power = _exp2(builder, builder.fmul(ratio, _all(2 / math.log(2))))
+            ratio = builder.fdiv(row_at(builder, scores, offset), softcap)
+            power = exp2_rows(builder, builder.fmul(ratio, _all(2 / math.log(2))))
             below = builder.fadd(power, _all(1.0))
             tanh = builder.fsub(_all(1.0), builder.fdiv(_all(2.0), below))
             _put(builder, builder.fmul(tanh, whole), scores, offset)
             return []
 
-        _over_rows(builder, (scores, _I64(LINE), count), [], step)
+        over_rows(builder, (scores, _I64(LINE), count), [], step)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 2, *[types.float32] * 2), build
 
 
-def _exp2(builder, x):
+def exp2_rows(builder, x):
     """2 ** x of a vector, to about one unit in the last place. NaN stays NaN; x is clamped to
     limits that avoid overflow."""
     for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
@@ -336,6 +337,26 @@ def _exp2(builder, x):
         mantissa = fma(builder, mantissa, r, _all(term))
     power = builder.bitcast(builder.shl(exponent, _all(MANTISSA)), _FLOATS)
     return builder.fmul(mantissa, power)
+
+
+def silu_rows(builder, x):
+    """Emit x / (1 + e ** -x) of a vector."""
+    power = exp2_rows(builder, builder.fmul(x, _all(-1 / math.log(2))))
+    return builder.fdiv(x, builder.fadd(power, _all(1.0)))
+
+
+def store_floats(builder, floats, address, size):
+    """Emit the store of a vector of 16 float32 as elements of `size` bytes: 4 for float32, 2 for
+    bfloat16, rounded to nearest even."""
+    if size == 4:
+        _put(builder, floats, address, _I64(0))
+        return
+    if isa.has("avx512bf16"):
+        halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
+    else:
+        words = builder.lshr(_rounded(builder, floats), _all(16))
+        halves = builder.trunc(words, ir.VectorType(_I16, LANES))
+    builder.store(halves, _at(builder, address, _I64(0), halves.type), align=2)
 
 
 @intrinsic(prefer_literal=True)

@@ -9,6 +9,7 @@ from kernels.reference.attention import (
     gather,
     paged_attention,
 )
+from kernels.reference.causal_conv import causal_conv
 from kernels.reference.pointwise import act_mul, add_rms_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 
@@ -19,6 +20,7 @@ __all__ = [
     "act_mul",
     "add_rms_norm",
     "attend",
+    "causal_conv",
     "gather",
     "paged_attention",
     "qkv_rope_write",

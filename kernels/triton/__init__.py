@@ -5,6 +5,7 @@ from kernels.reference.logits import are_sound
 from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
+from kernels.triton.causal_conv import causal_conv
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.invariant import invariant_linear
@@ -24,6 +25,7 @@ __all__ = [
     "apply_bitmask",
     "apply_edits",
     "are_sound",
+    "causal_conv",
     "choose_tokens",
     "count_tokens",
     "forbid_words",

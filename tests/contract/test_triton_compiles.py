@@ -25,6 +25,7 @@ MODULES = (
     "logprobs",
     "index",
     "moe",
+    "causal_conv",
 )
 
 

@@ -1,0 +1,56 @@
+"""The causal convolution of a CPU against plain torch in float64."""
+
+import pytest
+import torch
+from support import conv_checks
+from support.state_steps import STEPS, Part, meta_of
+
+import kernels
+from kernels.cpu.threads import num_threads, set_threads
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("activation", ["silu", ""])
+def test_outputs_and_states(step: str, activation: str, dtype: torch.dtype) -> None:
+    conv_checks.check_against_reference(kernels.causal_conv, dtype, step, activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [1, 3, 4])
+def test_a_prompt_in_parts_gives_the_same_bits(taps: int, dtype: torch.dtype) -> None:
+    conv_checks.check_cuts_of_a_prompt(kernels.causal_conv, dtype, taps)
+
+
+def test_threads_and_neighbours_change_no_bit() -> None:
+    parts = [Part(1, True)] * 19 + [Part(70), Part(5, True, 2)]
+    meta = meta_of(parts)
+    x, weight = torch.randn(94, 600), torch.randn(600, 4)
+    state = torch.randn(len(parts) * 5, 3, 600)
+    before, results = num_threads(), []
+    try:
+        for threads in (1, 3):
+            set_threads(threads)
+            results.append(kernels.causal_conv(x, weight, None, "silu", state.clone(), meta))
+    finally:
+        set_threads(before)
+    assert torch.equal(*results)
+    alone = meta_of(parts[-2:-1])
+    got = kernels.causal_conv(x[19:89], weight, None, "silu", state.clone(), alone)
+    assert torch.equal(got, results[0][19:89])
+
+
+def test_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match="'gelu'"):
+        kernels.causal_conv(
+            torch.zeros(1, 4), torch.zeros(4, 2), None, "gelu", torch.zeros(5, 1, 4),
+            meta_of([Part(1)]),
+        )  # fmt: skip
