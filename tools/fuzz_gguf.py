@@ -2,7 +2,7 @@
 
     python tools/fuzz_gguf.py 10000 [SEED]
 
-Files are made from valid tiny models of every native architecture: values of other types,
+Files are made from valid tiny models of every architecture: values of other types,
 impossible counts and shapes, tensors that overlap, and bytes that are flipped, inserted or cut off.
 Prints how many were read and refused, and by how much the process grew. A file that raises any
 other error is kept, and its path is part of the error.
@@ -30,15 +30,72 @@ from engine.config.model import ModelConfig, read_model_info
 from engine.errors import ModelError
 from engine.gguf.config import ARCHITECTURES
 from engine.gguf.directory import make
-from engine.gguf.general import GENERAL
 from engine.models.gguf_weights import GgufCheckpoint
-from engine.models.load import native_spec
+from engine.models.load import load_model, native_spec
 from engine.models.targets import targets
 from engine.models.weights import StoredWeights
 from engine.text.tokenizer import load_tokenizer
 
 HIDDEN, FEED, HEADS, HEAD_DIM, VOCAB, EXPERTS = 32, 64, 2, 16, 40, 2
-NATIVE = tuple(name for name in ARCHITECTURES if name not in GENERAL)
+FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+WITH_EXPERTS = ("qwen3moe", "qwen2moe", "olmoe", "granitemoe", "gpt-oss")
+ROWS = HEADS * HEAD_DIM
+USUAL_SHAPES: dict[str, tuple[int, ...]] = {
+    "attn_norm": (HIDDEN,),
+    "ffn_norm": (HIDDEN,),
+    "attn_q": (ROWS, HIDDEN),
+    "attn_k": (HEAD_DIM, HIDDEN),
+    "attn_v": (HEAD_DIM, HIDDEN),
+    "attn_output": (HIDDEN, ROWS),
+    "ffn_gate": (FEED, HIDDEN),
+    "ffn_up": (FEED, HIDDEN),
+    "ffn_down": (HIDDEN, FEED),
+}
+MORE_SHAPES: tuple[tuple[tuple[str, ...], dict[str, tuple[int, ...]]], ...] = (
+    (
+        ("qwen3", "qwen3moe", "gemma3", "exaone4"),
+        {"attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)},
+    ),
+    (("olmo2", "olmoe"), {"attn_q_norm": (ROWS,), "attn_k_norm": (HEAD_DIM,)}),
+    (
+        ("gemma2", "gemma3", "olmo2", "exaone4", "glm4", "seed_oss", "gpt-oss"),
+        {"post_attention_norm": (HIDDEN,)},
+    ),
+    (("gemma2", "gemma3", "olmo2", "exaone4", "glm4"), {"post_ffw_norm": (HIDDEN,)}),
+    (("phi3",), {"attn_qkv": (ROWS + 2 * HEAD_DIM, HIDDEN)}),
+    (("phi3", "glm4"), {"ffn_up": (2 * FEED, HIDDEN)}),
+    (("gpt-oss",), {"attn_sinks": (HEADS,)}),
+    (
+        ("qwen2moe",),
+        {
+            "ffn_gate_inp_shexp": (HIDDEN,),
+            **{f"{name}_shexp": USUAL_SHAPES[name] for name in FEED_FORWARD},
+        },
+    ),
+)
+"""Shapes of tensors that only some architectures have."""
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "olmo2": ("attn_norm", "ffn_norm"),
+    "exaone4": ("attn_norm", "ffn_norm"),
+    "phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"),
+    "glm4": ("ffn_gate",),
+    "starcoder2": ("ffn_gate",),
+    "arcee": ("ffn_gate",),
+    "command-r": ("ffn_norm",),
+    "cohere2": ("ffn_norm",),
+    "seed_oss": ("ffn_norm",),
+    "gpt-oss": ("ffn_norm",),
+}
+"""Tensors that an architecture does not have."""
+PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
+WITH_BIASES: dict[str, tuple[str, ...]] = {
+    "qwen2": PROJECTIONS[:3],
+    "qwen2moe": PROJECTIONS[:3],
+    "starcoder2": (*PROJECTIONS, "ffn_up", "ffn_down", "attn_norm", "ffn_norm"),
+    "stablelm": ("attn_norm", "ffn_norm"),
+    "gpt-oss": (*PROJECTIONS, "ffn_gate_inp", *(f"{name}_exps" for name in FEED_FORWARD)),
+}
+"""Tensors of an architecture that have a bias."""
 Type = GGUFValueType
 Value = tuple[Type, Any]
 NUMBERS = {
@@ -174,11 +231,17 @@ def valid(architecture: str) -> File:
         "attention.layer_norm_rms_epsilon": (Type.FLOAT32, 1e-5),
         "rope.freq_base": (Type.FLOAT32, 10_000.0),
     }
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "cohere2", "exaone4", "gpt-oss"):
         values["attention.sliding_window"] = number(16)
-    if architecture == "qwen3moe":
+    if architecture in ("starcoder2", "stablelm", "command-r", "cohere2"):
+        values["attention.layer_norm_epsilon"] = (Type.FLOAT32, 1e-5)
+    if architecture in ("command-r", "cohere2"):
+        values["logit_scale"] = (Type.FLOAT32, 0.5)
+    if architecture in WITH_EXPERTS:
         for key, value in (("count", EXPERTS), ("used_count", 1), ("feed_forward_length", FEED)):
             values[f"expert_{key}"] = number(value)
+    if architecture == "qwen2moe":
+        values["expert_shared_feed_forward_length"] = number(FEED)
     metadata: list[tuple[str, Value]] = [
         ("general.architecture", (Type.STRING, architecture.encode())),
         *((f"{architecture}.{key}", value) for key, value in values.items()),
@@ -218,44 +281,35 @@ def vocabulary(has_merges: bool) -> list[tuple[str, Value]]:
 
 
 def tensors_of(architecture: str) -> list[Stored]:
-    rows = HEADS * HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (HIDDEN,),
-        "ffn_norm": (HIDDEN,),
-        "attn_q": (rows, HIDDEN),
-        "attn_k": (HEAD_DIM, HIDDEN),
-        "attn_v": (HEAD_DIM, HIDDEN),
-        "attn_output": (HIDDEN, rows),
-        "ffn_gate": (FEED, HIDDEN),
-        "ffn_up": (FEED, HIDDEN),
-        "ffn_down": (HIDDEN, FEED),
-    }
-    if architecture in ("qwen3", "qwen3moe", "gemma3"):
-        shapes |= {"attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)}
-    if architecture in ("gemma2", "gemma3", "olmo2"):
-        shapes |= {"post_attention_norm": (HIDDEN,), "post_ffw_norm": (HIDDEN,)}
-    if architecture == "olmo2":
-        shapes |= {"attn_q_norm": (rows,), "attn_k_norm": (HEAD_DIM,)}
-    if architecture == "phi3":
-        shapes |= {"attn_qkv": (rows + 2 * HEAD_DIM, HIDDEN), "ffn_up": (2 * FEED, HIDDEN)}
-    if architecture == "qwen3moe":
-        shapes |= {f"{name}_exps": (EXPERTS, *shapes[name]) for name in ("ffn_gate", "ffn_up")}
-        shapes |= {"ffn_down_exps": (EXPERTS, HIDDEN, FEED), "ffn_gate_inp": (EXPERTS, HIDDEN)}
-    without = {
-        "olmo2": ("attn_norm", "ffn_norm"),
-        "phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"),
-        "qwen3moe": ("ffn_gate", "ffn_up", "ffn_down"),
-    }.get(architecture, ())
+    """The tensors of a model of one layer."""
     found = [
         Stored(f"blk.0.{name}.weight", shape)
-        for name, shape in shapes.items()
-        if name not in without
+        for name, shape in shapes_of_layer(architecture).items()
     ]
-    if architecture == "qwen2":
-        sizes = (("q", rows), ("k", HEAD_DIM), ("v", HEAD_DIM))
-        found += [Stored(f"blk.0.attn_{name}.bias", (size,)) for name, size in sizes]
-    embed, norm = Stored("token_embd.weight", (VOCAB, HIDDEN)), Stored("output_norm.weight", (32,))
-    return [embed, norm, *found]
+    with_bias = WITH_BIASES.get(architecture, ())
+    found += [
+        Stored(each.name.replace(".weight", ".bias"), each.shape[:-1] or each.shape)
+        for each in found
+        if each.name.split(".")[2] in with_bias
+    ]
+    norms = [Stored("output_norm.weight", (HIDDEN,))]
+    if architecture in ("starcoder2", "stablelm"):
+        norms.append(Stored("output_norm.bias", (HIDDEN,)))
+    return [Stored("token_embd.weight", (VOCAB, HIDDEN)), *norms, *found]
+
+
+def shapes_of_layer(architecture: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's weights by name."""
+    without = WITHOUT.get(architecture, ())
+    shapes = dict(USUAL_SHAPES)
+    for architectures, more in MORE_SHAPES:
+        if architecture in architectures:
+            shapes |= more
+    if architecture in WITH_EXPERTS:
+        shapes |= {f"{name}_exps": (EXPERTS, *shapes[name]) for name in FEED_FORWARD}
+        shapes |= {"ffn_gate_inp": (EXPERTS, HIDDEN)}
+        without += FEED_FORWARD
+    return {name: shape for name, shape in shapes.items() if name not in without}
 
 
 def damage_values(file: File, random: Random) -> None:
@@ -332,7 +386,7 @@ def damage_bytes(content: bytes, random: Random) -> bytes:
 
 def hostile(random: Random) -> bytes:
     """The contents of a file that differs from a valid one in one to three ways."""
-    file = valid(random.choice(NATIVE))
+    file = valid(random.choice(tuple(ARCHITECTURES)))
     ways = (damage_values, damage_values, damage_values, damage_tensors, damage_tensors)
     for _ in range(random.randrange(0, 4)):
         if not file.metadata or not file.tensors:
@@ -348,7 +402,8 @@ def read_whole(path: Path, place: Path) -> None:
     info = read_model_info(make(path, place))
     load_tokenizer(ModelConfig(model=str(place))).encode("a text: aab <7> \u00e9")
     spec = native_spec(info)
-    if spec is None:  # a damaged value has made it a model that transformers computes
+    if spec is None:
+        load_model(ModelConfig(model=str(place)), info, device="cpu", max_model_len=16)
         return
     with GgufCheckpoint(path) as checkpoint:
         size = path.stat().st_size
@@ -366,7 +421,7 @@ def fuzz(count: int, seed: int) -> Result:
     random, result = Random(seed), Result()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        for name in NATIVE:  # valid ones first, so that all is imported
+        for name in ARCHITECTURES:  # valid ones first, so that all is imported
             (root / "valid.gguf").write_bytes(valid(name).encode())
             read_whole(root / "valid.gguf", root / f"valid-{name}")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -149,7 +149,6 @@ def read_config(header: GgufHeader) -> Config:
         )
     config = common(meta) | reader(meta) | {"dtype": main_dtype(header)}
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
-        token = meta.token(theirs, config["vocab_size"])
-        if token is not None:
-            config[f"{ours}_token_id"] = token
+        # If an id is not set, transformers takes that of the architecture's first model.
+        config[f"{ours}_token_id"] = meta.token(theirs, config["vocab_size"])
     return config

@@ -48,11 +48,11 @@ def common(meta: Meta) -> Config:
 def num_layers(meta: Meta) -> int:
     """Return the number of layers. Raises ``ModelError`` if tensors of layers are missing."""
     stated = int(meta.count("block_count"))
-    found = [LAYER.match(name) for name in meta.header.tensors]
-    stored = 1 + max((int(each[1]) for each in found if each), default=-1)
-    if stored != stated:
+    found = {int(each[1]) for each in map(LAYER.match, meta.header.tensors) if each}
+    if len(found) != stated or max(found) != stated - 1:
         raise damaged(
-            meta.header.path, f"{meta.architecture}.block_count is {stated}, it has {stored} layers"
+            meta.header.path,
+            f"{meta.architecture}.block_count is {stated}, it has tensors of {len(found)} layers",
         )
     return stated
 

@@ -173,7 +173,11 @@ def granite_moe(meta: Meta) -> Config:
 
 def gpt_oss(meta: Meta) -> Config:
     experts = num_experts(meta)
+    theta = meta.real("rope.freq_base", 10_000.0)
     return {
+        # Without an entry, transformers scales as in the published models.
+        "rope_scaling": {"rope_type": "default"},
+        **rope_scaling(meta, theta),
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "num_local_experts": experts,

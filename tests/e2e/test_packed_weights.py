@@ -9,14 +9,24 @@ import pytest
 import torch
 from e2e.paged import PagedRun
 from e2e.quantized_models import Written
-from e2e.references import Reference, Tally, compare, engine_for, generate, prompts, run, tightest
+from e2e.references import (
+    Reference,
+    Tally,
+    compare,
+    engine_for,
+    generate,
+    prompts,
+    run,
+    run_several,
+    tightest,
+)
 from e2e.test_forward import load, reference_logits, tokens_of
 from e2e.test_quantized import cosine, written
 
 from kernels.cpu.recording import Recording
 from kernels.meta import AttentionMeta
 
-NAMES = ("awq-tied-kept", "gptq-8-desc-act", "fp8-blocks", "awq-experts")
+NAMES = ("awq-tied-kept", "gptq-8-desc-act", "fp8-blocks", "awq-experts", "ct-w8a8")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "adaptive": False}
 
 
@@ -33,16 +43,25 @@ def tokens(path: Path, made: list[list[int]], **options: Any) -> list[list[int]]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_of_float32_are_those_of_transformers(models: dict[str, Written], name: str) -> None:
-    """In chunks, and with a pool of KV blocks so small that requests are preempted."""
+    """With prefixes that are found again, in a process of its own, and in chunks with drafts,
+    several answers, and a pool of KV blocks so small that requests are preempted."""
     made, tally = prompts(), Tally()
     said = [generate(models[name].reference, ids) for ids in made]
     reference = Reference(made, [one for one, _ in said], [margins for _, margins in said])
     with engine_for(str(models[name].path), dtype="float32") as engine:
         compare(reference, run(engine, made)[0], tally)
+        again, cached = run(engine, made)
+        compare(reference, again, tally)
+        assert max(cached) >= 32
         blocks = tightest(engine, max(map(len, made)) + 20)
-    small = {"num_kv_blocks": blocks, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    small = {"num_kv_blocks": blocks, "max_num_batched_tokens": 16, "speculative_config": NGRAM}
     with engine_for(str(models[name].path), dtype="float32", **small) as engine:
-        compare(reference, run(engine, made)[0], tally)
+        for answers in run_several(engine, made):
+            compare(reference, answers, tally)
+        assert engine.stats().num_preemptions > 0
+    if name == NAMES[0]:
+        with engine_for(str(models[name].path), dtype="float32", multiprocess=True) as engine:
+            compare(reference, run(engine, made)[0], tally)
     assert tally.ties < tally.compared // 20
 
 
