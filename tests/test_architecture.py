@@ -74,11 +74,13 @@ LIGHT = (
     "engine.core.engine_core",
 )
 # What a feature asks of the scheduler decides; only what its `compute` does needs a device.
-FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
+FEATURES = tuple(
+    f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
+)
 COMPUTES = "compute"
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
-NAMES_FEATURES = ("engine.core.build",)
+NAMES_FEATURES = ("engine.core.build", "policylab.verify.simulation")  # which assemble engines
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")

@@ -29,7 +29,14 @@ from table import CANARIES, Canary  # noqa: E402
 
 NEEDED = (
     *("engine/__init__.py", "engine/errors.py", "engine/moved.py", "engine/config", "engine/ipc"),
-    *("engine/messages", "engine/kv", "engine/sched", "policylab/__init__.py", "policylab/verify"),
+    *(
+        "engine/messages",
+        "engine/kv",
+        "engine/sched",
+        "engine/states",
+        "policylab/__init__.py",
+        "policylab/verify",
+    ),
 )
 WORD = re.compile(r"\w+|\"[^\"]*\"|'[^']*'|#.*|[^\w\s]")
 FIRST_STEPS = 20_000  # of the swarm, before the trial of starvation

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("models", "sample"), "the decoder and model families; sampling"),
     (("worker",), "computes plans on one device"),
     (
-        ("spec", "structured", "lora", "mm", "kv_transfer", "pooling"),
+        ("spec", "structured", "lora", "mm", "kv_transfer", "states", "pooling"),
         "features, each with a scheduler's half and a worker's half",
     ),
     (("core",), "the step loop; builds all parts from a configuration"),

@@ -79,6 +79,7 @@ def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: i
         block_size=kv.block_size,
         seed=seed,
         kv_groups=[(g.window, g.max_blocks, int(g.is_chunked)) for g in kv.groups],
+        snapshot_blocks=0 if kv.states is None else kv.states.snapshots.num_blocks,
     )
 
 

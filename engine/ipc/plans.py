@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import WireError
-from engine.messages.step import DraftPart, MaskPart, Masks, StepPlan, StepResult
+from engine.messages.step import DraftPart, MaskPart, Masks, SnapshotPart, StepPlan, StepResult
 
 Message = StepPlan | StepResult | Masks
 T = TypeVar("T", StepPlan, StepResult, Masks)
@@ -83,7 +83,7 @@ def _refuse_extension(code: int, data: memoryview) -> NoReturn:
     raise ValueError(f"extension type {code}")
 
 
-_WITH_COLUMNS = (StepPlan, StepResult, Masks, DraftPart, MaskPart)
+_WITH_COLUMNS = (StepPlan, StepResult, Masks, DraftPart, MaskPart, SnapshotPart)
 _COLUMNS: dict[Any, dict[str, np.dtype[Any] | None]] = {
     kind: _columns_of(kind) for kind in _WITH_COLUMNS
 }

@@ -75,24 +75,38 @@ class PrefixCache:
         block_hash = self.hashes[block]
         if block_hash is None:
             return
-        self.hashes[block] = None
-        self.version += 1
         self.num_losses += 1
-        twins = self._twins.get(block_hash)
-        if twins is None:
-            del self._block[block_hash]
+        if self._forget(block, block_hash):
             self.evictions.add_each((block_hash,))
             if self.on_loss is not None:
                 self.on_loss(block_hash)
             if self.watch is not None:
                 self.watch.lost(block_hash)
-            return
+
+    def rename(self, block: int, block_hash: bytes | None) -> None:
+        """Cache a cached block under another hash, or no longer (``None``). This is not counted as
+        an eviction, so the former hash must not be one of a prefix."""
+        former = self.hashes[block]
+        assert former is not None, f"block {block} is not cached"
+        self._forget(block, former)
+        if block_hash is not None:
+            self.publish(block, block_hash)
+
+    def _forget(self, block: int, block_hash: bytes) -> bool:
+        """Remove a block from the maps. Returns True if it was the last one with this hash."""
+        self.hashes[block] = None
+        self.version += 1
+        twins = self._twins.get(block_hash)
+        if twins is None:
+            del self._block[block_hash]
+            return True
         if self._block[block_hash] == block:
             self._block[block_hash] = twins.pop(0)
         else:
             twins.remove(block)
         if not twins:
             del self._twins[block_hash]
+        return False
 
     def unpublish_each(self, blocks: Sequence[int]) -> None:
         """Remove each of these blocks from the cache, as ``unpublish`` does."""

@@ -4,6 +4,8 @@ block_pool     the content of each block, the free list, reference counts
 tables         block tables of requests: grow, trim, report changes to the worker
 prefix_index   hashes sequences; finds, publishes and withdraws cached blocks
 prefix_ends    explains why prefix hits end where they do
+snapshots      copies of recurrent states in blocks, for models that have states
+request_states which snapshots a request has used or made
 transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
@@ -20,9 +22,11 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
-from engine.kv.prefix_ends import CACHING_OFF, NOT_READ, PrefixEnds, is_bare
+from engine.kv.prefix_ends import CACHING_OFF, NO_SNAPSHOT, NOT_READ, PrefixEnds, is_bare
 from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher
 from engine.kv.prefix_watch import PrefixWatch
+from engine.kv.request_states import RequestStates
+from engine.kv.snapshots import Snapshots
 from engine.kv.tables import (
     WHOLE,
     Allocation,
@@ -75,6 +79,19 @@ class KVManager:
         self._prefix_index = PrefixIndex(self.cache, groups, chains, events)
         self._prefix_ends = PrefixEnds(self.cache, groups, chains)
         self._allocations: dict[int, Allocation] = {}
+        self.states: RequestStates | None = None
+        """Snapshots of requests' recurrent states; ``None`` for models without states, and without
+        prefix caching."""
+
+    def keep_states(self, snapshot_blocks: int) -> None:
+        """Set up the manager for a model with recurrent states, before any request. With prefix
+        caching, copies of a request's states are kept in ``snapshot_blocks`` blocks each. Raises
+        ``ConfigError`` if there is a KV source."""
+        if self.transfers is not None:
+            raise ConfigError("a KV source cannot load the states of a model with recurrent layers")
+        if self.caching:
+            snapshots = self._prefix_index.snapshots = Snapshots(self.pool, snapshot_blocks)
+            self.states = RequestStates(snapshots, self._prefix_index, self._allocation)
 
     # -- queries
 
@@ -241,7 +258,7 @@ class KVManager:
         adopts those of its prefix hit.
 
         Returns False, and changes nothing, if too few blocks are free."""
-        if not self.hold(req, upto):
+        if not self._hold(req, upto):
             return False
         self.tables.queue_new(req.row, self._allocations[req.row])
         return True
@@ -261,7 +278,18 @@ class KVManager:
         False if too few blocks are free.
 
         Also returns False if a KV load within the step could not start; the request then has no
-        blocks and must compute the tokens itself."""
+        blocks and must compute the tokens itself. If the model has states, the request adopts no
+        cached blocks, since the snapshot may be evicted before the request enters the batch."""
+        allocation = self._allocation(req)
+        if self.states is None or allocation.blocks:
+            return self._hold(req, upto)
+        self._hit(req, allocation)
+        allocation.hit = PrefixHit(0, self._empty(req).tables)
+        is_held = self._hold(req, upto)
+        allocation.hit = None
+        return is_held
+
+    def _hold(self, req: KVRequest, upto: int) -> bool:
         if self._wanted(req, upto) > self.pool.num_free:
             return False
         allocation = self._allocation(req)
@@ -435,6 +463,8 @@ class KVManager:
     def _give_back(self, allocation: Allocation) -> None:
         if self.transfers is None:
             self.tables.release(allocation)
+            if self.states is not None:
+                self.states.release(allocation)
         else:
             self.transfers.give_back(live_blocks(allocation.tables))
 
@@ -492,6 +522,8 @@ class KVManager:
             return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
         tables = self._prefix_index.find(req, allocation, num_blocks)
+        if self.states is not None:
+            return self._prefix_index.until_snapshot(allocation, tables)
         num_tokens = len(tables[0]) * self.block_size
         old = allocation.hit
         if allocation.blocks:
@@ -511,6 +543,8 @@ class KVManager:
         allocation.num_ready = hit.num_tokens
         allocation.num_remote = min(hit.num_remote, upto - hit.num_tokens)
         allocation.num_found = (hit.num_tokens + hit.num_remote) // self.block_size
+        if self.states is not None:
+            self.states.adopt(allocation, hit)
         # Otherwise the explanation is needed at once: the request may evict blocks that it depends
         # on, or its hashes must be remembered for later requests.
         is_lazy = self.num_groups == 1 and is_bare(req)
@@ -528,6 +562,8 @@ class KVManager:
             return PrefixEnd(CACHING_OFF) if num_found < num_blocks else WHOLE
         if not req.reads_cache:
             return PrefixEnd(NOT_READ)
+        if allocation.states is not None and allocation.states.num_beyond:
+            return PrefixEnd(NO_SNAPSHOT)
         return self._prefix_ends.explain(req, allocation.chain, num_found, num_blocks)
 
     def _blocks_to_load(self, req: KVRequest, allocation: Allocation) -> list[int]:

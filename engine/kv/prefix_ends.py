@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.config.kv_groups import Group
 from engine.kv.block_pool import PrefixCache
 from engine.kv.evictions import LEAST_KEPT, MOST_KEPT, Latest
-from engine.kv.prefix_index import Chains, Content, group_keys
+from engine.kv.prefix_index import Chains, Content, PlainContent, group_keys
 from engine.kv.tables import WHOLE, PrefixEnd
-from engine.messages.requests import MediaItem
 
 NEVER_SEEN = "never seen"
 EVICTED = "evicted"
@@ -19,6 +17,7 @@ OTHER_SALT = "another cache salt"
 OTHER_ADAPTER = "another adapter"
 OTHER_MEDIA = "other media"
 WINDOW_GONE = "window gone"
+NO_SNAPSHOT = "no snapshot there"
 CACHING_OFF = "prefix caching off"
 NOT_READ = "prompt_logprobs"
 MOST_VARIANTS = 4  # remembered blocks of equal tokens
@@ -33,15 +32,6 @@ class Variant(NamedTuple):
     block_hash: bytes
     cache_salt: str | None
     adapter: str | None
-
-
-class TokensOnly(NamedTuple):
-    """The tokens of a request without its salt, adapter and media."""
-
-    tokens: array[int]
-    cache_salt: str | None = None
-    adapter: str | None = None
-    media: Sequence[MediaItem] = ()
 
 
 def is_bare(content: Content) -> bool:
@@ -88,7 +78,9 @@ class PrefixEnds:
         if is_bare(content):
             return chain
         bare: list[bytes] = []
-        self._chains.extend(bare, TokensOnly(content.tokens), len(chain) * self._chains.block_size)
+        self._chains.extend(
+            bare, PlainContent(content.tokens), len(chain) * self._chains.block_size
+        )
         return bare
 
     def _lost(self, chain: Sequence[bytes], num_found: int) -> PrefixEnd | None:

@@ -13,14 +13,15 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from engine.config.kv_groups import FULL, NULL_BLOCK, Group
 from engine.kv.block_pool import PrefixCache
 from engine.kv.events import EventLog
-from engine.kv.tables import Allocation, KVRequest
+from engine.kv.snapshots import Snapshots
+from engine.kv.tables import Allocation, KVRequest, PrefixHit
 from engine.messages.requests import MediaItem
 
 
@@ -38,6 +39,15 @@ class Content(Protocol):
 
     @property
     def media(self) -> Sequence[MediaItem]: ...
+
+
+class PlainContent(NamedTuple):
+    """A sequence of tokens, with what else its KV depends on."""
+
+    tokens: array[int]
+    cache_salt: str | None = None
+    adapter: str | None = None
+    media: Sequence[MediaItem] = ()
 
 
 class BlockHasher(Protocol):
@@ -148,18 +158,25 @@ def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
 
 
 def find_tables(
-    groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
+    groups: Sequence[Group],
+    cache: PrefixCache,
+    hashes: Sequence[bytes],
+    block_size: int,
+    snapshots: Snapshots | None = None,
 ) -> list[list[int]]:
-    """Block tables of the longest prefix that is cached in all groups. Entries outside a group's
-    window are null blocks."""
+    """Block tables of the longest prefix that is cached in all groups and, if ``snapshots`` are
+    given, ends with a snapshot. Entries outside a group's window are null blocks."""
     if len(groups) == 1 and not groups[0].window:
-        return [cache.prefix(hashes)]
+        prefix = cache.prefix(hashes)
+        return [prefix if snapshots is None else prefix[: snapshots.deepest(hashes, len(prefix))]]
     cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
     limit, agreed = len(hashes), -1
     while limit != agreed:  # a shorter limit may invalidate the hit of another group
         agreed = limit
         for group, blocks in zip(groups, cached, strict=True):
             limit = group.longest(blocks, limit, block_size)
+        if snapshots is not None:
+            limit = snapshots.deepest(hashes, limit)
     tables = []
     for group, blocks in zip(groups, cached, strict=True):
         first = group.first_needed(limit * block_size, block_size)
@@ -178,13 +195,14 @@ class PrefixIndex:
         events: EventLog | None,
     ) -> None:
         self.events = events
+        self.snapshots: Snapshots | None = None  # with which prefix hits must end
         self._cache = cache
         self._groups = tuple(groups)
         self._has_windows = any(group.window for group in groups)
         self._chains = chains
         self._block_size = chains.block_size
         if events is not None:
-            cache.on_loss = events.removed
+            cache.on_loss = self._removed
 
     def find(self, req: KVRequest, allocation: Allocation, num_blocks: int) -> list[list[int]]:
         """The block tables of the longest prefix hit, one table per group, with at most
@@ -194,6 +212,33 @@ class PrefixIndex:
         if old is None or allocation.hit_losses != cache.num_losses or self._groups != (FULL,):
             return find_tables(self._groups, cache, chain[:num_blocks], self._block_size)
         return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
+
+    def until_snapshot(self, allocation: Allocation, tables: list[list[int]]) -> PrefixHit:
+        """The prefix hit, given the block tables of the longest prefix that is cached: it ends at
+        the last snapshot of this prefix."""
+        assert self.snapshots is not None
+        num_cached, size = len(tables[0]), self._block_size
+        hashes = allocation.chain[:num_cached]
+        tables = find_tables(self._groups, self._cache, hashes, size, self.snapshots)
+        num_blocks = len(tables[0])
+        return PrefixHit(
+            num_blocks * size,
+            tables,
+            snapshot=self.snapshots.find(hashes[num_blocks - 1]) if num_blocks else (),
+            num_beyond=(num_cached - num_blocks) * size,
+        )
+
+    def hash_at(
+        self, req: KVRequest, allocation: Allocation, num_tokens: int, later: Sequence[int] = ()
+    ) -> bytes:
+        """The hash of the request's first ``num_tokens`` tokens, a multiple of the block size.
+        ``later``: tokens that follow those of the request."""
+        content: Content = req
+        if num_tokens > len(req.tokens):
+            tokens = req.tokens + array(req.tokens.typecode, later)
+            content = PlainContent(tokens, req.cache_salt, req.adapter, req.media)
+        self._chains.extend(allocation.chain, content, num_tokens)
+        return allocation.chain[num_tokens // self._block_size - 1]
 
     def publish(self, req: KVRequest, allocation: Allocation, first: int, before: int) -> None:
         """Put the request's blocks [first, before), which are full and written, into the cache. A
@@ -242,12 +287,23 @@ class PrefixIndex:
             for key in group_keys(hashes, g):
                 for block in self._cache.find_all(key):
                     self._cache.unpublish(block)
+        if self.snapshots is not None:
+            self.snapshots.withdraw(hashes)
 
     def clear(self) -> None:
         """Empty the cache."""
         self._cache.clear()
         if self.events is not None:
             self.events.cleared()
+
+    def _removed(self, key: bytes) -> None:
+        """Report that no block has this key any more, unless it is a key of a snapshot."""
+        assert self.events is not None
+        if self.snapshots is None or len(key) - len(self._chains.hasher.root) in (
+            0,
+            1,
+        ):  # a hash, perhaps with a group
+            self.events.removed(key)
 
     def _report(
         self, events: EventLog, req: KVRequest, chain: Sequence[bytes], nth: range, group: int

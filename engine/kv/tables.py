@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.config.kv_groups import NULL_BLOCK, Group
 from engine.kv.block_pool import BlockPool, live_blocks
+from engine.kv.snapshots import StateMarks
 from engine.messages.requests import MediaItem
 
 
@@ -58,12 +59,16 @@ class PrefixHit:
     """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
 
     ``num_remote``: later tokens that a KV source can load; if ``asynchronous``, a request waits.
+    ``snapshot``: blocks with the model's states after these tokens, if it has states.
+    ``num_beyond``: later tokens whose KV is cached, but after which no snapshot is.
     """
 
     num_tokens: int
     tables: list[list[int]]
     num_remote: int = 0
     asynchronous: bool = False
+    snapshot: Sequence[int] = ()
+    num_beyond: int = 0
 
     @property
     def blocks(self) -> list[int]:
@@ -90,6 +95,7 @@ class Allocation:
     num_found: int = 0  # blocks adopted from the cache or to be loaded after them
     prefix_end: PrefixEnd | None = WHOLE  # why no more were found; None: not explained yet
     unsent_nulls: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries
+    states: StateMarks | None = None  # snapshots of its states, if the model has states
     hit: PrefixHit | None = None  # result of the last lookup
     hit_known: int = -1  # number of tokens of the request at that lookup
     hit_version: int = -1  # ``PrefixCache.version`` at that lookup
@@ -105,7 +111,7 @@ class Allocation:
         self.tables = [[] for _ in self.tables]
         self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
         self.loading = False
-        self.hit = None
+        self.states = self.hit = None
 
 
 class Deltas(NamedTuple):

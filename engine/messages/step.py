@@ -20,7 +20,7 @@ EMPTY: Column = np.empty(0, dtype=np.int32)
 PADDING = -1  # stands for a missing draft: computed and always rejected
 NO_ADAPTER = -1  # stands for an adapter slot: the base model
 
-PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups")
+PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups", "snapshots")
 """The optional parts of a plan, by field name. Each is a capability of a worker."""
 
 CAPABILITIES = (*PARTS, "proposals")
@@ -105,6 +105,22 @@ class MediaPart(msgspec.Struct, array_like=True):
     encode: list[tuple[int, int]] = []  # worker slot and media index, encoded before the step
 
 
+class SnapshotPart(msgspec.Struct, array_like=True):
+    """Copies of recurrent states between slots and KV blocks. A copy in blocks is a snapshot.
+
+    Before the step, snapshot i is copied from ``load_blocks`` to slot ``load_slots[i]``. After the
+    step, the state of slot ``save_slots[i]`` after its first ``save_lengths[i]`` tokens is copied
+    to ``save_blocks``, unless the last of these tokens are rejected drafts.
+    """
+
+    num_blocks: int  # of each snapshot
+    load_slots: Column
+    load_blocks: Column  # [loads * num_blocks]
+    save_slots: Column
+    save_lengths: Column
+    save_blocks: Column  # [saves * num_blocks]
+
+
 class StepPlan(msgspec.Struct, array_like=True):
     """What the worker computes in one step. Columns have one entry per scheduled request.
 
@@ -136,6 +152,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     kv_transfer: bytes | None = None  # message of the KV source to its half in the worker
     block_groups: Column | None = None  # KV group of each block-table change; None: all group 0
     proposals: Column | None = None  # most drafts that the worker may propose for each row
+    snapshots: SnapshotPart | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -185,6 +202,7 @@ class StepResult(msgspec.Struct, array_like=True):
     measured_seconds: float = 0.0  # duration of the steps since the last report, including this one
     floor_seconds: float = 0.0  # least time of these steps, by memory and arithmetic speed
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
+    lost_snapshots: Column | None = None  # indices in the plan's ``save_slots`` that failed
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
         """Record an error for row ``index``, so that its request fails. It replaces any earlier

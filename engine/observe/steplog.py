@@ -43,6 +43,8 @@ class Header(msgspec.Struct, array_like=True):
     kv_groups: list[tuple[int, ...]] = []
     """Window, maximum number of blocks, and 1 if the window is chunked, of each KV group; []: a
     single group without a window."""
+    snapshot_blocks: int = 0
+    """Blocks of a snapshot of a request's recurrent states; 0: none are taken."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):
@@ -129,6 +131,7 @@ class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
     drafts: DraftPart | None = None
     kv_transfer: KVReport | None = None
     codes: dict[int, str] = {}
+    lost_snapshots: bytes | None = None
 
 
 Record = (
@@ -222,6 +225,7 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRec
         result.drafts,
         result.kv_transfer,
         result.codes,
+        None if result.lost_snapshots is None else result.lost_snapshots.tobytes(),
     )
 
 
@@ -236,6 +240,7 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
         drafts=record.drafts,
         kv_transfer=record.kv_transfer,
         codes=record.codes,
+        lost_snapshots=None if record.lost_snapshots is None else _column(record.lost_snapshots),
     )
 
 

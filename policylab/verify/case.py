@@ -28,7 +28,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     With ``config.speculative_config``, the engine's real drafter is used. ``grammar_ticks``: real
     grammars are used, each compiled within this many plans; -1: no real grammars.
-    ``num_tokens_used``: the number of different tokens that the model generates."""
+    ``num_tokens_used``: the number of different tokens that the model generates.
+
+    ``snapshot_blocks``: blocks of a snapshot of the model's recurrent states; 0: it has none.
+    ``snapshot_interval``: tokens between snapshots that stay, in blocks; 0: none."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -41,6 +44,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tick: float = 2.0**-6
     grammar_ticks: int = -1
     num_tokens_used: int = VOCAB_SIZE
+    snapshot_blocks: int = 0
+    snapshot_interval: int = 0
 
     @property
     def has_halves(self) -> bool:

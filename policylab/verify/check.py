@@ -60,6 +60,27 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             assert alone, f"{req} writes block {block}, which others hold"
 
 
+def check_snapshots(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Check the snapshots of states in a plan (invariant 27): a request that starts after a prefix
+    hit loads one, no other does, and those that are saved lie in blocks of their own, which no
+    request holds."""
+    states, part = scheduler.kv.states, plan.snapshots
+    assert states is not None or part is None, "the plan has snapshots, the model has no states"
+    if states is None:
+        return
+    starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+    hits = sorted(new.slot for new in plan.new if starts[new.slot] > 0)
+    loads = [] if part is None else sorted(part.load_slots.tolist())
+    assert loads == hits, f"slots {hits} start after a prefix hit, slots {loads} load a snapshot"
+    if part is None:
+        return
+    blocks, refs = part.save_blocks.tolist(), scheduler.kv.pool.num_refs
+    assert len(set(blocks)) == len(blocks), "two snapshots share a block"
+    assert not any(refs[block] for block in blocks), "a snapshot is saved in a block that is held"
+    assert len(blocks) == len(part.save_slots) * part.num_blocks, "blocks of saved snapshots"
+    assert len(part.load_blocks) == len(loads) * part.num_blocks, "blocks of loaded snapshots"
+
+
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     """Check blocks, reference counts, queues, ranks, seats and token counts.
 

@@ -33,6 +33,7 @@ from policylab.verify.draw_halves import with_halves
 WILD = "policylab.verify.wild.Wild"
 CROWDED = 0.15  # share of engines with many running requests
 SHARES = {"remote": 0.4}  # share of engines with this resource; 0.25 for any other
+STATEFUL = 0.3  # share of models with recurrent states
 YEARS = 2.0**28  # seconds; a binary fraction like all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -49,7 +50,7 @@ def draw_case(
 ) -> Case:
     """The random case of a seed. ``policy``: used in place of a random shipped policy.
     ``has_halves``: odd seeds use the engine's real drafters or grammars."""
-    case = draw_plain(seed, policy, options)
+    case = with_states(draw_plain(seed, policy, options), seed)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
 
@@ -73,6 +74,20 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
         setup = msgspec.structs.replace(setup, config=config)
         events += aborted_loads(rng, events)
     return Case(setup=setup, events=sorted(events, key=lambda event: event.at))
+
+
+def with_states(case: Case, seed: int) -> Case:
+    """The case, with recurrent states in some of the model's layers for a part of the seeds. A
+    separate random generator leaves the rest of the case unchanged."""
+    rng = Random(f"states of {seed}")
+    if rng.random() >= STATEFUL or "remote" in case.setup.needs:
+        return case
+    setup = msgspec.structs.replace(
+        case.setup,
+        snapshot_blocks=rng.choice((1, 1, 1, 2, 3)),
+        snapshot_interval=rng.choice((0, 0, 0, 1, 2, 5)),
+    )
+    return msgspec.structs.replace(case, setup=setup)
 
 
 # -- the engine

@@ -28,6 +28,7 @@ from engine.messages.step import (
     StepResult,
     check_parts,
 )
+from policylab.verify.fake_states import ZERO_STATE, FakeStates, StateStep
 
 MASK = (1 << 64) - 1
 EMPTY_DIGEST = 0x9E3779B97F4A7C15
@@ -64,6 +65,7 @@ class FakeSeq:
     tokens: list[int]
     tables: list[list[int]]  # block tables, one per group
     digests: list[int] = field(default_factory=list)  # digests of its prefixes, to check windows
+    states: list[int] = field(default_factory=list)  # states after its prefixes, to check states
 
     def digest_at(self, position: int) -> int:
         """The digest that the KV at this position should hold, in all groups of layers."""
@@ -71,6 +73,13 @@ class FakeSeq:
             before = self.digests[-1] if self.digests else EMPTY_DIGEST
             self.digests.append(mix(before, self.tokens[len(self.digests)]))
         return self.digests[position]
+
+    def state_after(self, num_tokens: int) -> int:
+        """The state that layers with states should have after this many tokens."""
+        while len(self.states) <= num_tokens:
+            last = mix(self.states[-1], self.tokens[len(self.states) - 1]) if self.states else None
+            self.states.append(ZERO_STATE if last is None else last)
+        return self.states[num_tokens]
 
 
 class FakeExecutor:
@@ -125,7 +134,7 @@ class DigestWorker(FakeExecutor):
     fail. With a token mask, the next allowed token is taken.
 
     ``carry_out``, called before a plan is computed, executes KV transfers; ``offer`` proposes draft
-    tokens for the next step."""
+    tokens for the next step. ``keep_states`` gives the model recurrent states."""
 
     capabilities = frozenset(PARTS)
 
@@ -143,6 +152,7 @@ class DigestWorker(FakeExecutor):
         self.vocab_size = vocab_size
         self.windows = windows
         self.kv = [[0] * block_size for _ in range(num_blocks)]
+        self.states: FakeStates | None = None
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
@@ -154,12 +164,20 @@ class DigestWorker(FakeExecutor):
             None  # the step that waits for masks
         )
 
+    def keep_states(
+        self,
+        most_drafts: int = 0,
+        loses: Callable[[int, int], bool] = lambda step, index: False,
+    ) -> None:
+        """Give the model recurrent states, from which the next token also follows.
+        ``most_drafts``: of a row; ``loses(step, index)``: True if a snapshot cannot be saved."""
+        self.states = FakeStates(self.kv, most_drafts + 2, loses)
+
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step. If its plan has masks, its tokens are sampled later, by ``sample``."""
         assert self._waiting is None, "a step is launched while another waits for masks"
         work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
-        self.carry_out(plan)
-        rows = self._forward(work)
+        rows = self._forward(plan, work)
         if plan.masks is None:
             self._finish(plan, rows, None, result)
         else:
@@ -211,6 +229,8 @@ class DigestWorker(FakeExecutor):
                 of_row[index] = [next(unread) for _ in rows[index].digests]
             assert next(unread, None) is None, "there are more masks than sampled tokens"
         self.draw(rows, of_row, result)
+        if self.states is not None:
+            self.states.save(plan, result)
         offered = self.offer(plan, rows)
         if offered is not None:
             result.drafts = offered
@@ -239,16 +259,23 @@ class DigestWorker(FakeExecutor):
             for index, (slot, start, count, samples) in enumerate(columns)
         ]
 
-    def _forward(self, work: Sequence[FakeWork]) -> list[Computed]:
-        """Write the KV of all rows of the batch; returns the digests of each row."""
+    def _forward(self, plan: StepPlan, work: Sequence[FakeWork]) -> list[Computed]:
+        """Execute the transfers of a plan, then write the KV of all rows of the batch; returns the
+        digests of each row."""
+        self.carry_out(plan)
+        if self.states is not None:
+            self.states.begin(plan)
         rows = []
         for row in work:
             first_draft = row.start + row.num_tokens - len(row.drafts)
             digest = self._compute(row.seq, row.start, first_draft - row.start)
+            if self.states is not None:
+                fault = digest ^ row.seq.digest_at(first_draft - 1)
+                digest ^= self._compute_states(self.states, row, fault)
             digests = self._compute_drafts(row.seq, first_draft, digest, row.drafts)
             error = self._fail(row.new, row.start + row.num_tokens)
             if error:
-                self._spoil(row.seq, row.start, row.num_tokens)
+                self._spoil(row)
             rows.append(Computed(row, digests, error))
         return rows
 
@@ -262,7 +289,10 @@ class DigestWorker(FakeExecutor):
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
             if error:
                 result.fail(index, error)
+            step = StateStep(work.new.slot, work.num_tokens, len(work.drafts))
             if not work.samples:
+                if self.states is not None:
+                    self.states.advance(step, 1)
                 continue
             drawn = [digest % self.vocab_size for digest in digests]
             if own:
@@ -271,6 +301,8 @@ class DigestWorker(FakeExecutor):
             if NONE_LEFT in sampled and not error:
                 error = "no token is left: the mask, as of a grammar, allows none"
                 result.fail(index, error, "no_token_is_allowed")
+            if self.states is not None:
+                self.states.advance(step, len(sampled))
             work.seq.tokens += sampled  # a later step in flight reads them even after a failure
             if not error:
                 tokens += sampled
@@ -320,9 +352,26 @@ class DigestWorker(FakeExecutor):
             digests.append(digest)
         return digests
 
-    def _spoil(self, seq: FakeSeq, start: int, count: int) -> None:
-        for position in range(start, start + count):
-            self._write(seq, position, RUBBISH)
+    def _spoil(self, row: FakeWork) -> None:
+        for position in range(row.start, row.start + row.num_tokens):
+            self._write(row.seq, position, RUBBISH)
+        if self.states is not None:
+            self.states.write(row.new.slot, [RUBBISH] * (len(row.drafts) + 1))
+
+    def _compute_states(self, states: FakeStates, row: FakeWork, fault: int) -> int:
+        """Compute the states of a row from the one that its slot has. Returns 0 if that one was
+        right, any other number if it was not. ``fault``: not 0 if the row read wrong KV, which
+        makes its states wrong too."""
+        before = state = states.read(row.new.slot)
+        state ^= fault
+        first_draft = row.start + row.num_tokens - len(row.drafts)
+        for position in range(row.start, first_draft):
+            state = mix(state, row.seq.tokens[position])
+        written = [state]
+        for draft in row.drafts:
+            written.append(mix(written[-1], draft))
+        states.write(row.new.slot, written)
+        return before ^ row.seq.state_after(row.start)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
         """Return the digest stored at position ``last`` of the KV cache; a wrong one if the KV
@@ -411,8 +460,7 @@ class LateWorker(DigestWorker):
         """Compute the oldest step and return its result."""
         work, due, plan = self._launched.popleft()
         assert due is ticket, "steps are not collected in the order of their launch"
-        self.carry_out(plan)
-        self._finish(plan, self._forward(work), self._masks.pop(plan.step, None), due)
+        self._finish(plan, self._forward(plan, work), self._masks.pop(plan.step, None), due)
         return due
 
 

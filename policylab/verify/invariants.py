@@ -27,6 +27,7 @@
 [24]   prompt tokens are limited in steps with decodes                 ``check.check_mixed``
 [25]   ``rank`` and ``ranks`` of a policy agree                        ``check.check_ranks``
 [26]   a request knows why its prefix hit ended                        ``prefix_truth``
+[27]   states are loaded where a hit ends, and saved in spare blocks   ``check_snapshots``
 =====  ==============================================================  ==========================
 """
 
@@ -39,6 +40,7 @@ import numpy as np
 
 from engine.kv.events import split_key
 from engine.kv.prefix_index import Chains, Sha256Hasher
+from engine.kv.snapshots import MARK
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
@@ -49,10 +51,12 @@ from policylab.verify.check import (
     check_mixed,
     check_plan,
     check_ranked,
+    check_snapshots,
     check_spare,
     check_state,
 )
 from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
+from policylab.verify.fake_states import ZERO_STATE
 from policylab.verify.needs import Need, NeededDrafts
 from policylab.verify.prefix_truth import PrefixEndTruth
 
@@ -99,6 +103,7 @@ class Invariants:
             check_ranked(self.scheduler, plan)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
+            check_snapshots(self.scheduler, plan)
         self.progress.planned(plan)
         check_wishes(self.scheduler, plan)
         for req in self.scheduler.view.step.new:
@@ -199,18 +204,21 @@ class CacheTruth:
         self._worker = worker
         self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
         self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
+        self._states: dict[bytes, int] = {}  # by block hash: state after the block
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
         """Compute what the full KV blocks of an ended request must contain. ``extras``: numbers, by
         position, that salt, adapter and media add to the token ids."""
-        digest, size = EMPTY_DIGEST, self._kv.block_size
+        digest, state, size = EMPTY_DIGEST, ZERO_STATE, self._kv.block_size
         chain: list[bytes] = []
         self._chains.extend(chain, req, len(req.tokens))
         hashes = iter(chain)
         for position, token in enumerate(req.tokens):
             digest = mix(digest, token + extras.get(position, 0))
+            state = mix(state, token + extras.get(position, 0))
             if (position + 1) % size == 0:
-                self._digests[next(hashes)] = digest
+                block_hash = next(hashes)
+                self._digests[block_hash], self._states[block_hash] = digest, state
 
     def check(self) -> None:
         """Check the content of every cached KV block."""
@@ -219,7 +227,14 @@ class CacheTruth:
             key = cache.hash_of(block)
             if key is None:
                 continue
-            right = self._digests.get(split_key(key)[0])
+            block_hash, mark, index = key.rpartition(MARK)
+            if not mark:
+                right = self._digests.get(split_key(key)[0])
+            elif not block_hash:  # reserved for a snapshot whose step never ended
+                continue
+            else:
+                place = int.from_bytes(index, "little")
+                right = self._states[block_hash] ^ place if block_hash in self._states else None
             assert right is not None, f"block {block} is cached under an unknown hash"
             assert kv[block][-1] == right, f"block {block} holds wrong content"
 

@@ -6,7 +6,7 @@ step, which misses a few, so it expects only half as many to be remembered."""
 from __future__ import annotations
 
 from engine.kv.evictions import LEAST_KEPT
-from engine.kv.prefix_ends import CACHING_OFF, EVICTED, NOT_READ, WINDOW_GONE
+from engine.kv.prefix_ends import CACHING_OFF, EVICTED, NO_SNAPSHOT, NOT_READ, WINDOW_GONE
 from engine.kv.prefix_index import Chains, Sha256Hasher
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
@@ -47,7 +47,9 @@ class PrefixEndTruth:
             return
         assert (reason == CACHING_OFF) == (not kv.caching), text
         assert (reason == NOT_READ) == (kv.caching and not req.reads_cache), text
-        if kv.caching and req.reads_cache:
+        if reason == NO_SNAPSHOT:
+            assert kv.states is not None, text
+        elif kv.caching and req.reads_cache:
             chain: list[bytes] = []
             self._chains.extend(chain, req, num_found + kv.block_size)
             is_cached, lost = chain[-1] in self._cached, self._lost.get(chain[-1])

@@ -19,6 +19,7 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.policy import Policy
 from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
+from engine.states.decide import StateSnapshots
 from policylab.verify.case import (
     Abort,
     Add,
@@ -43,7 +44,7 @@ from policylab.verify.halves import (
     worker_proposes,
 )
 from policylab.verify.invariants import CacheTruth, Invariants, check_stats
-from policylab.verify.needs import NEEDS, Need
+from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.remote import Remote, Store
 
 SLACK_STEPS = 100
@@ -114,6 +115,8 @@ class Simulation:
         if self.store is not None:
             self.store.kv = self.worker.kv
             self.worker.carry_out = self.store.carry_out
+        if setup.snapshot_blocks:
+            self.worker.keep_states(most_drafts(setup), lambda step, index: step % 9 == index % 4)
         if worker_proposes(setup):
             self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
         if setup.seed % 4 < 2:  # with defaults it would not decide within such short runs
@@ -313,13 +316,17 @@ class Simulation:
             groups=[make_group(window, setup) for window in setup.windows],
             source=self.store,
         )
+        if setup.snapshot_blocks:
+            kv.keep_states(setup.snapshot_blocks)
         chosen = choose(config)
         policy = chosen.policy
         if isinstance(config.scheduling_policy, Policy):  # each run uses its own copy
             policy = copy.deepcopy(policy)
-        chosen = Chosen(
-            chosen.cls, policy, (*self.halves.resources, *chosen.resources, *self.needs)
-        )
+        states = []
+        if kv.states is not None:
+            states.append(StateSnapshots(setup.snapshot_interval * setup.block_size))
+        resources = (*self.halves.resources, *chosen.resources, *self.needs, *states)
+        chosen = Chosen(chosen.cls, policy, resources)
         scheduler = make_scheduler(
             config, kv, clock=lambda: self.now, seed=setup.seed, chosen=chosen
         )
@@ -360,6 +367,11 @@ class Simulation:
             waits = abs(int(req.add.grammar))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
+
+
+def most_drafts(setup: Setup) -> int:
+    """The largest number of draft tokens of a request in one step, simulated ones included."""
+    return max(max_drafts(setup), setup.needs.get(NeededDrafts.name, 0))
 
 
 def make_group(window: int, setup: Setup) -> Group:

@@ -23,6 +23,8 @@ SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
 COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
 BUILDER = STEP + "builder.py"
+SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
+WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
 CANARIES = (
     # blocks
@@ -428,5 +430,108 @@ CANARIES = (
         SETTLE,
         "            self._roll_back(plan, plan.drafts.counts, result)\n",
         "            pass\n",
+    ),
+    # recurrent states
+    Canary(
+        "advance a state twice over the last block of a hit",
+        HASHING,
+        "            num_blocks * size,\n            tables,\n",
+        "            (num_blocks - 1) * size,\n            tables,\n",
+    ),
+    Canary(
+        "advance a state twice over the tokens of a step",
+        WORKER,
+        "        for position in range(row.start, first_draft):\n            state = mix",
+        "        for position in 2 * [*range(row.start, first_draft)]:\n            state = mix",
+    ),
+    Canary(
+        "read the wrong copy of a state",
+        COPIES,
+        "return self._values[slot][self._copy[slot]] if",
+        "return self._values[slot][self._copy[slot] - 1] if",
+    ),
+    Canary(
+        "keep the state of rejected drafts",
+        WORKER,
+        "                self.states.advance(step, len(sampled))\n",
+        "                self.states.advance(step, len(work.drafts) + 1)\n",
+    ),
+    Canary(
+        "publish a snapshot of rejected drafts",
+        STATES,
+        "        if num_later > num_accepted:\n            return None\n",
+        "",
+    ),
+    Canary(
+        "publish a snapshot under the hash of another position",
+        HASHING,
+        "return allocation.chain[num_tokens // self._block_size - 1]",
+        "return allocation.chain[max(0, num_tokens // self._block_size - 2)]",
+    ),
+    Canary(
+        "save a state after other tokens than planned",
+        STATES,
+        "_column([save.num_tokens for save in saves]),",
+        "_column([save.num_tokens - 1 for save in saves]),",
+    ),
+    Canary(
+        "publish a snapshot after its blocks were given away",
+        SNAPSHOTS,
+        "is_lost = any(map(self._differs, written.blocks, written.keys))",
+        "is_lost = False",
+    ),
+    Canary(
+        "load a snapshot one step after its blocks may be given away",
+        STATES,
+        "        loads, self._loads = self._loads, []\n",
+        "        loads, self._loads = self._loads[:-1], self._loads[-1:]\n",
+    ),
+    Canary(
+        "load a snapshot of which a block was given away",
+        SNAPSHOTS,
+        "            if block is None:\n                return []\n",
+        "            if block is None:\n                block = 0\n",
+    ),
+    Canary(
+        "publish the snapshot of a row that failed",
+        STATES,
+        "        if save.place in result.errors:\n            return None\n",
+        "",
+    ),
+    Canary(
+        "publish a snapshot that could not be saved",
+        STATES,
+        "if index in lost or later is None or",
+        "if later is None or",
+    ),
+    Canary(
+        "publish the snapshot of a request that was sent back",
+        STATES,
+        "not req.is_finished and req.table.generation.at[req.row] == self.generation",
+        "not req.is_finished",
+    ),
+    Canary(
+        "leave snapshots of what failed in the cache",
+        HASHING,
+        "            self.snapshots.withdraw(hashes)\n",
+        "            pass\n",
+    ),
+    Canary(
+        "find a prefix without a snapshot at its end",
+        HASHING,
+        "prefix if snapshots is None else prefix[: snapshots.deepest(hashes, len(prefix))]",
+        "prefix",
+    ),
+    Canary(
+        "find windows without a snapshot at their end",
+        HASHING,
+        "            limit = snapshots.deepest(hashes, limit)\n",
+        "            pass\n",
+    ),
+    Canary(
+        "adopt blocks without a snapshot when parked",
+        KV,
+        "        allocation.hit = PrefixHit(0, self._empty(req).tables)\n",
+        "",
     ),
 )

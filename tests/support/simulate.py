@@ -15,7 +15,8 @@ from engine.messages.step import StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from policylab.verify.check import check_empty, check_plan, check_state
+from engine.states.decide import StateSnapshots
+from policylab.verify.check import check_empty, check_plan, check_snapshots, check_state
 from policylab.verify.fake import DigestWorker, digest_of, mix
 
 VOCAB_SIZE = 1000  # of the digest worker, if it is not told another
@@ -39,9 +40,14 @@ def make_scheduler(
     clock: Callable[[], float] = float,
     **config,
 ) -> Scheduler:
-    """A scheduler; its clock stands still if none is given."""
+    """A scheduler; its clock stands still if none is given. ``snapshot_blocks``: as in
+    ``KVManager.keep_states``; 0: the model has no states."""
+    snapshot_blocks = config.pop("snapshot_blocks", 0)
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **config}
     kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+    if snapshot_blocks:
+        kv.keep_states(snapshot_blocks)
+        resources = (*resources, *[StateSnapshots()] * caching)
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     sched_config = SchedulerConfig(**config)
     return scheduler_cls(sched_config, kv, chosen, clock=clock, resources=resources)
@@ -85,6 +91,7 @@ class Run:
         if plan.is_empty:
             return False
         check_plan(self.scheduler, plan)
+        check_snapshots(self.scheduler, plan)
         self.plans.append(granted(self.scheduler, plan))
         self.num_tokens += plan.num_tokens
         self.flight.append((plan, self.worker.launch(plan)))
@@ -146,7 +153,10 @@ def make_run(*, depth: int = 1, fail=None, **options) -> Run:
     scheduler = make_scheduler(**options)
     kv = scheduler.kv
     extra = {} if fail is None else {"fail": fail}
-    return Run(scheduler, DigestWorker(kv.pool.num_blocks, kv.block_size, **extra), depth)
+    worker = DigestWorker(kv.pool.num_blocks, kv.block_size, **extra)
+    if options.get("snapshot_blocks"):
+        worker.keep_states(most_drafts=4)
+    return Run(scheduler, worker, depth)
 
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:

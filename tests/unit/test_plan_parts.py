@@ -32,6 +32,7 @@ from engine.messages.step import (
     MediaPart,
     NewSeq,
     Received,
+    SnapshotPart,
     StepPlan,
     StepResult,
     check_parts,
@@ -71,6 +72,7 @@ def full_plan() -> StepPlan:
         kv_transfer=b"\x00orders",
         block_groups=ints(1),
         proposals=ints(2),
+        snapshots=SnapshotPart(1, ints(2), ints(70), ints(1), ints(16), ints(71)),
     )
 
 
@@ -86,6 +88,7 @@ def full_result() -> StepResult:
         seconds=0.25,
         drafts=DraftPart(ints(1, 0), ints(13)),
         kv_transfer=KVReport([Received("r", 16, "lost")], ["s"]),
+        lost_snapshots=ints(0),
     )
 
 

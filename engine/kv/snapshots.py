@@ -1,0 +1,146 @@
+"""Snapshots: copies of requests' recurrent states in blocks of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from engine.kv.block_pool import BlockPool
+
+MARK = b"state"
+
+
+class Snapshot(NamedTuple):
+    """The blocks of a snapshot, and the keys under which they are cached."""
+
+    blocks: Sequence[int]
+    keys: Sequence[bytes]
+
+
+@dataclass(slots=True)
+class StateMarks:
+    """The snapshots that a running request has used or made."""
+
+    loaded: Sequence[int] = ()  # blocks of the snapshot from which it starts
+    num_beyond: int = 0  # ``PrefixHit.num_beyond`` when it got its blocks
+    hashes: dict[int, bytes] = field(default_factory=dict)  # by number of tokens
+    newest: Snapshot | None = None  # its last one, if the next one replaces it
+    newest_tokens: int = 0
+
+    def enter(self, num_tokens: int, block_hash: bytes, own: Snapshot | None) -> Snapshot | None:
+        """Add a snapshot of the request after ``num_tokens`` tokens. ``own``: the snapshot, if the
+        request's next one replaces it. Returns the one that it replaces."""
+        former = self.newest
+        if former is not None:
+            del self.hashes[self.newest_tokens]
+        self.hashes[num_tokens] = block_hash
+        self.newest, self.newest_tokens = own, num_tokens
+        return former
+
+    def deepest_first(self) -> list[bytes]:
+        """The hashes of all its snapshots, those after most tokens first."""
+        return [self.hashes[num_tokens] for num_tokens in sorted(self.hashes, reverse=True)]
+
+
+class Snapshots:
+    """Finds, reserves and publishes snapshots. A snapshot is a copy of a request's recurrent states
+    after a number of tokens that is a multiple of the block size; it takes ``num_blocks`` blocks.
+
+    Each block is cached under a key made of the hash of all these tokens and of its index in the
+    snapshot. So it is evicted in the same order as blocks with KV, and a snapshot can be loaded as
+    long as all its blocks are cached. No block is held: while a step writes a snapshot, its blocks
+    are free ones, cached under keys that no request looks up. If they are taken before the step has
+    ended, the snapshot is lost."""
+
+    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_published = 0
+        self.num_lost = 0
+        self._pool = pool
+        self._cache = pool.cache
+        self._numbers = count()
+
+    def find(self, block_hash: bytes) -> list[int]:
+        """The blocks of the snapshot after the tokens with this hash; [] if there is none."""
+        find, blocks = self._cache.find, []
+        for key in self._keys(block_hash):
+            block = find(key)
+            if block is None:
+                return []
+            blocks.append(block)
+        return blocks
+
+    def deepest(self, hashes: Sequence[bytes], limit: int) -> int:
+        """The largest number of blocks, at most ``limit``, after which there is a snapshot; 0 if
+        there is none. ``hashes``: those of the sequence's blocks."""
+        find = self._cache.find
+        while limit:
+            block_hash = hashes[limit - 1]
+            if find(_key(block_hash, 0)) is not None and self.find(block_hash):
+                break
+            limit -= 1
+        return limit
+
+    def reserve(self, most: int) -> list[Snapshot]:
+        """Reserve free blocks for up to ``most`` snapshots, which the next step may write."""
+        size = self.num_blocks
+        taken = self._pool.take(min(most, self._pool.num_free // size) * size)
+        keys = [MARK + next(self._numbers).to_bytes(8, "little") for _ in taken]
+        self._cache.publish_each(taken, keys)
+        self._pool.release(taken)
+        starts = range(0, len(taken), size)
+        return [Snapshot(taken[i : i + size], keys[i : i + size]) for i in starts]
+
+    def publish(self, written: Snapshot, block_hash: bytes) -> Snapshot | None:
+        """Make a reserved snapshot, which a step has written, available under the hash of its
+        tokens. If its blocks were taken meanwhile, or if another snapshot has this hash, it is
+        discarded, and ``None`` returned."""
+        is_lost = any(map(self._differs, written.blocks, written.keys))
+        self.num_lost += is_lost
+        if is_lost or self.find(block_hash):
+            self.discard(written)
+            return None
+        keys = self._keys(block_hash)
+        for block, key in zip(written.blocks, keys, strict=True):
+            self._cache.rename(block, key)
+        self.num_published += 1
+        return Snapshot(written.blocks, keys)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Empty the blocks of a snapshot that still belong to it; they are the next to be taken."""
+        blocks = [
+            block
+            for block, key in zip(snapshot.blocks, snapshot.keys, strict=True)
+            if not self._differs(block, key)
+        ]
+        self._pool.adopt(blocks)
+        for block in blocks:
+            self._cache.rename(block, None)
+        self._pool.release(blocks)
+
+    def touch(self, block_hashes: Iterable[bytes]) -> None:
+        """Make the snapshots with these hashes the last ones to be evicted; of two snapshots, the
+        one given later is evicted later."""
+        for block_hash in block_hashes:
+            blocks = self.find(block_hash)
+            self._pool.adopt(blocks)
+            self._pool.release(blocks)
+
+    def withdraw(self, block_hashes: Iterable[bytes]) -> None:
+        """Remove all snapshots with these hashes from the cache, because they are not valid."""
+        for block_hash in block_hashes:
+            for key in self._keys(block_hash):
+                for block in self._cache.find_all(key):
+                    self._cache.unpublish(block)
+
+    def _differs(self, block: int, key: bytes) -> bool:
+        return self._cache.hash_of(block) != key
+
+    def _keys(self, block_hash: bytes) -> list[bytes]:
+        return [_key(block_hash, index) for index in range(self.num_blocks)]
+
+
+def _key(block_hash: bytes, index: int) -> bytes:
+    return block_hash + MARK + index.to_bytes(4, "little")

@@ -1,0 +1,1 @@
+"""Recurrent states: which snapshots of them are taken and loaded."""

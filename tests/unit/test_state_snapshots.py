@@ -1,0 +1,153 @@
+"""Prefix hits of models with recurrent states end at snapshots of these states."""
+
+from __future__ import annotations
+
+import pytest
+from support.simulate import Run, expected, make_request, make_run
+
+from engine.errors import ConfigError
+from engine.kv.manager import KVManager
+from engine.sched.policies import FCFS
+from policylab.verify.remote import Store
+
+PROMPT = [(7 * k) % 991 for k in range(3000)]
+OTHER = [(11 * k + 5) % 983 for k in range(3000)]
+
+
+def serve(run: Run, name: str, prompt: list[int], max_tokens: int = 4, **fields) -> int:
+    """Serve one request alone, check its tokens, and return how many came from the cache."""
+    run.add(make_request(name, prompt, max_tokens, **fields))
+    run.drain()
+    assert run.outputs[name] == expected(prompt, max_tokens)
+    return run.starts[name][0].num_cached_tokens
+
+
+@pytest.fixture(params=[(1, 1), (2, 1), (1, 3)], ids=["one block", "two in flight", "3 blocks"])
+def run(request) -> Run:
+    depth, size = request.param
+    return make_run(depth=depth, snapshot_blocks=size, max_model_len=8192)
+
+
+def test_the_same_prompt_starts_before_its_last_token(run):
+    assert [serve(run, name, PROMPT[:544]) for name in "abc"] == [0, 528, 528]
+    assert [serve(run, name, OTHER[:3000]) for name in "def"] == [0, 2992, 2992]
+
+
+def test_a_second_turn_starts_at_the_last_full_block_of_the_first(run):
+    assert serve(run, "a", PROMPT[:544], 8) == 0
+    turn = PROMPT[:544] + expected(PROMPT[:544], 8)
+    assert serve(run, "b", turn + OTHER[: 592 - len(turn)]) == 544
+
+
+@pytest.mark.parametrize("num_output", [1, 16, 17, 40, 48])
+def test_a_long_answer_leaves_a_snapshot_after_its_last_full_block(run, num_output):
+    serve(run, "a", PROMPT[:530], num_output)
+    turn = PROMPT[:530] + expected(PROMPT[:530], num_output)
+    computed = len(turn) - 1  # the last token was not read
+    assert serve(run, "b", [*turn, *OTHER[:50]]) == computed // 16 * 16
+
+
+def test_a_shared_beginning_is_hit_from_the_third_request_on(run):
+    prompts = [PROMPT[:512] + OTHER[32 * k : 32 * k + 32] for k in range(5)]
+    hits = [serve(run, str(k), prompt) for k, prompt in enumerate(prompts)]
+    assert hits == [0, 0, 512, 512, 512]
+
+
+def test_a_hit_that_ends_before_the_cached_kv_has_a_reason(run):
+    serve(run, "a", PROMPT[:544])
+    serve(run, "b", PROMPT[:512] + OTHER[:32])
+    serve(run, "c", PROMPT[:512] + OTHER[32:64])
+    reasons = [run.starts[name][0].prefix_end for name in "abc"]
+    assert reasons == ["never seen", "no snapshot there", "never seen"]
+    assert run.scheduler.kv.counts.missed["no snapshot there"] == 528
+
+
+class EvictsOnce(FCFS):
+    """Preempts all running requests in the next step after ``is_due`` was set."""
+
+    is_due = False
+
+    def evict(self, view):
+        is_due, self.is_due = self.is_due, False
+        return list(view.running) if is_due else []
+
+
+@pytest.mark.parametrize(("num_steps", "computed"), [(10, 480), (40, 627)])
+def test_a_preempted_request_continues_from_its_newest_snapshot(num_steps, computed):
+    """It continues after its last full block, whether that is in its prompt or in its output."""
+    policy = EvictsOnce()
+    run = make_run(snapshot_blocks=1, policy=policy, max_num_batched_tokens=48)
+    run.add(make_request("a", PROMPT[:600], 60))
+    for _ in range(num_steps):
+        run.step()
+    policy.is_due = True
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT[:600], 60)
+    assert run.scheduler.make_stats().num_preemptions == 1
+    assert run.scheduler.kv.counts.preempted_hits == computed // 16 * 16
+
+
+def test_snapshots_never_take_a_block_that_a_request_holds():
+    """Both requests fill the pool; no step of one is put off for a snapshot of the other."""
+    runs = [
+        make_run(snapshot_blocks=size, num_blocks=1 + 2 * 16, max_num_batched_tokens=64)
+        for size in (0, 1, 5)
+    ]
+    for run in runs:
+        run.add(make_request("a", PROMPT[:128], 128))
+        run.add(make_request("b", OTHER[:128], 128))
+        run.drain()
+        assert run.scheduler.make_stats().num_preemptions == 0
+        assert run.outputs["a"] == expected(PROMPT[:128], 128)
+    assert len({run.scheduler.make_stats().num_preemptions for run in runs}) == 1
+
+
+def test_a_request_as_large_as_the_pool_is_served_after_a_hit():
+    run = make_run(snapshot_blocks=3, num_blocks=1 + 10, max_num_batched_tokens=64)
+    assert serve(run, "a", PROMPT[:81], 2) == 0
+    assert serve(run, "b", PROMPT[:81] + OTHER[:60], 19) == 80
+
+
+def test_a_request_that_fails_leaves_no_snapshot_of_what_it_failed_on():
+    def fail(new, upto):
+        return "broken" if new.request_id == "bad" and upto > 40 else None
+
+    run = make_run(snapshot_blocks=1, fail=fail, max_num_batched_tokens=32)
+    run.add(make_request("bad", PROMPT[:100], 8))
+    run.drain()
+    assert run.finished["bad"][0] == "error"
+    assert serve(run, "good", PROMPT[:100]) <= 32
+
+
+def test_a_lost_snapshot_is_not_hit():
+    run = make_run(snapshot_blocks=2)
+    run.worker.keep_states(loses=lambda step, index: True)
+    assert [serve(run, name, PROMPT[:544]) for name in "ab"] == [0, 0]
+
+
+def test_a_salt_separates_snapshots(run):
+    salts = (None, "x", "y", "x")
+    hits = [serve(run, str(k), PROMPT[:544], cache_salt=salt) for k, salt in enumerate(salts)]
+    assert hits == [0, 0, 0, 528]
+
+
+def test_a_reset_empties_the_cache_of_snapshots(run):
+    serve(run, "a", PROMPT[:544])
+    assert run.scheduler.reset_prefix_cache()
+    assert serve(run, "b", PROMPT[:544]) == 0
+
+
+def test_without_prefix_caching_there_are_no_snapshots():
+    run = make_run(snapshot_blocks=1, caching=False)
+    assert [serve(run, name, PROMPT[:544]) for name in "ab"] == [0, 0]
+
+
+def test_prompts_that_may_not_be_split_are_not_split_for_a_snapshot():
+    run = make_run(snapshot_blocks=1, enable_chunked_prefill=False, max_num_batched_tokens=2048)
+    assert [serve(run, name, PROMPT[:544]) for name in "ab"] == [0, 0]
+    assert run.plans[0] == {"a": 544}
+
+
+def test_a_kv_source_is_refused():
+    with pytest.raises(ConfigError, match="recurrent"):
+        KVManager(10, 16, source=Store(16)).keep_states(1)
