@@ -9,12 +9,15 @@ from kernels.ops import (
     act_mul,
     add_rms_norm,
     causal_conv,
+    gated_delta_rule,
+    gated_norm,
     invariant_linear,
     linear,
     mixture,
     paged_attention,
     qkv_rope_write,
     rms_norm,
+    sigmoid_mul,
 )
 
 __all__ = [
@@ -23,10 +26,13 @@ __all__ = [
     "act_mul",
     "add_rms_norm",
     "causal_conv",
+    "gated_delta_rule",
+    "gated_norm",
     "invariant_linear",
     "linear",
     "mixture",
     "paged_attention",
     "qkv_rope_write",
     "rms_norm",
+    "sigmoid_mul",
 ]

@@ -160,3 +160,41 @@ def causal_conv(
     sequence are zeros. Results do not depend on how a sequence is divided into steps.
     """
     return _bodies(x).causal_conv(x, weight, bias, activation, state, meta)
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    rate: torch.Tensor,
+    bias: torch.Tensor,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    """The gated delta rule over each sequence: Hv value heads, Hk key heads, which serve Hv / Hk
+    adjacent value heads each, Dk and Dv their sizes.
+
+    A token multiplies a head's state, a matrix [Dk, Dv], by exp(rate * softplus(a + bias)), adds k
+    (x) sigmoid(b) * (v - k @ state), and outputs q @ state; q and k have l2 norm 1, and q is
+    scaled by Dk ** -0.5. qkv: [N, 2 Hk Dk + Hv Dv], the columns of q, k and v. gates: [N, 2 Hv],
+    the columns of b and a. rate, bias: [Hv] float32. state: [rows, Hv, Dk, Dv], read and written at
+    the rows that ``meta`` names. Returns [N, Hv Dv] of qkv's dtype; rows that belong to no sequence
+    are zeros. A sequence's results are the same bits however it is cut into steps.
+    """
+    return _bodies(qkv).gated_delta_rule(qkv, gates, rate, bias, state, meta)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """x / rms(x) * weight * silu(gate), with the norm over each head of D elements.
+
+    x: [N, heads * D]; gate: of the same shape, whose rows may lie apart; weight: [D]. Returns a new
+    tensor of x's shape and dtype.
+    """
+    return _bodies(x).gated_norm(x, gate, weight, eps)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), a new tensor: x [N, F]; gate [N, F] or [N, 1], whose rows may lie
+    apart."""
+    return _bodies(x).sigmoid_mul(x, gate)

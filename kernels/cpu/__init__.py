@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, pointwise, rope
+from kernels.cpu import attention, cells, delta_rule, pointwise, rope
 from kernels.cpu import causal_conv as convolution
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
@@ -22,6 +22,11 @@ def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return first.dtype in cells.DTYPES and all(
         t is None or (t.dtype is first.dtype and t.is_contiguous()) for t in (first, *others)
     )
+
+
+def _has_rows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if a matrix has this dtype and contiguous rows, which may lie apart."""
+    return tensor.dtype is dtype and tensor.dim() == 2 and tensor.stride(1) == 1
 
 
 def _is_float32(tensor: torch.Tensor | None) -> bool:
@@ -106,3 +111,30 @@ def causal_conv(
     if is_read and _is_plain(weight, state, bias) and activation in ACTIVATIONS:
         return convolution.causal_conv(x, weight, bias, activation, state, meta)
     return reference.causal_conv(x, weight, bias, activation, state, meta)
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    rate: torch.Tensor,
+    bias: torch.Tensor,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    if _is_plain(qkv, gates) and all(map(_is_float32, (rate, bias, state))):
+        return delta_rule.gated_delta_rule(qkv, gates, rate, bias, state, meta)
+    return reference.gated_delta_rule(qkv, gates, rate, bias, state, meta)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if _is_plain(x, weight) and _has_rows(gate, x.dtype):
+        return delta_rule.gated_norm(x, gate, weight, eps)
+    return reference.gated_norm(x, gate, weight, eps)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    if _is_plain(x) and _has_rows(gate, x.dtype):
+        return delta_rule.sigmoid_mul(x, gate)
+    return reference.sigmoid_mul(x, gate)

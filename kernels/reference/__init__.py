@@ -10,6 +10,7 @@ from kernels.reference.attention import (
     paged_attention,
 )
 from kernels.reference.causal_conv import causal_conv
+from kernels.reference.delta_rule import gated_delta_rule, gated_norm, sigmoid_mul
 from kernels.reference.pointwise import act_mul, add_rms_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 
@@ -21,8 +22,11 @@ __all__ = [
     "add_rms_norm",
     "attend",
     "causal_conv",
+    "gated_delta_rule",
+    "gated_norm",
     "gather",
     "paged_attention",
     "qkv_rope_write",
     "rms_norm",
+    "sigmoid_mul",
 ]

@@ -6,6 +6,7 @@ from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
+from kernels.triton.delta_rule import gated_delta_rule, gated_norm, sigmoid_mul
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.invariant import invariant_linear
@@ -29,6 +30,8 @@ __all__ = [
     "choose_tokens",
     "count_tokens",
     "forbid_words",
+    "gated_delta_rule",
+    "gated_norm",
     "grow_block_tables",
     "invariant_linear",
     "is_interpreting",
@@ -45,6 +48,7 @@ __all__ = [
     "sample",
     "sample_allowed",
     "seat",
+    "sigmoid_mul",
     "token_logprobs",
     "weight_only_product",
 ]

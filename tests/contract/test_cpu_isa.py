@@ -63,7 +63,13 @@ LEVELS = [level for level in isa.LEVELS if level != "base"]
 
 # Bodies that no processor of a level below the highest runs by itself.
 OF_OTHERS = "soft or ordered or summed_as_tiles"
-KERNELS = ("test_block_products.py", "test_cpu_products.py", "test_kernels.py")
+KERNELS = (
+    "test_block_products.py",
+    "test_causal_conv.py",
+    "test_cpu_products.py",
+    "test_delta_rule.py",
+    "test_kernels.py",
+)
 BITS = ("test_cpu_attention_bits.py",)  # compiles attention for each way to multiply
 
 

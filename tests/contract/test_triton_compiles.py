@@ -26,6 +26,7 @@ MODULES = (
     "index",
     "moe",
     "causal_conv",
+    "delta_rule",
 )
 
 

@@ -1,0 +1,232 @@
+"""The gated delta rule, and the gates of its families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.meta import StateMeta
+from kernels.reference.delta_rule import NORM_EPS
+from kernels.triton.launch import Launch
+from kernels.tuning import pad_power
+
+COLUMNS = 32  # value columns of a program
+TILE = 1024  # elements of a program of the gates
+
+
+@triton.jit
+def gated_delta_rule_kernel(  # noqa: PLR0913
+    qkv, gates, rate, bias, state, query_start, reads, writes, out, key_heads,
+    HEADS: tl.constexpr, KEY: tl.constexpr, DIM: tl.constexpr, WRITES: tl.constexpr,
+    EPS: tl.constexpr, PAD_KEY: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program computes COLUMNS value columns of one head over the tokens of one sequence. Its
+    block of the state, [PAD_KEY, COLUMNS] float32, stays in registers."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, PAD_KEY)
+    here, is_key = column < DIM, row < KEY
+    place = head * KEY * DIM + row[:, None] * DIM + column[None, :]
+    mask = is_key[:, None] & here[None, :]
+    begin = tl.load(query_start + seq)
+    end = tl.load(query_start + seq + 1)
+    read = tl.load(reads + seq).to(tl.int64)
+    matrix = tl.load(state + read * (HEADS * KEY * DIM) + place, mask=mask & (read >= 0), other=0.0)
+    matrix = matrix.to(tl.float32)
+    num_written = 0
+    for j in range(WRITES):
+        num_written += (tl.load(writes + seq * WRITES + j) >= 0).to(tl.int32)
+    factor = tl.load(rate + head)
+    added = tl.load(bias + head)
+    width = 2 * key_heads * KEY + HEADS * DIM
+    first = head // (HEADS // key_heads) * KEY + row
+    token = begin.to(tl.int64)
+    for _ in range(begin, end):
+        start = qkv + token * width
+        query = tl.load(start + first, mask=is_key, other=0.0).to(tl.float32)
+        key = tl.load(start + key_heads * KEY + first, mask=is_key, other=0.0).to(tl.float32)
+        values = start + 2 * key_heads * KEY + head * DIM + column
+        value = tl.load(values, mask=here, other=0.0).to(tl.float32)
+        query = query * (tl.rsqrt(tl.sum(query * query, 0) + EPS) * KEY**-0.5)
+        key = key * tl.rsqrt(tl.sum(key * key, 0) + EPS)
+        gate = gates + token * (2 * HEADS) + head
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+        step = tl.load(gate + HEADS).to(tl.float32) + added
+        softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
+        matrix = matrix * tl.exp(factor * softplus)
+        change = (value - tl.sum(matrix * key[:, None], 0)) * beta
+        matrix += key[:, None] * change[None, :]
+        result = tl.sum(matrix * query[:, None], 0)
+        target = out + token * (HEADS * DIM) + head * DIM + column
+        tl.store(target, result.to(out.dtype.element_ty), mask=here)
+        entry = num_written - (end - token)
+        if entry >= 0:
+            written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
+            copy = state + written * (HEADS * KEY * DIM) + place
+            tl.store(copy, matrix.to(state.dtype.element_ty), mask=mask)
+        token += 1
+
+
+@triton.jit
+def gated_norm_kernel(  # noqa: PLR0913
+    x, gate, weight, out, num_heads, heads, stride_gate, eps,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program computes ROWS heads: RMS norm of x times weight times silu(gate)."""
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PAD)[None, :]
+    mask = (head < num_heads)[:, None] & (column < DIM)
+    place = head.to(tl.int64)[:, None] * DIM + column
+    stored = tl.load(x + place, mask=mask, other=0.0)
+    values = stored.to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)[:, None]
+    values = values * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    start = (head // heads).to(tl.int64) * stride_gate + head % heads * DIM
+    gates = tl.load(gate + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    result = values * gates / (1.0 + tl.exp(-gates))
+    tl.store(out + place, result.to(stored.dtype), mask=mask)
+
+
+@triton.jit
+def sigmoid_mul_kernel(
+    x, gate, out, width, stride_gate, IS_WIDE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One program per (row, block of TILE columns): out = x * sigmoid(gate). IS_WIDE: a row of the
+    gate has as many columns as x, otherwise one."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < width
+    values = tl.load(x + row * width + column, mask=mask, other=0.0)
+    if IS_WIDE:
+        gates = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gates = tl.load(gate + row * stride_gate).to(tl.float32)
+    result = values.to(tl.float32) / (1.0 + tl.exp(-gates))
+    tl.store(out + row * width + column, result.to(values.dtype), mask=mask)
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    rate: torch.Tensor,
+    bias: torch.Tensor,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    """See kernels.ops.gated_delta_rule."""
+    _, heads, _, dim = state.shape
+    # Only rows of sequences are computed.
+    out = qkv.new_zeros((len(qkv), heads * dim))
+    if len(qkv):
+        rule_launch((qkv, gates), (rate, bias), state, meta, out).run()
+    return out
+
+
+def rule_launch(
+    given: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor],
+    state: torch.Tensor,
+    meta: StateMeta,
+    out: torch.Tensor,
+) -> Launch:
+    """The launch of `gated_delta_rule_kernel`. given: qkv and gates; weights: rate and bias."""
+    _, heads, key_dim, dim = state.shape
+    columns = min(COLUMNS, pad_power(dim))
+    args = {
+        "qkv": given[0],
+        "gates": given[1],
+        "rate": weights[0],
+        "bias": weights[1],
+        "state": state,
+        "query_start": meta.query_start,
+        "reads": meta.state_reads,
+        "writes": meta.state_writes,
+        "out": out,
+        "key_heads": (given[0].shape[1] - heads * dim) // (2 * key_dim),
+        "HEADS": heads,
+        "KEY": key_dim,
+        "DIM": dim,
+        "WRITES": meta.state_writes.shape[1],
+        "EPS": NORM_EPS,
+        "PAD_KEY": pad_power(key_dim),
+        "COLUMNS": columns,
+    }
+    grid = (len(meta.state_reads), heads, triton.cdiv(dim, columns))
+    return Launch(gated_delta_rule_kernel, grid, args, 4, 1)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See kernels.ops.gated_norm."""
+    out = torch.empty_like(x)
+    if len(x):
+        norm_launch(x, gate, weight, out, eps).run()
+    return out
+
+
+def norm_launch(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
+) -> Launch:
+    """The launch of `gated_norm_kernel`. x, out: [N, heads * D], contiguous."""
+    size, padded = len(weight), pad_power(len(weight))
+    num, rows = x.numel() // size, max(1, TILE // padded)
+    args = {
+        "x": x,
+        "gate": gate,
+        "weight": weight,
+        "out": out,
+        "num_heads": num,
+        "heads": x.shape[1] // size,
+        "stride_gate": gate.stride(0),
+        "eps": eps,
+        "DIM": size,
+        "PAD": padded,
+        "ROWS": rows,
+    }
+    return Launch(gated_norm_kernel, (triton.cdiv(num, rows),), args, 4, 1)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See kernels.ops.sigmoid_mul."""
+    out = torch.empty_like(x)
+    if len(x):
+        sigmoid_mul_launch(x, gate, out).run()
+    return out
+
+
+def sigmoid_mul_launch(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> Launch:
+    """The launch of `sigmoid_mul_kernel`. x, out: [N, F], contiguous."""
+    num, width = x.shape
+    args = {
+        "x": x,
+        "gate": gate,
+        "out": out,
+        "width": width,
+        "stride_gate": gate.stride(0),
+        "IS_WIDE": gate.shape[1] == width,
+        "TILE": TILE,
+    }
+    return Launch(sigmoid_mul_kernel, (num, triton.cdiv(width, TILE)), args, 4, 1)
+
+
+def configurations() -> Iterator[Launch]:
+    """Launches to compile ahead: the sizes of Qwen3-Next, with and without drafts."""
+    column = torch.empty(64, dtype=torch.int32, device="meta")
+    numbers = torch.empty(32, device="meta")
+    state = torch.empty((128, 32, 128, 128), device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        qkvz = torch.empty((64, 12288), dtype=dtype, device="meta")
+        qkv, z = qkvz[:, :8192].contiguous(), qkvz[:, 8192:]
+        gates, out = qkv[:, :64].contiguous(), qkv[:, :4096].contiguous()
+        for writes in (1, 5):
+            places = torch.empty((64, writes), dtype=torch.int32, device="meta")
+            meta = StateMeta(column, column, places, column[:1], 64, 1)
+            yield rule_launch((qkv, gates), (numbers, numbers), state, meta, out)
+        yield norm_launch(out, z, out[0, :128], out, 1e-6)
+        for gate in (z, z[:, :1]):
+            yield sigmoid_mul_launch(out, gate, out)

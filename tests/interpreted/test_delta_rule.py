@@ -1,0 +1,45 @@
+"""The gated delta rule and its gates on GPUs against plain torch in float64."""
+
+import pytest
+import torch
+from support import delta_checks
+from support.state_steps import STEPS
+
+from kernels.triton import delta_rule
+
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", [(1, 2, 16, 16), (1, 3, 12, 40)], ids=str)
+def test_outputs_and_states(shape: tuple[int, int, int, int], step: str) -> None:
+    delta_checks.check_against_reference(delta_rule.gated_delta_rule, torch.float32, step, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_activations_of_two_bytes(dtype: torch.dtype) -> None:
+    delta_checks.check_against_reference(
+        delta_rule.gated_delta_rule, dtype, "drafts", (1, 2, 16, 16)
+    )
+
+
+def test_a_prompt_in_parts_gives_the_same_bits() -> None:
+    shape = (1, 2, 16, 16)
+    delta_checks.check_cuts_of_a_prompt(delta_rule.gated_delta_rule, torch.float32, shape)
+
+
+@by_dtype
+@pytest.mark.parametrize("size", [16, 24])
+def test_gated_norm(size: int, dtype: torch.dtype) -> None:
+    delta_checks.check_gated_norm(delta_rule.gated_norm, dtype, size)
+
+
+@by_dtype
+@pytest.mark.parametrize("columns", [1, 40])
+def test_sigmoid_mul(columns: int, dtype: torch.dtype) -> None:
+    delta_checks.check_sigmoid_mul(delta_rule.sigmoid_mul, dtype, columns)

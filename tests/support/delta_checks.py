@@ -1,0 +1,91 @@
+"""Checks of the gated delta rule and its gates, which the bodies of CPUs and GPUs have to pass."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels import reference
+from support.state_steps import STEPS, check_cuts, meta_of, num_rows
+
+Rule = Callable[..., torch.Tensor]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# Key heads, value heads, and the sizes of keys and values.
+SHAPES = ((2, 4, 16, 16), (1, 3, 12, 40), (3, 3, 40, 5), (1, 2, 128, 128))
+
+
+class Given:
+    """Random inputs of the rule for some tokens, of which the last belong to no sequence and are
+    NaN."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, padding: int = 0
+    ) -> None:
+        key_heads, heads, key_dim, dim = shape
+        self.qkv = random(tokens + padding, 2 * key_heads * key_dim + heads * dim, dtype=dtype)
+        self.gates = random(tokens + padding, 2 * heads, dtype=dtype)
+        self.qkv[tokens:] = self.gates[tokens:] = torch.nan
+        self.rate, self.bias = -4 * torch.rand(heads), torch.randn(heads)
+
+    def exact(self) -> tuple[torch.Tensor, ...]:
+        return tuple(x.double() for x in (self.qkv, self.gates, self.rate, self.bias))
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size).to(dtype)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype is dtype
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), wanted, rtol=limit, atol=limit)
+
+
+def check_against_reference(
+    rule: Rule, dtype: torch.dtype, step: str, shape: tuple[int, int, int, int]
+) -> None:
+    """Outputs and states are those of float64; what is not to be read is NaN."""
+    meta, (_, heads, key_dim, dim) = meta_of(STEPS[step]), shape
+    num = int(meta.query_start[-1])
+    given = Given(shape, dtype, num, padding=3)
+    state = torch.full((num_rows(meta), heads, key_dim, dim), torch.nan)
+    reads = meta.state_reads[meta.state_reads >= 0].long()
+    state[reads] = random(len(reads), heads, key_dim, dim)
+    exact, before = state.double(), state.clone()
+    got = rule(given.qkv, given.gates, given.rate, given.bias, state, meta)
+    wanted = reference.gated_delta_rule(*given.exact(), exact, meta)
+    close(got, wanted, dtype)
+    assert not got[num:].any()
+    torch.testing.assert_close(state.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(state[reads], before[reads])
+
+
+def check_cuts_of_a_prompt(
+    rule: Rule, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    """The bits do not depend on how a prompt is divided, nor do those of the state after it."""
+    num, (_, heads, key_dim, dim) = 41, shape
+    given, state = Given(shape, dtype, num), random(2, heads, key_dim, dim)
+    ends = []
+
+    def step(part: slice, meta: object) -> torch.Tensor:
+        out = rule(given.qkv[part], given.gates[part], given.rate, given.bias, state, meta)
+        if part.stop == num:
+            ends.append(state[int(meta.state_writes[0, 0])].clone())
+        return out
+
+    for sizes in ((1,) * num, (2, 1, 20, 18), (40, 1)):
+        check_cuts(step, num, sizes)
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def check_gated_norm(norm: Rule, dtype: torch.dtype, size: int) -> None:
+    both = random(9, 7 * size, dtype=dtype)
+    x, gate, weight = both[:, : 3 * size].contiguous(), both[:, 4 * size :], both[0, :size].clone()
+    wanted = reference.gated_norm(x.double(), gate.double(), weight.double(), 1e-6)
+    close(norm(x, gate, weight, 1e-6), wanted, dtype)
+
+
+def check_sigmoid_mul(multiply: Rule, dtype: torch.dtype, columns: int) -> None:
+    both = random(9, 90, dtype=dtype)
+    x, gate = both[:, :40].contiguous(), both[:, 41 : 41 + columns]
+    close(multiply(x, gate), reference.sigmoid_mul(x.double(), gate.double()), dtype)
