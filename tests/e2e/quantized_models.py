@@ -64,7 +64,10 @@ def round_to(
 
 
 def pack_rows(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """[R, C] -> [R, ceil(C * bits / 32)] int32, the first number lowest; the rest is zeros."""
+    """[R, C] -> [R, ceil(C * bits / 32)] int32, the first number lowest; the rest is zeros. Of 32
+    numbers of 3 bits, two are divided between one int32 and the next."""
+    if bits == 3:
+        numbers, bits = (numbers[..., None] >> torch.arange(3) & 1).flatten(1), 1
     count = 32 // bits
     padding = -numbers.shape[1] % count
     words = torch.nn.functional.pad(numbers, (0, padding)).view(len(numbers), -1, count)

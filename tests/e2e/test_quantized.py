@@ -106,6 +106,12 @@ DIRECTORIES = {
     "gptq-zeros-of-biases": Directory(
         "llama", gptq(4, -1, has_bias=True), {**GPTQ, "group_size": -1}
     ),
+    "gptq-2": Directory("qwen3", gptq(2, 32), {**GPTQ, "bits": 2}),
+    "gptq-3-desc-act": Directory(
+        "llama",
+        gptq(3, 32, desc_act=True, sym=False),
+        {**GPTQ, "bits": 3, "sym": False, "desc_act": True},
+    ),
     "gptq-v2": Directory(
         "llama",
         gptq(4, 32, sym=False, zero_offset=0),
@@ -309,7 +315,7 @@ def test_a_tensor_that_is_missing_is_named(
         ("fp8-blocks", {"weight_block_size": [64, 64]}, r"weight_scale_inv .*\(4, 4\).*\(2, 1\)"),
         ("fp8", {"weight_block_size": [0, 64]}, r"weight_block_size \[0, 64\], must be at least 1"),
         ("gptq", {"group_size": 0}, r"group_size 0, must be -1 or at least 1"),
-        ("gptq", {"bits": 3}, r"bits 3, supported: 4, 8"),
+        ("gptq", {"bits": 5}, r"bits 5, supported: 2, 3, 4, 8"),
         ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format 'marlin', supported: gptq"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic"),
         ("awq", {"version": "gemv"}, r"version 'gemv', supported: gemm"),

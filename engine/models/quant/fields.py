@@ -94,12 +94,19 @@ def as_bytes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack integers of 4 or 8 bits: [R, C] int32, the lowest bits first ->
-    [R, C * 32 / bits] uint8."""
+    """Unpack integers of 2, 3, 4 or 8 bits, the lowest bits first: [R, C] int32 ->
+    [R, C * 32 / bits] uint8. An integer of 3 bits may begin in one int32 and end in the next."""
     values = as_bytes(packed).flatten(1)
     if bits == 8:
         return values
-    return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
+    if bits == 4:
+        return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
+    # Eight integers fill as many bytes as an integer has bits.
+    parts = values.view(len(values), -1, bits).int()
+    eights = sum((parts[..., byte] << 8 * byte for byte in range(bits)), torch.tensor(0))
+    mask = (1 << bits) - 1
+    found = [(eights >> bits * place & mask).to(torch.uint8) for place in range(8)]
+    return torch.stack(found, dim=-1).flatten(1)
 
 
 def by_output(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 4 or 8 bits, packed along the inputs.
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 2, 3, 4 or 8 bits, packed along the
+inputs.
 
 qweight [in * bits / 32, out] and qzeros [G, out * bits / 32] int32, scales [G, out], g_idx [in]
 int32, the group of each input; w = (q - z) * s. Format "gptq" stores z - 1, "gptq_v2" z itself
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Gptq:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Gptq:
-        bits = choose("bits", field_of(config, "bits"), (4, 8))
+        bits = choose("bits", field_of(config, "bits"), (2, 3, 4, 8))
         version = field_of(config, "checkpoint_format", "format", default="gptq")
         choose("checkpoint_format", str(version).lower(), ("gptq", "gptq_v2"))
         choose("is_marlin_format", field_of(config, "is_marlin_format", default=False), (False,))
@@ -62,12 +64,12 @@ class Gptq:
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         outputs, inputs = shape
-        in_a_number, groups = 32 // self.bits, -(-inputs // self._size(inputs))
-        check_multiple(module, "inputs", inputs, in_a_number)
-        check_multiple(module, "outputs", outputs, in_a_number)
+        together, groups = 32 // gcd(32, self.bits), -(-inputs // self._size(inputs))
+        check_multiple(module, "inputs", inputs, together)
+        check_multiple(module, "outputs", outputs, together)
         return (
-            Field(("qweight",), ((inputs // in_a_number, outputs),), INTEGERS),
-            Field(("qzeros",), ((groups, outputs // in_a_number),), INTEGERS),
+            Field(("qweight",), ((inputs * self.bits // 32, outputs),), INTEGERS),
+            Field(("qzeros",), ((groups, outputs * self.bits // 32),), INTEGERS),
             Field(("scales",), ((groups, outputs),), SCALES),
             Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
         )
