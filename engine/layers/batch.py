@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -30,6 +30,11 @@ class Embeds(NamedTuple):
     values: torch.Tensor  # [M, H]
 
 
+Output = Literal["logits", "largest"]
+"""What a model computes from the hidden states: logits [N, V], or the token with the largest logit
+of each row [N]."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """The N tokens of a step, concatenated over its sequences (decodes first)."""
@@ -41,6 +46,7 @@ class ForwardBatch:
     embeds: Embeds | None = None
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
     recorder: Recorder | None = None  # records or replays this step on a CPU
+    output: Output | None = None  # compute this, too, if the step is recorded or replayed
 
     def move(self, positions: torch.Tensor) -> None:
         """Set rotary positions [N], or [K, N] for K axes, that differ from the tokens' indices in
@@ -59,3 +65,4 @@ class Hidden(NamedTuple):
 
     last: torch.Tensor  # [R, H], wanted tokens after the final norm
     aux: tuple[torch.Tensor, ...] = ()  # [N, H] each, the residual stream after each aux layer
+    output: torch.Tensor | None = None  # see ``ForwardBatch.output``; a later step overwrites it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeGuard
 
@@ -18,6 +19,7 @@ from engine.layers.split_linear import split_linear
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
+from kernels.cpu.matmul.rows import as_table, gathered_rows
 from kernels.cpu.pointwise import ACTS
 from kernels.reference.int4 import group_size_of, quantize_int4
 from kernels.reference.quant import quantize_fp8, quantize_int8
@@ -143,6 +145,14 @@ def cpu_linear(
     return PlainLinear(weight, bias)
 
 
+def plain_rows(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that reads rows of a plain weight [N, K] by their numbers."""
+    table = as_table(weight) if is_cpu(weight.device) else None
+    if table is None:
+        return partial(F.embedding, weight=weight)
+    return partial(gathered_rows, table, num_in=weight.shape[1])
+
+
 class PlainLinear:
     """A linear layer with an unpacked weight [out, in]."""
 
@@ -181,6 +191,8 @@ class Float32Linear:
         )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.packed.dtype is torch.float32:
+            return gathered_rows(self.packed, ids, self.in_features)
         return self.packed[ids // float32.PANEL, :, ids % float32.PANEL]
 
 
@@ -221,7 +233,7 @@ class BFloat16Linear:
         return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return bfloat16.unpack_rows(self.packed, ids, self.in_features)
+        return gathered_rows(self.packed, ids, self.in_features)
 
 
 class Int8Linear:

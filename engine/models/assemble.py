@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV
 from engine.layers.interface import Linear
-from engine.layers.linear import is_cpu, make_linear
+from engine.layers.linear import is_cpu, make_linear, plain_rows
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
@@ -83,7 +81,7 @@ class Assembly:
         if is_cpu(torch.device(device)) and not isinstance(table, torch.Tensor):
             rows = make_linear(table).rows  # packed tables have the layout of output layers
         else:
-            rows = partial(F.embedding, weight=plain(table).to(device))
+            rows = plain_rows(plain(table).to(device))
         del table  # frees its memory before the output layer is read
         return Embedding(rows, dtype, spec.embedding_multiplier), self.head_of(
             self.weights.take("head")

@@ -20,6 +20,7 @@ from engine.layers.sublayers import (
     RMSNorm,
     can_be_grouped,
 )
+from kernels.cpu.recording import Stages
 from kernels.meta import AttentionMeta
 
 
@@ -123,12 +124,12 @@ class NativeDecoder:
             raise ValueError(
                 f"positions have {len(batch.positions)} rows, but this model needs one row"
             )
-        x = self.embedding(batch.input_ids, batch.embeds)
-        if batch.recorder is not None:
-            work = partial(self._last_hidden, batch, kv)
-            hidden = batch.recorder.run(work, x, batch.attn[0])
-            return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
-        return self._hidden(batch, kv, x)
+        if batch.recorder is not None and batch.embeds is None:
+            stages = self._stages(batch, kv)
+            hidden, output = batch.recorder.run(stages, batch.input_ids, batch.attn[0])
+            last = hidden if batch.wanted is None else hidden[batch.wanted.rows]
+            return Hidden(last, output=output)
+        return self._hidden(batch, kv, self.embedding(batch.input_ids, batch.embeds))
 
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
@@ -146,6 +147,14 @@ class NativeDecoder:
         """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
         x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
+
+    def _stages(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Stages:
+        """The parts of a step that is recorded or replayed."""
+        layers = partial(self._last_hidden, batch, kv)
+        if batch.output is None:
+            return Stages(self.embedding, layers)
+        output = self.largest if batch.output == "largest" else self.logits
+        return Stages(self.embedding, layers, output, batch.output)
 
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor

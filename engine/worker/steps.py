@@ -16,7 +16,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import record_function
 
-from engine.layers.batch import ForwardBatch
+from engine.layers.batch import ForwardBatch, Output
 from engine.messages.requests import TokenLogprobs
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sample.logprobs import Scored
@@ -80,7 +80,9 @@ class EagerStep:
         just their argmax."""
         self._machine = machine
         self._graph = graph
-        self._may_take_largest = may_take_largest
+        only_largest = may_take_largest and machine.sampler.wants_largest_only
+        self._wanted: Output = "largest" if only_largest else "logits"
+        self._computed: torch.Tensor | None = None  # ``Hidden.output``
         self._largest: torch.Tensor | None = None
         self._early: torch.Tensor | None = None  # tokens sampled before the masks were known
         self._scores = scores
@@ -151,18 +153,21 @@ class EagerStep:
             return machine.model.last_layer(stream, batch, machine.kv)
         self._extend(batch)
         self._hidden = machine.model.forward(batch, machine.kv)
+        self._computed = self._hidden.output
         return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V] from hidden states. Returns [0, V] if the sampler needs only the
         argmax and the model found it without storing logits."""
-        model = self._machine.model
-        if self._may_take_largest and self._machine.sampler.wants_largest_only:
-            largest = model.largest(hidden)
+        model, computed = self._machine.model, self._computed
+        if self._wanted == "largest":
+            largest = model.largest(hidden) if computed is None else computed
             # A negative entry is an invalid row; its logits are then needed for the error message.
             if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
-                self._largest = largest
+                self._largest = largest.clone()  # a later step overwrites what is recorded
                 return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
+        elif computed is not None:
+            return computed
         return model.logits(hidden)
 
     def _extend(self, batch: ForwardBatch) -> None:
@@ -180,6 +185,7 @@ class EagerStep:
         is_replay = self._staged.padding.kind is PaddingKind.CPU_REPLAY
         if is_replay or (are_decodes and not touching):
             batch.recorder = self._machine.recorder
+            batch.output = self._wanted if are_decodes and not self._is_scored else None
 
 
 class GraphedStep:

@@ -20,8 +20,11 @@ import torch
 
 from kernels.cpu import isa, logits, pointwise, rope, sampling, slots
 from kernels.cpu.attention import chunk_kernel, single_kernel
+from kernels.cpu.attention.plan import SINGLE_ITEMS
 from kernels.cpu.disk_cache import has_place
 from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu.matmul.outputs import LARGEST
+from kernels.cpu.matmul.rows import GATHER
 from kernels.cpu.native import Kernel, prepare_launches
 from kernels.cpu.threads import num_threads
 
@@ -85,7 +88,7 @@ def help_with(kind: AttentionKind | None) -> None:
 
 def _rest(kind: AttentionKind | None) -> list[Kernel]:
     attention = [] if kind is None else [chunk_kernel(*kind), single_kernel(*kind)]
-    return [slots.GROW, slots.PREPARE, slots.ADVANCE, *attention]
+    return [slots.GROW, slots.PREPARE, slots.ADVANCE, SINGLE_ITEMS, GATHER, LARGEST, *attention]
 
 
 def _start_helper(

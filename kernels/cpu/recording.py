@@ -2,14 +2,14 @@
 
 A decode step has a hundred launches, and Python's overhead for each is as long as the smallest
 kernels. A recording stores a step's launches and the memory that they use. For a later step with
-the same number of tokens, the input is copied to the same address, the attention plan is updated,
-and all launches run without Python.
+the same number of tokens, the token ids are at the same address, the attention plan gets the memory
+that it needs, and all launches run without Python.
 
 On processors that multiply tiles of 16 rows, a step with prompt chunks is padded to a multiple of
 16 tokens, so that there are few sizes to record.
 
 Intermediate tensors are in one arena, shared by all recordings, since only one runs at a time. A
-step in which torch computes anything is not recorded, since a replay would miss it.
+step in whose layers torch computes anything is not recorded, since a replay would miss it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.cpu.attention import PlanKey, plan_again
 from kernels.cpu.attention.plan import AttentionPlan
 from kernels.cpu.native import NativeLaunch, noted
 from kernels.cpu.team import JOB_WORDS, TEAM, launch_all
@@ -39,34 +38,67 @@ Work = Callable[[torch.Tensor], torch.Tensor]
 """A function that computes an output from an input by kernel launches. What it reads from tensors
 on the host without torch's knowledge must be the same in all steps."""
 
+
+class Computed(NamedTuple):
+    """The results of a step's layers and of its output stage."""
+
+    hidden: torch.Tensor
+    output: torch.Tensor | None
+
+
+class Stages(NamedTuple):
+    """The parts of a step, each a function of the result of the one before."""
+
+    embed: Work  # token ids [N] -> vectors [N, H]
+    layers: Work  # -> hidden states [N, H]
+    output: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    """Returns e.g. logits, or ``None`` if it cannot compute what is wanted."""
+    name: str = ""  # of the output stage
+
+    def compute(self, given: torch.Tensor) -> Computed:
+        """Run all stages."""
+        hidden = self.layers(self.embed(given))
+        return Computed(hidden, self.output_of(hidden))
+
+    def output_of(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Run the output stage, if there is one."""
+        return None if self.output is None else self.output(hidden)
+
+
+T = TypeVar("T")
+
 _ALIGNED = 64  # bytes
 _NEW = {"empty", "empty_like", "new_empty"}
 
 
-class Recording:
-    """The recorded kernel launches of one step, in order."""
+class Recording(NamedTuple):
+    """The recorded kernel launches of one step, in order. Embedding and output stage are called in
+    each replay if torch computes a part of them."""
 
-    def __init__(
-        self,
-        given: torch.Tensor,
-        result: torch.Tensor,
-        launches: list[NativeLaunch],
-        plans: dict[PlanKey, AttentionPlan],
-        num_bytes: int,
-    ) -> None:
-        self.bytes_a_token = -(-num_bytes // len(given))
-        self._given = given
-        self._result = result
-        self._plans = plans
-        self._jobs = _jobs_of(launches)
+    given: torch.Tensor  # the input of the first launch
+    computed: Computed
+    has_embed: bool  # the embedding is among the launches
+    has_output: bool  # the output stage, if there is one, is among the launches
+    plans: list[AttentionPlan]
+    jobs: NDArray[np.int64]
+    num_bytes: int  # of the arena that embedding and layers use
 
-    def replay(self, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute the step for another input. The next step overwrites the returned tensor."""
-        self._given.copy_(given)
-        kept = plan_again(meta, self._plans)
-        launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
-        del kept
-        return self._result
+    def replay(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
+        """Compute the step for another input. The next step overwrites the returned tensors."""
+        if not self.has_embed:
+            given = stages.embed(given)
+        if given.data_ptr() != self.given.data_ptr():
+            self.given.copy_(given)
+        self.launch(meta)
+        if self.has_output:
+            return self.computed
+        return self.computed._replace(output=stages.output_of(self.computed.hidden))
+
+    def launch(self, meta: AttentionMeta) -> None:
+        """Run the launches for the input that is in ``given``."""
+        for plan in self.plans:
+            plan.renew(meta)
+        launch_all(TEAM.control, TEAM.syscall, self.jobs.ctypes.data, len(self.jobs))
 
 
 class Recorder:
@@ -92,62 +124,76 @@ class Recorder:
         self._seen: set[_Kind] = set()
         self._unfit: set[_Kind] = set()
 
-    def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute ``work`` on an input [N, ...], directly or by replaying a recording. ``work``
-        must be the same in all calls; only N and the data that attention reads may change.
+    def run(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
+        """Compute a step from its token ids [N], directly or by replaying a recording. Stages must
+        be the same in all calls with the same name; only N and the data that attention reads may
+        change.
 
-        The input may be overwritten. The next step overwrites the result, in which rows of padding
-        tokens are undefined."""
-        kind = _kind_of(len(given), meta)
+        This and later calls may overwrite the input. The next step overwrites the results, in which
+        rows of padding tokens are undefined."""
+        kind = _kind_of(stages.name, len(given), meta)
         recording = self._kept.get(kind)
         if recording is not None:
-            return recording.replay(given, meta)
+            return recording.replay(stages, given, meta)
         if kind in self._unfit or kind not in self._seen:
             self._seen.add(kind)
-            return work(given)
-        result, recording = record(work, given, meta, self._memory)
+            return stages.compute(given)
+        computed, recording = record(stages, given, meta, self._memory)
         if recording is None:
             self._unfit.add(kind)
         else:
             self._kept[kind] = recording
         if kind.has_chunks and kind.num_tokens <= self._most_mixed:
-            self._most_mixed = min(self._most_mixed, self._room_for(recording))
-        return result
+            self._most_mixed = min(self._most_mixed, self._room_for(recording, kind.num_tokens))
+        return computed
 
-    def _room_for(self, recording: Recording | None) -> int:
+    def _room_for(self, recording: Recording | None, num_tokens: int) -> int:
         """Estimate from a recorded step how many tokens a step may have to fit the arena; 0 for
         ``None``."""
-        return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
+        if recording is None:
+            return 0
+        bytes_a_token = -(-recording.num_bytes // num_tokens)
+        return len(self._memory) // (2 * bytes_a_token)
 
 
 class _Kind(NamedTuple):
     """The key of a recording: all steps with an equal key have the same launches."""
 
+    output: str
     num_tokens: int
     has_singles: bool  # has sequences of one token, which are a separate launch of attention
     has_chunks: bool
 
 
-def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
+def _kind_of(output: str, num_tokens: int, meta: AttentionMeta) -> _Kind:
     if meta.max_query_len <= 1:
-        return _Kind(num_tokens, True, False)
+        return _Kind(output, num_tokens, True, False)
     counts = np.diff(meta.query_start.numpy())
-    return _Kind(num_tokens, bool((counts == 1).any()), True)
+    return _Kind(output, num_tokens, bool((counts == 1).any()), True)
 
 
 def record(
-    work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
-) -> tuple[torch.Tensor, Recording | None]:
-    """Compute ``work`` and record its kernel launches. memory: the arena, uint8. Returns the result
-    and the recording, which is ``None`` if torch computed anything or the arena is too small."""
+    stages: Stages, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
+) -> tuple[Computed, Recording | None]:
+    """Compute a step and record its kernel launches. memory: the arena, uint8. Returns the results
+    and the recording, which is ``None`` if torch computed a part of the layers or the arena is too
+    small for them."""
     watch = _Watch(memory)
-    given = watch.placed(torch.empty_like(given)).copy_(given)
-    with noted() as launches, watch:
-        result = work(given)
-    plans = {key: plan for key, plan in meta.scratch.items() if isinstance(plan, AttentionPlan)}
+    x, launches = watch.observe(stages.embed, given)
+    has_embed = watch.is_fit
+    if not has_embed:
+        watch, launches = _Watch(memory), []
+        given = x = watch.placed(torch.empty_like(x)).copy_(x)
+    hidden, more = watch.observe(stages.layers, x)
+    plans = [plan for plan in meta.scratch.values() if isinstance(plan, AttentionPlan)]
     if not watch.is_fit or len(plans) < len(meta.scratch):
-        return result, None
-    return result, Recording(given, result, launches, plans, watch.num_bytes)
+        return Computed(hidden, stages.output_of(hidden)), None
+    num_bytes, launches = watch.num_bytes, launches + more
+    output, more = watch.observe(stages.output_of, hidden)
+    has_output = watch.is_fit and (output is not None or stages.output is None)
+    jobs = _jobs_of(launches + more if has_output else launches)
+    computed = Computed(hidden, output)
+    return computed, Recording(given, computed, has_embed, has_output, plans, jobs, num_bytes)
 
 
 class _Watch(TorchDispatchMode):
@@ -165,6 +211,13 @@ class _Watch(TorchDispatchMode):
     def num_bytes(self) -> int:
         """Peak use of the arena in bytes."""
         return self._arena.peak
+
+    def observe(
+        self, work: Callable[[torch.Tensor], T], given: torch.Tensor
+    ) -> tuple[T, list[NativeLaunch]]:
+        """Call ``work`` while this is active. Returns its result and its kernel launches."""
+        with noted() as launches, self:
+            return work(given), launches
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -30,10 +30,11 @@ def test_recording_a_step_does_not_import_the_compiler_of_torch() -> None:
     """It takes seconds, of each start."""
     done = run_python(
         "import sys, torch\n"
-        "from kernels.cpu.recording import record\n"
+        "from kernels.cpu.recording import Stages, record\n"
         "from kernels.meta import AttentionMeta\n"
         "meta = AttentionMeta(*[torch.zeros(0)] * 5, 16, 0, 0, 0)\n"
-        "assert record(lambda x: x, torch.ones(2), meta, torch.empty(999, dtype=torch.uint8))[1]\n"
+        "stages, memory = Stages(lambda x: x, lambda x: x), torch.empty(999, dtype=torch.uint8)\n"
+        "assert record(stages, torch.ones(2), meta, memory)[1]\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     assert done.returncode == 0, done.stderr

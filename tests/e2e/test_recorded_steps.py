@@ -10,7 +10,8 @@ from e2e.references import engine_for
 from e2e.tiny_models import VOCAB, make_tiny_model
 
 from engine import LLMEngine, SamplingParams
-from kernels.cpu.recording import Recorder, Recording, record
+from kernels.cpu.pointwise import join_columns
+from kernels.cpu.recording import Recorder, Recording, Stages, record
 from kernels.meta import AttentionMeta
 
 
@@ -37,13 +38,13 @@ def scores(engine: LLMEngine, requests: list[tuple[list[int], int]]) -> list[lis
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, int]]:
     """Of each step that is replayed: rows, tokens and sequences."""
-    found, replay = set(), Recording.replay
+    found, launch = set(), Recording.launch
 
-    def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        found.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
-        return replay(self, given, meta)
+    def seen(self: Recording, meta: AttentionMeta) -> None:
+        found.add((len(self.given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
+        launch(self, meta)
 
-    monkeypatch.setattr(Recording, "replay", seen)
+    monkeypatch.setattr(Recording, "launch", seen)
     return found
 
 
@@ -141,11 +142,15 @@ def no_meta() -> AttentionMeta:
     return AttentionMeta(none, none, none, none.long(), none.long(), 16, 0, 0, 0)
 
 
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def test_work_that_torch_computes_is_done_anew_each_time() -> None:
-    recorder = Recorder()
+    recorder, stages = Recorder(), Stages(same, lambda x: x * 2 + 1)
     for value in range(5):
         given = torch.full((3, 4), float(value))
-        assert torch.equal(recorder.run(lambda x: x * 2 + 1, given, no_meta()), given * 2 + 1)
+        assert torch.equal(recorder.run(stages, given, no_meta()).hidden, given * 2 + 1)
 
 
 COMPUTED = {
@@ -161,15 +166,39 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_torch_computes_is_not_recorded(name: str) -> None:
     memory, given = torch.empty(4096, dtype=torch.uint8), torch.ones(2, 3)
-    found, recording = record(COMPUTED[name], given, no_meta(), memory)
-    assert torch.equal(found, COMPUTED[name](torch.ones(2, 3))) and recording is None
+    found, recording = record(Stages(same, COMPUTED[name]), given, no_meta(), memory)
+    assert torch.equal(found.hidden, COMPUTED[name](torch.ones(2, 3))) and recording is None
+
+
+@pytest.mark.parametrize("name", ["an operation", "in place", "a conversion"])
+def test_stages_that_torch_computes_are_called_in_each_replay(name: str) -> None:
+    """The layers between them are replayed."""
+    memory, work = torch.empty(4096, dtype=torch.uint8), COMPUTED[name]
+    recording = None
+    for value in range(1, 5):
+        given = torch.full((2, 3), float(value))
+        stages = Stages(lambda x: work(x + 1), copied_by_a_kernel, lambda x: work(x.clone()))
+        if recording is None:
+            found, recording = record(stages, given, no_meta(), memory)
+            assert recording is not None
+        else:
+            found = recording.replay(stages, given, no_meta())
+        hidden = work(torch.full((2, 3), float(value + 1)))
+        assert torch.equal(found.hidden, hidden)
+        assert torch.equal(found.output, work(hidden.clone()))
+
+
+def copied_by_a_kernel(x: torch.Tensor) -> torch.Tensor:
+    return join_columns([x])
 
 
 def test_other_looks_at_memory_are_recorded() -> None:
     memory, given = torch.empty(4096, dtype=torch.uint8), torch.arange(6.0).view(2, 3)
-    looks = record(lambda x: x.float().contiguous().view(3, 2)[1:], given, no_meta(), memory)[1]
+    stages = Stages(same, lambda x: x.float().contiguous().view(3, 2)[1:])
+    looks = record(stages, given, no_meta(), memory)[1]
     assert looks is not None
-    assert looks.replay(given + 5, no_meta()).tolist() == [[7.0, 8.0], [9.0, 10.0]]
+    replayed = looks.replay(stages, given + 5, no_meta())
+    assert replayed.hidden.tolist() == [[7.0, 8.0], [9.0, 10.0]]
 
 
 def test_work_that_needs_more_memory_than_there_is_goes_launch_by_launch() -> None:
@@ -180,5 +209,9 @@ def test_work_that_needs_more_memory_than_there_is_goes_launch_by_launch() -> No
             x = x.new_empty(x.shape)
         return x
 
-    assert record(work, torch.zeros(300), no_meta(), memory)[1] is not None
-    assert record(work, torch.zeros(600), no_meta(), memory)[1] is None
+    assert record(Stages(same, work), torch.zeros(300), no_meta(), memory)[1] is not None
+    assert record(Stages(same, work), torch.zeros(600), no_meta(), memory)[1] is None
+    large = Stages(same, copied_by_a_kernel, lambda x: x.new_ones(900))
+    found, recording = record(large, torch.zeros(20, 20), no_meta(), memory)
+    assert recording is not None and len(found.output) == 900
+    assert len(recording.replay(large, torch.zeros(20, 20), no_meta()).output) == 900

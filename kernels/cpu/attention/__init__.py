@@ -9,7 +9,7 @@ import torch
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention.dotted_single import dotted_single_body, fits_dots
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
-from kernels.cpu.attention.plan import CHUNKS, SINGLES, AttentionPlan, Heads, make_plan
+from kernels.cpu.attention.plan import CHUNKS, SINGLES, AttentionPlan, Heads
 from kernels.cpu.attention.single import single_body
 from kernels.cpu.attention.tiled_single import fits, tiled_single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
@@ -23,9 +23,6 @@ _ENOUGH = 512
 
 PAIRED = chosen()
 USUAL_BLOCK = 16  # block size for which kernels are prepared at start
-
-PlanKey = tuple[int, Heads]
-"""Key of a cached attention plan: the sliding window and the heads of a layer."""
 
 
 def single_kernel(
@@ -116,7 +113,9 @@ def paged_attention(
     key = variant.window, Heads(num_heads, group, head_dim)
     plan = meta.scratch.get(key)
     if plan is None:
-        plan = meta.scratch[key] = _planned(meta, *key)
+        plan = meta.scratch[key] = AttentionPlan(*key, tokens_an_item(group))
+        plan.renew(meta)
+        plan.find_singles()
     out = q.new_empty((num_tokens, num_heads * head_dim))
     if (
         num_tokens > plan.num_rows and not is_recorded()
@@ -131,18 +130,18 @@ def paged_attention(
     rows = (variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype))
     # A recorded launch is replayed with longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
-    if plan.singles.num:
+    if plan.num_singles:
         single_kernel(head_dim, group, sizes, block, paired).run(
-            threads if plan.singles.work * num_heads >= enough else 1,
+            threads if plan.single_work * num_heads >= enough else 1,
             *tensors,
             *shape,
             plan.address(SINGLES),
             *numbers,
             *rows,
         )
-    if plan.chunks.num:
+    if plan.num_chunks:
         chunk_kernel(head_dim, group, sizes, paired).run(
-            threads if plan.chunks.work * num_heads >= enough else 1,
+            threads if plan.chunk_work * num_heads >= enough else 1,
             *tensors,
             *shape,
             plan.address(CHUNKS),
@@ -150,16 +149,3 @@ def paged_attention(
             *rows,
         )
     return out
-
-
-def plan_again(meta: AttentionMeta, plans: dict[PlanKey, AttentionPlan]) -> list[AttentionPlan]:
-    """Plan recorded launches anew, for another step with the same number of tokens. Returns the new
-    plans, whose memory the launches read: keep them until the launches are done."""
-    renewed = [_planned(meta, *key) for key in plans]
-    for plan, new in zip(plans.values(), renewed, strict=True):
-        plan.header[:] = new.header
-    return renewed
-
-
-def _planned(meta: AttentionMeta, window: int, heads: Heads) -> AttentionPlan:
-    return make_plan(meta, window, heads, tokens_an_item(heads.group))

@@ -8,22 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.attention.softmax import STRETCH, TAIL
+from kernels.cpu.native import Kernel, i32, i64
 from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
 
 
-class Items(NamedTuple):
-    """A table of work items: `num` rows of ITEM_FIELDS int32 at an address."""
-
-    address: int
-    num: int
-    work: int  # query tokens times keys
-    owned: NDArray[np.int32]  # keeps the memory
-
-
-# Indices in the header, the int64 addresses and numbers that bodies read. The address of a recorded
-# step's header stays the same for later steps.
+# Indices in the header, the int64 addresses and numbers that bodies read. The address of a plan's
+# header stays the same for later steps.
 SINGLES = 0  # address of the items of single tokens, and their number
 ROOM = 2  # address of partial sums of single tokens, [items, heads, head_dim + TAIL] float32
 # Address of [S, KV heads] int64, zero between operations: number of finished items of a sequence,
@@ -31,6 +23,12 @@ ROOM = 2  # address of partial sums of single tokens, [items, heads, head_dim + 
 ARRIVALS = 3
 FIRST_ITEMS = 4  # address of [S] int64, index of a sequence's first item of a single token
 CHUNKS = 5  # address of the items of chunks, and their number
+# What the kernel that finds the items of single tokens reads: addresses of the first row and the
+# length of each sequence; the number of sequences; the window.
+_STARTS, _LENS, _NUM_SEQS, _WINDOW = range(7, 11)
+# What it writes: query tokens times keys of single tokens, and the number of rows of all sequences.
+_WORK, _NUM_ROWS = 11, 12
+_HEADER = 13
 
 
 class Heads(NamedTuple):
@@ -41,88 +39,131 @@ class Heads(NamedTuple):
     size: int
 
 
-class AttentionPlan(NamedTuple):
-    """The work items of a step's attention: for sequences with one query token, and for chunks."""
+class AttentionPlan:
+    """The work items of a step's attention: for sequences with one query token, and for chunks.
 
-    header: NDArray[np.int64]
-    singles: Items
-    chunks: Items
-    num_rows: int  # rows of the output that are written
-    owned: tuple[NDArray, ...]
+    The plan owns the memory of its items. `renew` makes it the plan of another step."""
+
+    def __init__(self, window: int, heads: Heads, tokens: int) -> None:
+        """window: 0 for full attention; tokens: query tokens of an item of a chunk."""
+        self.header = np.zeros(_HEADER, np.int64)
+        self.header[_WINDOW] = window
+        self.chunk_work = 0
+        self._window, self._heads, self._tokens = window, heads, tokens
+        self._num_items = self._num_seqs = 0  # for which there is memory
+        self._owned: tuple[NDArray[np.generic], ...] = ()
+        self._chunks = np.empty((0, ITEM_FIELDS), np.int32)
 
     def address(self, part: int) -> int:
         """Address of a header field, for kernel bodies. part: a constant such as ``SINGLES``."""
         return int(self.header.ctypes.data) + 8 * part
 
+    @property
+    def num_singles(self) -> int:
+        """Number of items of sequences with one query token."""
+        return int(self.header[SINGLES + 1])
 
-def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> AttentionPlan:
-    """Plan a step's attention. The keys of sequences with one query token are split among items;
-    chunks are split into items of `tokens` query tokens."""
+    @property
+    def num_chunks(self) -> int:
+        """Number of items of chunks."""
+        return len(self._chunks)
+
+    @property
+    def single_work(self) -> int:
+        """Pairs of query token and key in the items of sequences with one query token."""
+        return int(self.header[_WORK])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the output that are written."""
+        return int(self.header[_NUM_ROWS])
+
+    def renew(self, meta: AttentionMeta) -> None:
+        """Plan another step: allocate memory, and split its chunks. `find_singles` must follow."""
+        header, num_seqs = self.header, len(meta.seq_lens)
+        header[_STARTS], header[_LENS] = meta.query_start.data_ptr(), meta.seq_lens.data_ptr()
+        header[_NUM_SEQS] = num_seqs
+        if num_seqs * -(-meta.max_seq_len // STRETCH) > self._num_items:
+            needed = int((-(-meta.seq_lens.numpy() // STRETCH)).sum())
+            if needed > self._num_items or num_seqs > self._num_seqs:
+                self._grow(needed, num_seqs)
+        elif num_seqs > self._num_seqs:
+            self._grow(self._num_items, num_seqs)
+        if meta.max_query_len > 1 or len(self._chunks):
+            self._chunks = _chunks(meta, self._window, self._tokens)
+            header[CHUNKS], header[CHUNKS + 1] = self._chunks.ctypes.data, len(self._chunks)
+            self.chunk_work = _work(self._chunks)
+
+    def find_singles(self) -> None:
+        """Find the items of sequences with one query token. A recorded step repeats this launch."""
+        SINGLE_ITEMS.run(1, self.address(0))
+
+    def _grow(self, num_items: int, num_seqs: int) -> None:
+        """Allocate memory for at least this many items and sequences."""
+        heads = self._heads
+        self._num_items, self._num_seqs = 2 * num_items, num_seqs
+        items = np.empty((self._num_items, ITEM_FIELDS), np.int32)
+        room = np.empty(self._num_items * heads.num * (heads.size + TAIL), np.float32)
+        arrivals = np.zeros(num_seqs * (heads.num // heads.group), np.int64)
+        first_items = np.empty(num_seqs, np.int64)
+        self._owned = items, room, arrivals, first_items
+        self.header[SINGLES] = items.ctypes.data
+        for part, each in ((ROOM, room), (ARRIVALS, arrivals), (FIRST_ITEMS, first_items)):
+            self.header[part] = each.ctypes.data
+
+
+def _singles_body(row):
+    """The kernel that finds the items of sequences with one query token, each of up to `STRETCH`
+    keys. Parameter 1: address of the plan's header."""
+    header = i64(i64(row, (2,))[1], (_HEADER,))
+    num_seqs, window = header[_NUM_SEQS], header[_WINDOW]
+    starts, lens = i32(header[_STARTS], (num_seqs + 1,)), i32(header[_LENS], (num_seqs,))
+    first_items = i64(header[FIRST_ITEMS], (num_seqs,))
+    num, work, num_rows = 0, 0, 0
+    for seq in range(num_seqs):
+        length, count = np.int64(lens[seq]), np.int64(starts[seq + 1] - starts[seq])
+        if length <= 0:
+            continue
+        num_rows += count
+        if count != 1:
+            continue
+        low = max(length - window, 0) if window else 0
+        begin = low - low % STRETCH
+        parts = (length - begin + STRETCH - 1) // STRETCH
+        first_items[seq] = num
+        work += length - low
+        while begin < length:
+            item = i32(header[SINGLES] + num * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item[0], item[1], item[2] = seq, starts[seq], 1
+            item[3], item[4] = max(begin, low), min(begin + STRETCH, length)
+            item[5] = parts
+            num, begin = num + 1, begin + STRETCH
+    header[SINGLES + 1], header[_WORK], header[_NUM_ROWS] = num, work, num_rows
+
+
+SINGLE_ITEMS = Kernel(_singles_body)
+
+
+def _work(items: NDArray[np.int32]) -> int:
+    """Pairs of query token and key in these items."""
+    return int((items[:, 2] * (items[:, 4] - items[:, 3])).sum())
+
+
+def _chunks(meta: AttentionMeta, window: int, tokens: int) -> NDArray[np.int32]:
+    """Work items of the sequences with several query tokens, those with most keys first."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
-    cut = _Cutter(starts, counts, lens, window, meta.block_size)
-    singles = cut.singles()
-    arrivals = np.zeros(len(lens) * (heads.num // heads.group), np.int64)
-    first_items = np.zeros(len(lens), np.int64)
-    first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
-    one = _items(singles)
-    many = _items(cut.chunks(tokens) if meta.max_query_len > 1 else singles[:0])
-    is_cut = bool((singles[:, 5] > 1).any())
-    room = np.empty(len(singles) * heads.num * (heads.size + TAIL) if is_cut else 0, np.float32)
-    places = room.ctypes.data, arrivals.ctypes.data, first_items.ctypes.data
-    header = np.array([one.address, one.num, *places, many.address, many.num], np.int64)
-    return AttentionPlan(header, one, many, int(counts.sum()), (arrivals, first_items, room))
-
-
-def _items(rows: NDArray[np.int32]) -> Items:
-    work = int((rows[:, 2] * (rows[:, 4] - rows[:, 3])).sum())
-    return Items(rows.ctypes.data, len(rows), work, rows)
-
-
-class _Cutter(NamedTuple):
-    starts: NDArray[np.int32]  # [S + 1]
-    counts: NDArray[np.int32]  # [S]: query tokens
-    lens: NDArray[np.int32]  # [S]: keys
-    window: int
-    block: int
-
-    def singles(self) -> NDArray[np.int32]:
-        """Work items of sequences with one query token. Each item covers up to ``STRETCH`` keys."""
-        who = np.flatnonzero(self.counts == 1)
-        high = self.lens[who]
-        low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
-        first = low - low % STRETCH
-        parts = -((first - high) // STRETCH)
-        each, part = _repeat(parts)
-        items = np.empty((len(each), ITEM_FIELDS), np.int32)
-        items[:, 0] = who[each]
-        items[:, 1] = self.starts[who][each]
-        items[:, 2] = 1
-        begin = first[each] + part * STRETCH
-        items[:, 3] = np.maximum(begin, low[each])
-        items[:, 4] = np.minimum(begin + STRETCH, high[each])
-        items[:, 5] = parts[each]
-        return items
-
-    def chunks(self, tokens: int) -> NDArray[np.int32]:
-        """Work items of the sequences with several query tokens, those with most keys first."""
-        who = np.flatnonzero(self.counts > 1)
-        each, part = _repeat(-(-self.counts[who] // tokens))
-        first = part * tokens
-        items = np.empty((len(each), ITEM_FIELDS), np.int32)
-        items[:, 0] = who[each]
-        items[:, 1] = self.starts[who][each] + first
-        items[:, 2] = np.minimum(self.counts[who][each] - first, tokens)
-        before = (self.lens - self.counts)[who][each] + first
-        low = np.maximum(before + 1 - self.window, 0) if self.window else np.zeros_like(before)
-        items[:, 3] = low - low % self.block
-        items[:, 4] = before + items[:, 2]
-        items[:, 5] = 1
-        return np.ascontiguousarray(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")])
-
-
-def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Enumerate the parts of all sequences, where sequence i has ``parts[i]`` parts. Returns two
-    arrays with an entry for each part: its sequence, and its index within the sequence."""
-    each = np.repeat(np.arange(len(parts)), parts)
-    return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)
+    who = np.flatnonzero(counts > 1)
+    parts = -(-counts[who] // tokens)
+    each = np.repeat(np.arange(len(who)), parts)
+    first = (np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)) * tokens
+    items = np.empty((len(each), ITEM_FIELDS), np.int32)
+    items[:, 0] = who[each]
+    items[:, 1] = starts[who][each] + first
+    items[:, 2] = np.minimum(counts[who][each] - first, tokens)
+    before = (lens - counts)[who][each] + first
+    low = np.maximum(before + 1 - window, 0) if window else np.zeros_like(before)
+    items[:, 3] = low - low % meta.block_size
+    items[:, 4] = before + items[:, 2]
+    items[:, 5] = 1
+    return np.ascontiguousarray(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")])

@@ -87,12 +87,6 @@ def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
     return packed
 
 
-def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.Tensor:
-    """Rows ``ids`` [I] of the original weight, [I, in] contiguous."""
-    width = packed.shape[2]
-    return packed[ids // width, :, ids % width].flatten(1)[:, :num_in].contiguous()
-
-
 def packed_product(
     x: torch.Tensor,
     packed: Weights,

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from kernels.cpu import isa
 from kernels.cpu.cells import elements, put
 from kernels.cpu.matmul.blocks import PANEL, UNIT, BlockWeight
+from kernels.cpu.matmul.rows import id_at
 from kernels.cpu.native import (
     EXACT,
     INNER,
@@ -88,10 +89,11 @@ def dequantized_rows(
     table: np.ndarray, ids: torch.Tensor, num_in: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Dequantise rows ``ids`` [I] int32 or int64 of a weight [N, num_in] to float32 or bfloat16."""
-    ids = ids.long().contiguous()
+    ids = ids.contiguous()
     out = torch.empty((len(ids), num_in), dtype=dtype)
+    addresses = table.ctypes.data, ids.data_ptr(), out.data_ptr()
     threads = num_threads() if len(ids) >= _ENOUGH else 1
-    ROWS[_CELLS[dtype]].run(threads, table.ctypes.data, ids.data_ptr(), out.data_ptr(), len(ids))
+    ROWS[_CELLS[dtype]].run(threads, *addresses, len(ids), ids.element_size())
     return out
 
 
@@ -363,8 +365,8 @@ def _rows_body(cell: int):
     """Make the body that dequantises single rows to elements of `cell` bytes."""
 
     def body(row):
-        p = i64(row, (5,))
-        d, ids = i64(p[1], (_TABLE,)), i64(p[2], (p[4],))
+        p = i64(row, (6,))
+        d = i64(p[1], (_TABLE,))
         num_in, bits, zero = d[_NUM_IN], d[_BITS], np.float32(d[_ZERO])
         unpacked = np.empty(UNIT, np.uint8)
         scale, offset = np.empty(1, np.float32), np.empty(1, np.float32)
@@ -373,7 +375,8 @@ def _rows_body(cell: int):
             n = next_item(row)
             if n >= p[4]:
                 break
-            panel, where = ids[n] // PANEL, ids[n] % PANEL
+            index = id_at(p[2], n, p[5])
+            panel, where = index // PANEL, index % PANEL
             out = elements(p[3] + n * num_in * cell, (num_in,), cell)
             last = -1
             for k in range(num_in):

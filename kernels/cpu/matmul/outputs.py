@@ -16,7 +16,9 @@ from numba import njit
 from kernels.cpu import sweeps
 from kernels.cpu.cells import write_cells
 from kernels.cpu.mathlib import gelu_tanh, silu
-from kernels.cpu.native import INLINE, f32, i32
+from kernels.cpu.native import INLINE, Kernel, f32, i32, i64
+
+_LOWEST, _INFINITY = np.float32(-np.inf), np.float32(np.inf)
 
 
 class Target(NamedTuple):
@@ -34,15 +36,32 @@ class Target(NamedTuple):
 def largest_ids(num: int, groups: int, run: Callable[[Target], None]) -> torch.Tensor:
     """Index of the largest output of each of `num` rows, [num] int32; -1 for rows with NaN, +inf or
     only -inf. run: computes the product; groups: number of groups of panels of its items."""
-    if not groups:
-        return torch.full((num,), -1, dtype=torch.int32)
-    values = np.empty((groups, num), np.float32)
-    ids = np.empty((groups, num), np.int32)
-    run(Target(values.ctypes.data, 0, ids=ids.ctypes.data))
-    best = values.argmax(axis=0)  # NaN counts as largest
-    columns = np.arange(num)
-    sound = np.isfinite(values[best, columns])
-    return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
+    values = torch.empty((groups, num), dtype=torch.float32)
+    ids = torch.empty((groups, num), dtype=torch.int32)
+    found = torch.empty(num, dtype=torch.int32)
+    if groups:
+        run(Target(values.data_ptr(), 0, ids=ids.data_ptr()))
+    LARGEST.run(1, values.data_ptr(), ids.data_ptr(), found.data_ptr(), groups, num)
+    return found
+
+
+def _largest_body(row):
+    """The kernel that finds the largest of the outputs of all groups. Parameters: 1 largest outputs
+    [groups, rows], 2 their indices, 3 where to write the index for each row, 4 groups, 5 rows."""
+    p = i64(row, (6,))
+    groups, num = p[4], p[5]
+    values, ids, found = f32(p[1], (groups, num)), i32(p[2], (groups, num)), i32(p[3], (num,))
+    for n in range(num):
+        best, index, is_sound = _LOWEST, -1, True
+        for group in range(groups):
+            value = values[group, n]
+            is_sound = is_sound and value < _INFINITY  # False for NaN, too
+            if value > best:
+                best, index = value, ids[group, n]
+        found[n] = index if is_sound else -1
+
+
+LARGEST = Kernel(_largest_body, exact=True)
 
 
 @njit(**INLINE)
