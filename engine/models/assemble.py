@@ -77,11 +77,11 @@ class Assembly:
         if spec.tied:
             head = self.head_of(table)
             return Embedding(head.rows, dtype, spec.embedding_multiplier), head
-        device = self.placement.device
-        if is_cpu(torch.device(device)) and not isinstance(table, torch.Tensor):
-            rows = make_linear(table).rows  # packed tables have the layout of output layers
-        else:
+        device, is_plain = self.placement.device, isinstance(table, torch.Tensor)
+        if is_plain or not is_cpu(torch.device(device)):
             rows = plain_rows(plain(table).to(device))
+        else:
+            rows = make_linear(table).rows  # packed tables have the layout of output layers
         del table  # frees its memory before the output layer is read
         return Embedding(rows, dtype, spec.embedding_multiplier), self.head_of(
             self.weights.take("head")

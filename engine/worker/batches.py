@@ -104,6 +104,7 @@ class Room(NamedTuple):
     inputs: Inputs
     prepare: Callable[[], None]  # computes ``inputs`` from ``step`` and the slots
     tables: list[tuple[torch.Tensor, torch.Tensor]]  # block tables and cache slots of each group
+    decodes: Picked  # for steps in which each sequence has one token and samples the next
 
 
 class PaddingKind(Enum):
@@ -171,6 +172,7 @@ class Batches:
             block_tables=platform.zeros((num_groups, num_seqs, width), torch.int32),
         )
         self._rooms: dict[tuple[int, int], Room] = {}
+        self._last: Staged | None = None  # the last staged step, if the next may repeat it
 
     def stage(
         self,
@@ -191,13 +193,40 @@ class Batches:
         else:
             draws, starts, read = draws_of(rows, tokens)
             host.draw_starts[: len(starts)] = starts
-            picked = self._pick(draws, read)
+            if read is None and rows.drafts is None:
+                picked = self._room(num_seqs, num_tokens).decodes
+            else:
+                picked = self._pick(draws, read)
         changes = None if plan is None else stage_changes(plan, specs, self._staging, self._slots)
         self._staging.send()
         if kind is PaddingKind.MIXED_GRAPH:
             num_tokens = len(tokens.slots)
         room = self._room(num_seqs, num_tokens)
-        return Staged(rows, tokens, room, draws, picked, changes, padding)
+        staged = Staged(rows, tokens, room, draws, picked, changes, padding)
+        self._last = staged if self._may_repeat(host, staged) else None
+        return staged
+
+    def restage(self, rows: PlanRows, plan: StepPlan) -> Staged | None:
+        """Stage a step that decodes a further token of each sequence of the last staged step, whose
+        data is still in place; ``None`` if the step is another one."""
+        last, num = self._last, len(rows.slots)
+        if last is None or rows.slots is not last.rows.slots or plan.new or plan.num_tokens != num:
+            return None
+        if rows.drafts is not None or np.count_nonzero(rows.samples) < num:
+            return None
+        positions = rows.starts.astype(np.int64)
+        tokens = StepTokens(last.tokens.slots, positions, last.tokens.query_start)
+        draws = Draws(last.draws.rows, rows.slots, rows.starts + rows.counts)
+        changes = stage_changes(plan, (), self._staging, self._slots)
+        return Staged(rows, tokens, last.room, draws, last.picked, changes, last.padding)
+
+    def _may_repeat(self, host: HostColumns, staged: Staged) -> bool:
+        """True if the data of a staged step is right for its sequences' next decodes, too: it stays
+        in place, and the ids of all tokens are on the device."""
+        if not self._staging.shares_memory or staged.picked is not staged.room.decodes:
+            return False
+        ids = host.host_ids[: len(staged.tokens.slots)]
+        return bool(np.count_nonzero(ids == UNKNOWN) == len(ids))
 
     def mixed_room(self, num_tokens: int) -> Room:
         """Device tensors for a step that mixes prompts and decodes, with ``num_tokens`` tokens and
@@ -267,7 +296,8 @@ class Batches:
                 self._slots.state, *described, inputs, self._slots.block_size
             )
             tables = list(zip(inputs.block_tables, inputs.cache_slots, strict=True))
-            room = Room(num_seqs, num_tokens, step, inputs, prepare, tables)
+            decodes = Picked(step.slots, inputs.seq_lens, None, None)
+            room = Room(num_seqs, num_tokens, step, inputs, prepare, tables, decodes)
             self._rooms[num_seqs, num_tokens] = room
         return room
 
@@ -502,7 +532,7 @@ class Staging:
         self, platform: Platform, max_num_seqs: int, max_num_tokens: int, num_buffers: int
     ) -> None:
         self._platform = platform
-        self._shares = platform.shares_memory
+        self.shares_memory = platform.shares_memory
         counts = (max_num_seqs, max_num_seqs, max_num_seqs + 1, max_num_seqs + 1, max_num_tokens)
         begins, end = [], 0
         for count in counts:
@@ -510,10 +540,10 @@ class Staging:
             end = _aligned(end + 4 * count)
         self._ids_begin = begins[-1]
         self._room = end + EXTRA_BYTES
-        num_buffers = 1 if self._shares else num_buffers
+        num_buffers = 1 if self.shares_memory else num_buffers
         self._pinned = [platform.pinned(self._room) for _ in range(num_buffers)]
         self._place = (
-            self._pinned[0] if self._shares else platform.zeros((self._room,), torch.uint8)
+            self._pinned[0] if self.shares_memory else platform.zeros((self._room,), torch.uint8)
         )
         spans = [slice(begin, begin + 4 * n) for begin, n in zip(begins, counts, strict=True)]
         self.device = DeviceColumns(*(self._place[span].view(torch.int32) for span in spans))
@@ -535,7 +565,7 @@ class Staging:
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
         """Add an array to the data that the next ``send`` copies. Returns its device tensor, valid
         from that ``send`` until the following one."""
-        if self._shares:  # a plan's arrays may be read-only, about which torch warns
+        if self.shares_memory:  # a plan's arrays may be read-only, about which torch warns
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes
         if end > self._room:  # for example hundreds of prefix-cached prompts in one step
@@ -548,7 +578,7 @@ class Staging:
 
     def send(self) -> None:
         """Start the copy of the whole buffer to the device."""
-        if self._shares:
+        if self.shares_memory:
             return
         end = min(self._end, self._room)
         pinned = self._pinned[self._turn]

@@ -309,7 +309,11 @@ class Runner:
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
         """Copy these rows' input to the device. Apply the changes of ``plan``, if given."""
-        staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
+        batches, staged = self.machine.batches, None
+        if plan is not None:
+            staged = batches.restage(rows, plan)
+        if staged is None:
+            staged = batches.stage(rows, plan, specs, self._padding_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
         return staged

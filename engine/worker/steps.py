@@ -33,6 +33,7 @@ from engine.worker.batches import (
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched, Graph, Mark
 from engine.worker.prompt_scores import PromptScores
+from kernels.cpu.recording import Recording
 from kernels.slots import Drawn, Rows
 
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -40,6 +41,7 @@ PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the step they ca
 
 
 NO_SCORES: PromptLogprobs = MappingProxyType({})
+NO_LOGITS = torch.empty((0, 0))
 NO_ROWS = PlanRows(EMPTY, EMPTY, EMPTY, EMPTY)
 
 
@@ -146,6 +148,10 @@ class EagerStep:
         """Run the model. Returns the hidden states of the tokens whose logits are needed, or those
         of all tokens if prompt log-probabilities are wanted."""
         machine, staged = self._machine, self._staged
+        if (recording := self._recording()) is not None:
+            staged.room.prepare()
+            hidden, self._computed = recording.repeat(int(staged.draws.positions.max()))
+            return hidden
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
         if self._graph is not None:
@@ -156,6 +162,16 @@ class EagerStep:
         self._computed = self._hidden.output
         return self._hidden.last
 
+    def _recording(self) -> Recording | None:
+        """A recording of the whole step, which needs no batch to be built; ``None`` if there is
+        none, or if a feature may change the step."""
+        machine, staged = self._machine, self._staged
+        if machine.recorder is None or machine.features or self._is_made_up or self._is_scored:
+            return None
+        if self._picked is not staged.room.decodes:
+            return None
+        return machine.recorder.of_decodes(staged.room.num_seqs, self._wanted)
+
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V] from hidden states. Returns [0, V] if the sampler needs only the
         argmax and the model found it without storing logits."""
@@ -163,9 +179,10 @@ class EagerStep:
         if self._wanted == "largest":
             largest = model.largest(hidden) if computed is None else computed
             # A negative entry is an invalid row; its logits are then needed for the error message.
-            if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
-                self._largest = largest.clone()  # a later step overwrites what is recorded
-                return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
+            if largest is not None and np.count_nonzero((tokens := largest.numpy()) < 0) == 0:
+                # A copy, since a later step overwrites what is recorded.
+                self._largest = torch.from_numpy(tokens.copy())
+                return NO_LOGITS
         elif computed is not None:
             return computed
         return model.logits(hidden)

@@ -82,6 +82,19 @@ class Recording(NamedTuple):
     plans: list[AttentionPlan]
     jobs: NDArray[np.int64]
     num_bytes: int  # of the arena that embedding and layers use
+    meta: AttentionMeta  # of the recorded step
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all stages are among the launches."""
+        return self.has_embed and self.has_output
+
+    def repeat(self, max_seq_len: int) -> Computed:
+        """Replay a whole step of single tokens from the memory of the recorded step, in which the
+        caller has entered the new step. max_seq_len: the largest number of keys of a sequence."""
+        self.meta.max_seq_len = max_seq_len
+        self.launch(self.meta)
+        return self.computed
 
     def replay(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute the step for another input. The next step overwrites the returned tensors."""
@@ -123,6 +136,12 @@ class Recorder:
         self._kept: dict[_Kind, Recording] = {}
         self._seen: set[_Kind] = set()
         self._unfit: set[_Kind] = set()
+
+    def of_decodes(self, num_tokens: int, output: str) -> Recording | None:
+        """The recording of a step of single tokens with this output stage, if there is one and it
+        has all stages."""
+        recording = self._kept.get(_Kind(output, num_tokens, True, False))
+        return recording if recording is not None and recording.is_whole else None
 
     def run(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute a step from its token ids [N], directly or by replaying a recording. Stages must
@@ -193,7 +212,8 @@ def record(
     has_output = watch.is_fit and (output is not None or stages.output is None)
     jobs = _jobs_of(launches + more if has_output else launches)
     computed = Computed(hidden, output)
-    return computed, Recording(given, computed, has_embed, has_output, plans, jobs, num_bytes)
+    whole = has_embed, has_output
+    return computed, Recording(given, computed, *whole, plans, jobs, num_bytes, meta)
 
 
 class _Watch(TorchDispatchMode):
