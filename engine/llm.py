@@ -159,10 +159,10 @@ class LLM:
         try:
             for error in session.submit_all(submissions).values():
                 raise error
-            with _progress(len(ids), use_tqdm) as bar:
+            with _progress(len(ids), use_tqdm) as bar, HeldInterrupt() as interrupt:
                 while unfinished:
-                    with HeldInterrupt():
-                        outputs = session.step()
+                    outputs = session.step()
+                    interrupt.raise_held()
                     for output in outputs:
                         unfinished.discard(output.request_id)
                         finished[output.request_id] = output

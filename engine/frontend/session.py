@@ -263,7 +263,13 @@ class HeldInterrupt:
     ) -> None:
         if self._held is not None:
             signal.signal(signal.SIGINT, self._held)
-        if self._is_noted and error is None:
+        if error is None:
+            self.raise_held()
+
+    def raise_held(self) -> None:
+        """Raise the ``KeyboardInterrupt`` that was delayed so far, if there is one."""
+        if self._is_noted:
+            self._is_noted = False
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:

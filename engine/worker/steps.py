@@ -33,7 +33,7 @@ from engine.worker.batches import (
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched, Graph, Mark
 from engine.worker.prompt_scores import PromptScores
-from kernels.cpu.recording import Recording
+from kernels.cpu.recording import Recording, Repeated
 from kernels.slots import Drawn, Rows
 
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -84,6 +84,7 @@ class EagerStep:
         self._graph = graph
         only_largest = may_take_largest and machine.sampler.wants_largest_only
         self._wanted: Output = "largest" if only_largest else "logits"
+        self._replayed: Recording | None = None  # if this step replays all of it
         self._computed: torch.Tensor | None = None  # ``Hidden.output``
         self._largest: torch.Tensor | None = None
         self._early: torch.Tensor | None = None  # tokens sampled before the masks were known
@@ -119,11 +120,13 @@ class EagerStep:
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
         """Sample the step's tokens and store them in the slots. Returns tokens [R] int32."""
-        step, picked = self._staged.step, self._picked
-        tokens = self._tokens(drawing)
-        drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
-        self._machine.slots.advance(step.slots, step.query_start, drawn)
-        return tokens
+        if self._replayed is None or self._early is not None or not self._is_plain(drawing):
+            return self._advance(self._tokens(drawing))
+        if self._replayed.draw is None:
+            found = self._replayed.draw = Repeated(self._draw_computed)
+            return found.result.clone()
+        # A copy, since a later step overwrites the tokens.
+        return torch.from_numpy(self._replayed.draw().numpy().copy())
 
     def notify(self, drawn: torch.Tensor) -> None:
         """Pass hidden states and sampled tokens to the features. Does nothing in a step of dummy
@@ -132,9 +135,29 @@ class EagerStep:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
 
+    def _is_plain(self, drawing: Drawing | None) -> bool:
+        """True if the tokens depend only on what the replayed step has computed."""
+        if self._wanted == "largest":
+            return self._largest is not None
+        return drawing is None or drawing.masks is None
+
+    def _draw_computed(self) -> torch.Tensor:
+        """Sample from what the step has computed, and advance the slots."""
+        if self._largest is not None:
+            return self._advance(self._largest)
+        return self._advance(self._machine.sampler.draw(self.rows))
+
+    def _advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Store sampled tokens in the slots. Returns the tokens; those after a rejected draft are
+        marked."""
+        step, picked = self._staged.step, self._picked
+        drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
+        self._machine.slots.advance(step.slots, step.query_start, drawn)
+        return tokens
+
     def _tokens(self, drawing: Drawing | None) -> torch.Tensor:
         if self._largest is not None:
-            return self._largest
+            return self._largest.clone()  # a later step overwrites what is recorded
         sampler, early, rows = self._machine.sampler, self._early, self.rows
         edited, masks = ([], None) if drawing is None else (drawing.edited, drawing.masks)
         if early is None:
@@ -148,9 +171,10 @@ class EagerStep:
         """Run the model. Returns the hidden states of the tokens whose logits are needed, or those
         of all tokens if prompt log-probabilities are wanted."""
         machine, staged = self._machine, self._staged
-        if (recording := self._recording()) is not None:
+        self._replayed = self._recording()
+        if self._replayed is not None:
             staged.room.prepare()
-            hidden, self._computed = recording.repeat(int(staged.draws.positions.max()))
+            hidden, self._computed = self._replayed.repeat(int(staged.draws.positions.max()))
             return hidden
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
@@ -179,9 +203,8 @@ class EagerStep:
         if self._wanted == "largest":
             largest = model.largest(hidden) if computed is None else computed
             # A negative entry is an invalid row; its logits are then needed for the error message.
-            if largest is not None and np.count_nonzero((tokens := largest.numpy()) < 0) == 0:
-                # A copy, since a later step overwrites what is recorded.
-                self._largest = torch.from_numpy(tokens.copy())
+            if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
+                self._largest = largest
                 return NO_LOGITS
         elif computed is not None:
             return computed

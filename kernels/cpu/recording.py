@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -71,7 +72,25 @@ _ALIGNED = 64  # bytes
 _NEW = {"empty", "empty_like", "new_empty"}
 
 
-class Recording(NamedTuple):
+class Repeated:
+    """Kernel launches of a function, recorded during its first call and repeated by later calls.
+
+    Unlike in a recorded step, all tensors must be at fixed addresses."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        """Call ``work`` and record its launches."""
+        with noted() as launches:
+            self.result = work()
+        self._jobs = _jobs_of(launches)
+
+    def __call__(self) -> torch.Tensor:
+        """Repeat the launches. Returns the tensor that the first call returned, with new values."""
+        launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
+        return self.result
+
+
+@dataclass(slots=True)
+class Recording:
     """The recorded kernel launches of one step, in order. Embedding and output stage are called in
     each replay if torch computes a part of them."""
 
@@ -83,6 +102,7 @@ class Recording(NamedTuple):
     jobs: NDArray[np.int64]
     num_bytes: int  # of the arena that embedding and layers use
     meta: AttentionMeta  # of the recorded step
+    draw: Repeated | None = None  # what the worker launches after a whole step, to sample tokens
 
     @property
     def is_whole(self) -> bool:

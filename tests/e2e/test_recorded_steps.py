@@ -89,6 +89,43 @@ def test_replayed_steps_compute_the_same(
         assert scores(engine, requests) == replayed and not sizes
 
 
+def sampled(engine: LLMEngine, params: list[SamplingParams]) -> dict[str, list[int]]:
+    """Tokens of requests that come one by one."""
+    found = {}
+    for index in range(len(params) + 99):
+        if index < len(params):
+            prompt = {"prompt_token_ids": [3 + index, 4, 5]}
+            engine.add_request(str(index), prompt, params[index])
+        for output in engine.step():
+            found[output.request_id] = output.outputs[0].token_ids
+    assert len(found) == len(params) and not engine.has_unfinished_requests()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_sampling_after_replayed_steps_is_the_same(
+    tmp_path: Path, name: str, sizes: set[tuple[int, int, int]], seed: int
+) -> None:
+    """Greedy, random and edited rows, alone and together, as requests start and end."""
+    draw, path = random.Random(seed), str(make_tiny_model(name, tmp_path, torch.bfloat16))
+    kinds: list[dict] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    ]
+    ignored = {"ignore_eos": True}
+    params = [
+        SamplingParams(**draw.choice(kinds[:most]), **ignored, max_tokens=draw.randint(2, 30))
+        for most in (1, 1, 1, 4, 4, 4, 3, 3, 1, 4)
+    ]
+    with engine_for(path, max_num_seqs=6) as engine:
+        replayed = [sampled(engine, params) for _ in range(2)]
+    assert len({num_rows for num_rows, _, _ in sizes}) > 2
+    with engine_for(path, max_num_seqs=6, enforce_eager=True) as engine:
+        assert replayed == [sampled(engine, params)] * 2
+
+
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_steps_with_drafts_are_replayed_too(
     tmp_path: Path, name: str, sizes: set[tuple[int, int, int]], seed: int
