@@ -14,6 +14,7 @@ from kernels import cpu, reference
 from kernels.bodies import triton_for
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference import grouped
+from kernels.reference.selective_scan import ChannelScan, HeadScan
 
 
 def _bodies(x: torch.Tensor):
@@ -48,6 +49,24 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     act: "silu", "gelu_tanh" or "gelu".
     """
     return _bodies(gate_up).act_mul(gate_up, act)
+
+
+def grouped_gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    group: int,
+    norm_first: bool = False,
+) -> torch.Tensor:
+    """RMS norm of x * silu(gate) over each `group` columns, times weight. Returns [N, H].
+
+    x, gate: [N, H], whose rows may be apart. weight: [H]; None: no norm, only the gate.
+    norm_first: x is normalised, and the result is multiplied by silu(gate).
+    """
+    body = _bodies(x)
+    return body.grouped_gated_norm(x, gate, weight, eps, group=group, norm_first=norm_first)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -198,3 +217,41 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate), a new tensor: x [N, F]; gate [N, F] or [N, 1], whose rows may lie
     apart."""
     return _bodies(x).sigmoid_mul(x, gate)
+
+
+def head_scan(
+    xbc: torch.Tensor, dt: torch.Tensor, layer: HeadScan, state: torch.Tensor, meta: StateMeta
+) -> torch.Tensor:
+    """Selective scan by heads (Mamba-2) over the tokens of each sequence.
+
+    For each head and token: state = exp(t * A) * state + t * b x, then y = c state + D * x, with
+    the time step t = softplus(dt + dt_bias), limited. H heads of width P, states of size S; the
+    heads are divided into G groups, which share b and c.
+
+    xbc: [N, H * P + 2 * G * S], x of all heads, then b and c of all groups. dt: [N, H]. Rows of
+    both may be apart. state: [rows, H, S, P], read and written at the rows that `meta` names.
+    Returns y [N, H * P]; rows that belong to no sequence are zeros. Results do not depend on how a
+    sequence is divided into steps.
+    """
+    return _bodies(xbc).head_scan(xbc, dt, layer, state, meta)
+
+
+def channel_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    bc: torch.Tensor,
+    gate: torch.Tensor,
+    layer: ChannelScan,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    """Selective scan by channels (Mamba-1) over the tokens of each sequence, then the gate.
+
+    For each channel and token: state = exp(t * A) * state + t * x * b, then y = (c state + D * x) *
+    silu(gate), with the time step t = softplus(dt + dt_bias).
+
+    x, dt, gate: [N, C]; bc: [N, 2 * S], b and c of all channels. Rows may be apart. state: [rows,
+    S, C], read and written at the rows that `meta` names. Returns y [N, C]; rows that belong to no
+    sequence are zeros. Results do not depend on how a sequence is divided into steps.
+    """
+    return _bodies(x).channel_scan(x, dt, bc, gate, layer, state, meta)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, delta_rule, pointwise, rope
+from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan
 from kernels.cpu import causal_conv as convolution
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
+from kernels.reference.selective_scan import ChannelScan, HeadScan
 
 
 def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -44,6 +45,12 @@ def _is_cache(
     return is_read and is_scaled and kv_layer.is_contiguous()
 
 
+def _have_rows(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """True if compiled loops can read the rows of these matrices, which may lie apart."""
+    dtype = first.dtype
+    return dtype in cells.DTYPES and all(_has_rows(tensor, dtype) for tensor in (first, *others))
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
 ) -> torch.Tensor:
@@ -69,6 +76,20 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     if act in pointwise.ACTS and gate_up.dim() == 2 and _is_plain(gate_up):
         return pointwise.act_mul(gate_up, act)
     return reference.act_mul(gate_up, act)
+
+
+def grouped_gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    group: int,
+    norm_first: bool = False,
+) -> torch.Tensor:
+    if _have_rows(x, gate) and (weight is None or _is_plain(weight, x[0])):
+        return pointwise.grouped_gated_norm(x, gate, weight, eps, (group, norm_first))
+    return reference.grouped_gated_norm(x, gate, weight, eps, group=group, norm_first=norm_first)
 
 
 def qkv_rope_write(
@@ -107,8 +128,8 @@ def causal_conv(
     state: torch.Tensor,
     meta: StateMeta,
 ) -> torch.Tensor:
-    is_read = x.dim() == 2 and x.stride(1) == 1 and state.dtype is x.dtype
-    if is_read and _is_plain(weight, state, bias) and activation in ACTIVATIONS:
+    has_loops = _have_rows(x) and state.dtype is x.dtype and _is_plain(weight, state, bias)
+    if has_loops and activation in ACTIVATIONS:
         return convolution.causal_conv(x, weight, bias, activation, state, meta)
     return reference.causal_conv(x, weight, bias, activation, state, meta)
 
@@ -138,3 +159,25 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if _is_plain(x) and _has_rows(gate, x.dtype):
         return delta_rule.sigmoid_mul(x, gate)
     return reference.sigmoid_mul(x, gate)
+
+
+def head_scan(
+    xbc: torch.Tensor, dt: torch.Tensor, layer: HeadScan, state: torch.Tensor, meta: StateMeta
+) -> torch.Tensor:
+    if _have_rows(xbc, dt) and selective_scan.supports_heads(state):
+        return selective_scan.head_scan(xbc, dt, layer, state, meta)
+    return reference.head_scan(xbc, dt, layer, state, meta)
+
+
+def channel_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    bc: torch.Tensor,
+    gate: torch.Tensor,
+    layer: ChannelScan,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    if _have_rows(x, dt, bc, gate) and selective_scan.supports_channels(state):
+        return selective_scan.channel_scan(x, dt, bc, gate, layer, state, meta)
+    return reference.channel_scan(x, dt, bc, gate, layer, state, meta)

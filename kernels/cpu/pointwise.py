@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numba import njit
 
-from kernels.cpu.cells import elements, get, put
+from kernels.cpu.cells import elements, get, put, read_cells, write_cells
 from kernels.cpu.mathlib import gelu_tanh, silu
-from kernels.cpu.native import Kernel, bits, f64, i64, next_item
+from kernels.cpu.native import INLINE, Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 
 # With fewer elements one thread is faster, since waking others takes as long.
@@ -44,6 +45,35 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     threads = num_threads() if num * half >= _ENOUGH else 1
     ACT_MUL[out.element_size()].run(
         threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]
+    )
+    return out
+
+
+def grouped_gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: tuple[int, bool],
+) -> torch.Tensor:
+    """Gated RMS norm of x [N, H]; see kernels.ops.grouped_gated_norm. Rows of x and gate may lie
+    apart. kind: (columns of a group, True to normalise before the gate)."""
+    num, width = x.shape
+    size, (group, norm_first) = x.element_size(), kind
+    out = x.new_empty((num, width))
+    GATED_NORM[size].run(
+        num_threads() if num * width >= _ENOUGH else 1,
+        x.data_ptr(),
+        x.stride(0) * size,
+        gate.data_ptr(),
+        gate.stride(0) * size,
+        0 if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        num,
+        width,
+        group,
+        bits(eps),
+        int(norm_first),
     )
     return out
 
@@ -111,6 +141,47 @@ def _norm_body(cell: int):
     return body
 
 
+@njit(**INLINE)
+def _open(y, gate):
+    """Multiply y by silu(gate) in place."""
+    for i in range(y.shape[0]):
+        y[i] *= silu(get(gate, i))
+
+
+@njit(**INLINE)
+def _normalise_groups(y, weight, group, eps):
+    """Apply the RMS norm to each `group` elements of y in place."""
+    for first in range(0, y.shape[0], group):
+        part, squares = y[first : first + group], _ZERO
+        for i in range(group):
+            squares += part[i] * part[i]
+        scale = np.float32(1 / np.sqrt(squares / group + eps))
+        for i in range(group):
+            part[i] *= scale * get(weight, first + i)
+
+
+def _gated_norm_body(cell: int):
+    def body(row):
+        p = i64(row, (12,))
+        num, width, group, eps, norm_first = p[7], p[8], p[9], f64(row, (12,))[10], p[11]
+        weight, y = elements(p[5], (width,), cell), np.empty(width, np.float32)
+        while True:
+            n = next_item(row)
+            if n >= num:
+                break
+            gate = elements(p[3] + n * p[4], (width,), cell)
+            read_cells(p[1] + n * p[2], y, cell)
+            if not norm_first:
+                _open(y, gate)
+            if p[5]:
+                _normalise_groups(y, weight, group, eps)
+            if norm_first:
+                _open(y, gate)
+            write_cells(p[6] + n * width * cell, y, cell)
+
+    return body
+
+
 def _act_mul_body(cell: int):
     def body(row):
         p = i64(row, (6,))
@@ -155,5 +226,6 @@ def _join_body(cell: int):
 
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
+GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
 JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

@@ -47,3 +47,24 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     if act == "gelu":
         return F.gelu(gate) * up
     raise ValueError(f"activation {act!r} is unknown; use 'silu', 'gelu_tanh' or 'gelu'")
+
+
+def grouped_gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    group: int,
+    norm_first: bool = False,
+) -> torch.Tensor:
+    """RMS norm of each `group` columns of x * silu(gate), [N, H]; see
+    `kernels.ops.grouped_gated_norm`."""
+    y, opened = wide(x), F.silu(wide(gate))
+    if not norm_first:
+        y = y * opened
+    if weight is not None:
+        parts = y.unflatten(-1, (-1, group))
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+        y = parts.flatten(-2) * wide(weight)
+    return (y * opened if norm_first else y).to(x.dtype)

@@ -14,10 +14,11 @@ from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.moe import mixture
-from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.norm import add_rms_norm, grouped_gated_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample, sample_allowed
+from kernels.triton.selective_scan import channel_scan, head_scan
 
 __all__ = [
     "act_mul",
@@ -27,12 +28,15 @@ __all__ = [
     "apply_edits",
     "are_sound",
     "causal_conv",
+    "channel_scan",
     "choose_tokens",
     "count_tokens",
     "forbid_words",
     "gated_delta_rule",
     "gated_norm",
+    "grouped_gated_norm",
     "grow_block_tables",
+    "head_scan",
     "invariant_linear",
     "is_interpreting",
     "matvec",

@@ -86,6 +86,75 @@ def add_rms_norm(
     return out, total
 
 
+@triton.jit(do_not_specialize=["eps"])
+def grouped_gated_norm_kernel(  # noqa: PLR0913
+    x, gate, weight, out, eps, stride_x, stride_gate, width,
+    GROUP: tl.constexpr, PAD: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One program per row and group of GROUP columns: RMS norm of x * silu(gate), times weight.
+    NORM_FIRST: the gate is applied after the norm."""
+    row = tl.program_id(0).to(tl.int64)
+    inner = tl.arange(0, PAD)
+    mask = inner < GROUP
+    column = tl.program_id(1) * GROUP + inner
+    values = tl.load(x + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    opened = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
+    opened = opened / (1.0 + tl.exp(-opened))
+    if not NORM_FIRST:
+        values *= opened
+    if weight is not None:
+        values *= tl.rsqrt(tl.sum(values * values, 0) / GROUP + eps)
+        values *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if NORM_FIRST:
+        values *= opened
+    tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=mask)
+
+
+def grouped_gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    group: int,
+    norm_first: bool = False,
+) -> torch.Tensor:
+    """See kernels.ops.grouped_gated_norm."""
+    out = x.new_empty(x.shape)
+    if out.numel():
+        grouped_gated_norm_launch((x, gate), weight, out, eps, (group, norm_first)).run()
+    return out
+
+
+def grouped_gated_norm_launch(
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    kind: tuple[int, bool],
+) -> Launch:
+    """The launch of `grouped_gated_norm_kernel`. inputs: x and gate. kind: (columns of a group,
+    True to normalise before the gate)."""
+    x, gate = inputs
+    group, norm_first = kind
+    padded = pad_power(group)
+    args = {
+        "x": x,
+        "gate": gate,
+        "weight": weight,
+        "out": out,
+        "eps": eps,
+        "stride_x": x.stride(0),
+        "stride_gate": gate.stride(0),
+        "width": x.shape[1],
+        "GROUP": group,
+        "PAD": padded,
+        "NORM_FIRST": norm_first,
+    }
+    warps = 4 if padded <= 2048 else 8 if padded <= 8192 else 16
+    return Launch(grouped_gated_norm_kernel, (len(x), x.shape[1] // group), args, warps, 1)
+
+
 def norm_launch(
     inputs: tuple[torch.Tensor, torch.Tensor | None],
     weight: torch.Tensor,
@@ -127,3 +196,9 @@ def configurations() -> Iterator[Launch]:
             for add_one in (False, True):
                 for other in (None, x):
                     yield norm_launch((x, other), x[0], (x, other), 1e-6, add_one)
+        rows = torch.empty((64, 6448), dtype=dtype, device="meta")
+        for group, norm_first in ((3072, False), (512, True)):
+            x, weight = rows[:, :3072].contiguous(), rows[0, :3072]
+            yield grouped_gated_norm_launch(
+                (x, rows[:, :3072]), weight, x, 1e-6, (group, norm_first)
+            )

@@ -7,7 +7,7 @@ from support import triton_interpreter
 
 def test_kernels_agree_with_the_reference() -> None:
     names = ("attention", "shares", "kv_write", "kv_pool", "pointwise", "moe", "index", "logits")
-    names += ("causal_conv",)
+    names += ("causal_conv", "selective_scan")
     triton_interpreter.check(*(f"test_{name}.py" for name in (*names, "quant", "gemv", "sampling")))
 
 

@@ -27,6 +27,7 @@ MODULES = (
     "moe",
     "causal_conv",
     "delta_rule",
+    "selective_scan",
 )
 
 

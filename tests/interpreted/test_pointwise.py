@@ -85,6 +85,20 @@ def test_gated_activations(body: str, dtype: torch.dtype, act: str) -> None:
 
 
 @by_body
+@by_dtype
+@pytest.mark.parametrize(("group", "norm_first"), [(96, False), (24, True), (0, False)])
+def test_gated_norms(body: str, dtype: torch.dtype, group: int, norm_first: bool) -> None:
+    rows = random(5, 200, dtype=dtype, scale=2)
+    x, gate = rows[:, :96], rows[:, 100:196]
+    weight = random(96, dtype=dtype) if group else None
+    kind = {"group": group or 96, "norm_first": norm_first}
+    wide = None if weight is None else weight.double()
+    wanted = reference.grouped_gated_norm(x.double(), gate.double(), wide, 1e-5, **kind)
+    got = NORMS[body].grouped_gated_norm(x, gate, weight, 1e-5, **kind)
+    close(got, wanted, dtype)
+
+
+@by_body
 def test_unknown_activation_is_named(body: str) -> None:
     with pytest.raises(ValueError, match="'swish'"):
         ACTS[body].act_mul(torch.zeros(1, 4), "swish")

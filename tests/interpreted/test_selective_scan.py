@@ -1,0 +1,34 @@
+"""The selective scans of GPUs against plain torch in float64."""
+
+import pytest
+import torch
+from support import scan_checks
+from support.state_steps import STEPS
+
+from kernels import triton as kernels
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (2, 1, 12, 20)])
+def test_scan_by_heads(shape: scan_checks.Shape, step: str, dtype: torch.dtype) -> None:
+    scan_checks.check_heads(kernels.head_scan, dtype, step, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", [(16, 64), (5, 24)])
+def test_scan_by_channels(shape: tuple[int, int], step: str, dtype: torch.dtype) -> None:
+    scan_checks.check_channels(kernels.channel_scan, dtype, step, shape)
+
+
+def test_a_prompt_in_parts_gives_the_same_bits() -> None:
+    scan_checks.check_cuts_of_heads(kernels.head_scan, torch.float32, (2, 1, 16, 16))
+    scan_checks.check_cuts_of_channels(kernels.channel_scan, torch.float32, (8, 32))
