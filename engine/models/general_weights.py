@@ -45,6 +45,7 @@ class ModuleWeights:
         self._shapes: dict[str, torch.Size] = {}
         self._targets: dict[str, list[Target]] = {}
         self._alternating: set[str] = set()
+        self._transposed: set[str] = set()
         for name, tensor in _stored_state(skeleton, checkpoint):
             self._shapes[name] = tensor.shape
             owner, _, own = name.rpartition(".")
@@ -53,6 +54,8 @@ class ModuleWeights:
                 self._targets[name] = list(_targets_of_experts(module, owner, own))
                 if own.startswith("gate_up") and not module.is_concatenated:
                     self._alternating.add(name)
+                if module.is_transposed:
+                    self._transposed.add(name)
             else:
                 shape = tuple(tensor.shape)
                 self._targets[name] = [target(name, shape, (whole(name, *shape),))]
@@ -90,8 +93,7 @@ class ModuleWeights:
             return plain(next(matrices))
         stacked = torch.empty(shape, dtype=self._dtype)
         for out, matrix in zip(stacked, matrices, strict=True):
-            values = plain(matrix)
-            out.copy_(values if self._targets[name][0].shape == out.shape else values.T)
+            out.copy_(plain(matrix).T if name in self._transposed else plain(matrix))
         return stacked
 
 

@@ -26,7 +26,8 @@ from e2e.test_quantized import (
     keep_head,
     restore,
 )
-from e2e.tiny_models import Case
+from e2e.tiny_models import Case, reference
+from transformers import PreTrainedModel
 
 from engine.config.model import ModelConfig, read_model_info
 from engine.errors import ConfigError, ModelError
@@ -119,14 +120,18 @@ def test_tokens_are_those_of_transformers(directories: dict[str, Written], name:
     assert not tally.ties
 
 
-def bytes_of_parameters(path: Path, dtype: torch.dtype) -> int:
-    """Load the module of a model; returns the memory that its own parameters take."""
+def load_module(path: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load the module of a model, before it is moved to the device."""
     info = read_model_info(path)
     config = read_hf_config(ModelConfig(model=str(path)), info)
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
-    causal, _ = load_stored(info, config, "cpu", options, quantize_activations=True)
-    found = {id(each): each.untyped_storage().nbytes() for each in causal.parameters()}
-    return sum(found.values())
+    return load_stored(info, config, device, options, quantize_activations=True)[0]
+
+
+def bytes_of_parameters(path: Path, dtype: torch.dtype) -> int:
+    """Load the module of a model; returns the memory that its own parameters take."""
+    found = load_module(path, dtype).parameters()
+    return sum({id(each): each.untyped_storage().nbytes() for each in found}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,6 +156,22 @@ def test_matrices_of_directories_stay_packed(
         if each.dim() == 1 or name.endswith(("gate.weight", "embed_tokens.weight", "head.weight"))
     )
     assert bytes_of_parameters(made.path, dtype) == kept * dtype.itemsize
+
+
+@pytest.mark.parametrize("name", ["olmoe-w4a16", "wide-qwen2moe", "wide-gpt-oss"])
+def test_weights_are_dequantised_for_a_gpu(
+    directories: dict[str, Written], gguf_models: GgufModels, name: str
+) -> None:
+    if name in directories:
+        path, theirs = directories[name].path, directories[name].reference
+    else:
+        model = gguf_models.mixed(name)
+        path, theirs = directory_of(str(model.file)), reference(model.twin)
+    found = load_module(path, torch.float32, "cuda").state_dict()
+    wanted = theirs.state_dict()
+    assert found.keys() == wanted.keys()
+    for each in wanted:
+        assert torch.allclose(found[each], wanted[each]), each
 
 
 def test_the_format_of_the_weights_may_be_requested(directories: dict[str, Written]) -> None:
