@@ -20,6 +20,7 @@ from kernels.ops import (
     paged_attention,
     qkv_rope_write,
     rms_norm,
+    short_conv,
     sigmoid_mul,
 )
 
@@ -40,5 +41,6 @@ __all__ = [
     "paged_attention",
     "qkv_rope_write",
     "rms_norm",
+    "short_conv",
     "sigmoid_mul",
 ]

@@ -255,3 +255,21 @@ def channel_scan(
     sequence are zeros. Results do not depend on how a sequence is divided into steps.
     """
     return _bodies(x).channel_scan(x, dt, bc, gate, layer, state, meta)
+
+
+def short_conv(
+    bcx: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    """Gated short convolution of LFM2: c * (causal depthwise convolution of b * x), with the last
+    inputs of each sequence as its state.
+
+    bcx: [N, 3C], the columns of b, c and x. weight: [C, L], of the current input last. bias: [C].
+    state: [rows, L - 1, C] of bcx's dtype, values of b * x, oldest first; which rows are read and
+    written is in ``meta``. Returns [N, C]. A sequence's results are the same bits however it is cut
+    into steps.
+    """
+    return _bodies(bcx).short_conv(bcx, weight, bias, state, meta)

@@ -65,6 +65,8 @@ class Decided:
     """Optional parts of a plan that the worker supports (``engine.messages.step.PARTS``)."""
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of layers that share a block table."""
+    state_bytes: int = 0
+    """Bytes of one copy of one request's recurrent states; 0: the model keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class ModelFacts:
     """Bytes of one KV block over all layers of a group."""
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of layers; the layers of a group share a block table."""
+    state_bytes: int = 0
+    """Bytes of one copy of one request's recurrent states; 0: the model keeps none."""
 
 
 def resolve(
@@ -137,6 +141,7 @@ def decide(
         model=info.name,
         capabilities=capabilities,
         kv_groups=facts.kv_groups,
+        state_bytes=facts.state_bytes,
     )
 
 

@@ -153,6 +153,7 @@ def wire(
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
     failures = failures or Failures()
+    config = without_prefix_cache(config, decided)
     kv = make_kv_manager(config, decided, clock=clock, failures=failures)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
@@ -166,6 +167,15 @@ def wire(
         else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock, failures)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
+
+
+def without_prefix_cache(config: EngineConfig, decided: Decided) -> EngineConfig:
+    """Turn the prefix cache off for a model with recurrent states: its KV blocks have no state with
+    which a request could begin after them."""
+    if not (decided.state_bytes and config.cache.enable_prefix_caching):
+        return config
+    logger.info("the prefix cache is off: layers of this model keep a recurrent state")
+    return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
 
 
 def choose_all(config: SchedulerOptions) -> Chosen:

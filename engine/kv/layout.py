@@ -63,11 +63,31 @@ class NoCache:
     """A layer that stores nothing between steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotState:
-    """A recurrent state of fixed size for each running request. Not supported yet."""
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-    state_bytes: int
+
+class StateTensor(NamedTuple):
+    """One tensor of a recurrent state: shape for one request, and name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one copy of one request's tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentState:
+    """A layer with a state of fixed size for each running request, which is not in the KV pool."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one copy of one request's state in this layer."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +99,9 @@ class PagedLatent:
 
 Kind = tuple[int, int, bool]
 """A kind of layers: window in tokens (0: none), bytes per token, True if the window is chunked."""
-LayerCache = PagedKV | SharedKV | NoCache | SlotState | PagedLatent
+LayerCache = PagedKV | SharedKV | NoCache | RecurrentState | PagedLatent
 """What one layer of a model keeps between steps."""
-UNSUPPORTED: Mapping[type, str] = {
-    SlotState: "a recurrent state",
-    PagedLatent: "a compressed vector per token",
-}
+UNSUPPORTED: Mapping[type, str] = {PagedLatent: "a compressed vector per token"}
 
 
 class KVLayout(NamedTuple):
@@ -178,6 +195,11 @@ def make_layout(
     return KVLayout(tuple(groups), group_of, parts, block_bytes, tuple(parts_of), is_interleaved)
 
 
+def state_bytes(layers: Sequence[LayerCache]) -> int:
+    """Bytes of one copy of one request's recurrent states in all layers; 0 without such layers."""
+    return sum(layer.state_bytes for layer in layers if isinstance(layer, RecurrentState))
+
+
 def padding(layers: Sequence[LayerCache], layout: KVLayout, block_size: int) -> float:
     """Fraction of the pool's bytes that store no key and no value, if all groups have the same
     number of blocks."""
@@ -194,7 +216,7 @@ def _owners(layers: Sequence[LayerCache]) -> dict[int, PagedKV]:
             raise ConfigError(
                 f"layer {index} of the model keeps {UNSUPPORTED[type(layer)]} "
                 f"({type(layer).__name__}), which is not supported; layers may keep keys and "
-                "values, use those of an earlier layer, or keep nothing"
+                "values, use those of an earlier layer, keep a recurrent state, or keep nothing"
             )
     owners = {index: layer for index, layer in enumerate(layers) if isinstance(layer, PagedKV)}
     if not owners:

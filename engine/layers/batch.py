@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from kernels.cpu.recording import Recorder
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, LayerMeta
 
 
 @dataclass(slots=True)
@@ -41,20 +41,30 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [N] int32 or int64
     positions: torch.Tensor  # [N] int64; [K, N] for positions along K axes, see ``move``
-    attn: tuple[AttentionMeta, ...]  # one for each layer; layers of a KV group share theirs
+    # One for each layer. Layers of a KV group share theirs, and so do those with recurrent states.
+    attn: tuple[LayerMeta, ...]
     wanted: Wanted | None = None  # None: hidden states of all tokens
     embeds: Embeds | None = None
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
     recorder: Recorder | None = None  # records or replays this step on a CPU
     output: Output | None = None  # compute this, too, if the step is recorded or replayed
 
+    @property
+    def attention(self) -> AttentionMeta:
+        """The metadata of the last attention layer."""
+        return next(meta for meta in reversed(self.attn) if isinstance(meta, AttentionMeta))
+
     def move(self, positions: torch.Tensor) -> None:
         """Set rotary positions [N], or [K, N] for K axes, that differ from the tokens' indices in
         their sequences. The causal mask still uses the indices."""
         self.positions = positions
         if positions.dim() == 1:
-            moved = {id(meta): replace(meta, positions=positions) for meta in self.attn}
-            self.attn = tuple(moved[id(meta)] for meta in self.attn)
+            moved = {
+                id(meta): replace(meta, positions=positions)
+                for meta in self.attn
+                if isinstance(meta, AttentionMeta)
+            }
+            self.attn = tuple(moved.get(id(meta), meta) for meta in self.attn)
             if self.wanted is not None:
                 of_rows = replace(self.wanted.attn, positions=positions[self.wanted.rows])
                 self.wanted = Wanted(self.wanted.rows, of_rows)

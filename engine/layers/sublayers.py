@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -125,19 +125,39 @@ class GatedMLP:
         return self.down(hidden)
 
 
+class Routing(Protocol):
+    """How a router chooses experts; see ``engine.models.spec.MoESpec``."""
+
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def renormalize(self) -> bool: ...
+    @property
+    def renormalize_eps(self) -> float: ...
+    @property
+    def scoring(self) -> str: ...
+    @property
+    def scale(self) -> float: ...
+
+
 class MixtureOfExperts:
-    """Mixture of the ``top_k`` experts with the largest softmax scores, weighted by these
-    scores."""
+    """Mixture of the ``top_k`` experts with the largest scores, weighted by these scores."""
 
     can_be_recorded = False  # the host groups the tokens by expert
 
     def __init__(
-        self, router: Linear, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
+        self,
+        router: Linear,
+        experts: Sequence[GatedMLP],
+        routing: Routing,
+        bias: torch.Tensor | None = None,
     ) -> None:
-        self.router = router  # H -> E
+        """router: H -> E; bias: [E] float32, added to the scores only to choose experts."""
+        self.router = router
         self.experts = experts
-        self.top_k = top_k
-        self.renormalize = renormalize
+        self.routing = routing
+        self.top_k = routing.top_k
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Mixture of experts: x [N, H] -> [N, H]. Each expert runs once, on all its tokens."""
@@ -156,10 +176,20 @@ class MixtureOfExperts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for x [N, H]. Returns their weights and their ids, both [N, top_k]."""
-        scores = self.router(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = scores.topk(self.top_k)
-        if self.renormalize:
-            weights /= weights.sum(-1, keepdim=True)
+        logits, routing = self.router(x), self.routing
+        if routing.scoring == "sigmoid":
+            scores = logits.float().sigmoid()
+        else:
+            scores = logits.softmax(-1, dtype=torch.float32)
+        if self.bias is None:
+            weights, chosen = scores.topk(self.top_k)
+        else:
+            chosen = (scores + self.bias).topk(self.top_k).indices
+            weights = scores.gather(-1, chosen)
+        if routing.renormalize:
+            weights /= weights.sum(-1, keepdim=True) + routing.renormalize_eps
+        if routing.scale != 1.0:
+            weights *= routing.scale
         return weights.to(x.dtype), chosen
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.kv.layout import LayerCache, PagedKV
-from engine.layers.interface import Linear
+from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
+from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
+from engine.layers.short_conv import ShortConv
 from engine.layers.sublayers import (
     Attention,
     Embedding,
@@ -24,7 +25,7 @@ from engine.layers.sublayers import (
 )
 from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
 from engine.models.quant import stated
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderLayerSpec, DecoderSpec
 from engine.models.weights import Weights
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,10 +94,11 @@ class Assembly:
             for role in ("attention_in", "attention_out", "mlp_in", "mlp_out")
         }
         multiplier = self.spec.residual_multiplier
-        attention = self.attention(index)
+        is_conv = self.spec.layers[index].mixer == "short_conv"
+        mixer: Mixer = self.short_conv(index) if is_conv else self.attention(index)
         mlp = self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
         return DecoderBlock(
-            attention,
+            mixer,
             Sublayer(ResidualNorm(norms["attention_in"]), norms["attention_out"], multiplier),
             mlp,
             Sublayer(ResidualNorm(norms["mlp_in"]), norms["mlp_out"], multiplier),
@@ -120,6 +122,14 @@ class Assembly:
         attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
         return Attention(qkv, out, write, attend)
 
+    def short_conv(self, index: int) -> ShortConv:
+        conv = self.spec.short_conv
+        assert conv is not None
+        project = self.linear(f"{index}.in", conv.bias)
+        weight = self.tensor(f"{index}.conv").flatten(1)
+        bias = self.tensor(f"{index}.conv_bias") if conv.bias else None
+        return ShortConv(project, weight, bias, self.linear(f"{index}.out", conv.bias))
+
     def mlp(self, prefix: str) -> GatedMLP:
         bias = self.spec.mlp.bias
         gate_up = self.linear(f"{prefix}gate_up", bias)
@@ -136,8 +146,12 @@ class Assembly:
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=False,
         )
+        bias = None
+        if moe.has_bias:
+            bias = plain(self.weights.take(f"{index}.router_bias")).float()
+            bias = bias.to(self.placement.device)
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
-        return MixtureOfExperts(router, experts, moe.top_k, moe.renormalize)
+        return MixtureOfExperts(router, experts, moe, bias)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
@@ -183,16 +197,22 @@ class Assembly:
         return self.tables[rope]
 
     def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-        a = self.spec.attention
-        return tuple(
-            PagedKV(
+        a, conv = self.spec.attention, self.spec.short_conv
+
+        def cache_of(layer: DecoderLayerSpec) -> LayerCache:
+            if layer.mixer == "short_conv":
+                assert conv is not None
+                shape = (conv.taps - 1, self.spec.hidden_size)
+                name = str(dtype).removeprefix("torch.")
+                return RecurrentState(tensors=(StateTensor(shape, name),))
+            return PagedKV(
                 num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,
                 window=layer.window,
                 dtype_bytes=dtype.itemsize,
             )
-            for layer in self.spec.layers
-        )
+
+        return tuple(map(cache_of, self.spec.layers))
 
 
 def compute_dtype(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from engine.kv.layout import LayerCache
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
+from engine.layers.interface import Mixer
 from engine.layers.sublayers import (
     Attention,
     Embedding,
@@ -20,12 +22,13 @@ from engine.layers.sublayers import (
     RMSNorm,
     can_be_grouped,
 )
+from engine.models.model import LayerCaches
 from kernels.cpu.recording import Stages
-from kernels.meta import AttentionMeta
+from kernels.meta import LayerMeta
 
 
 class Sublayer:
-    """The norms before and after attention or an MLP, and the factor on its output."""
+    """The norms before and after a mixer or an MLP, and the factor on its output."""
 
     def __init__(self, norm_in: ResidualNorm, norm_out: RMSNorm | None, multiplier: float) -> None:
         self.enter = norm_in
@@ -40,17 +43,18 @@ class Sublayer:
 
 
 class DecoderBlock:
-    """One decoder layer: attention, then MLP, each added to the residual stream."""
+    """One decoder layer: a mixer (attention or another), then an MLP, each added to the residual
+    stream."""
 
     def __init__(
         self,
-        attention: Attention,
-        around_attention: Sublayer,
+        mixer: Mixer,
+        around_mixer: Sublayer,
         mlp: Callable[[torch.Tensor], torch.Tensor],
         around_mlp: Sublayer,
     ) -> None:
-        self.attention = attention
-        self.around_attention = around_attention
+        self.mixer = mixer
+        self.around_mixer = around_mixer
         self.mlp = mlp
         self.around_mlp = around_mlp
 
@@ -58,14 +62,15 @@ class DecoderBlock:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        meta: AttentionMeta,
-        kv_layer: torch.Tensor,
+        meta: LayerMeta,
+        cache: Any,
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one decoder layer. x [N, H]: output of the layer before, not yet added to
-        ``residual``. Returns the new x and residual, only for the rows of ``wanted`` if given."""
-        x, residual = self.around_attention.enter(x, residual)
-        x = self.around_attention.leave(self.attention(x, meta, kv_layer, wanted))
+        ``residual``; cache: what the layer keeps between steps, see ``LayerCaches``. Returns the
+        new x and residual, only for the rows of ``wanted`` if given."""
+        x, residual = self.around_mixer.enter(x, residual)
+        x = self.around_mixer.leave(self.mixer(x, meta, cache, wanted))
         if wanted is not None:
             residual = residual[wanted.rows]
         x, residual = self.around_mlp.enter(x, residual)
@@ -111,13 +116,13 @@ class NativeDecoder:
         """Use the checkpoint's scales to store keys and values as 8-bit floats. Returns the number
         of layers that have scales."""
         for block, scales in zip(self.blocks, self.kv_scales, strict=False):
-            if scales is not None:
+            if scales is not None and isinstance(block.mixer, Attention):
                 held = scales.to(device)
-                block.attention.write["kv_scales"] = block.attention.attend["kv_scales"] = held
+                block.mixer.write["kv_scales"] = block.mixer.attend["kv_scales"] = held
         return sum(scales is not None for scales in self.kv_scales)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
+    def forward(self, batch: ForwardBatch, kv: LayerCaches) -> Hidden:
         """Compute hidden states [R, H] of the wanted tokens after the final norm. Writes K and V of
         all N tokens to ``kv``."""
         if batch.positions.dim() != 1:
@@ -126,29 +131,29 @@ class NativeDecoder:
             )
         if batch.recorder is not None and batch.embeds is None:
             stages = self._stages(batch, kv)
-            hidden, output = batch.recorder.run(stages, batch.input_ids, batch.attn[0])
+            hidden, output = batch.recorder.run(stages, batch.input_ids, batch.attention)
             last = hidden if batch.wanted is None else hidden[batch.wanted.rows]
             return Hidden(last, output=output)
         return self._hidden(batch, kv, self.embedding(batch.input_ids, batch.embeds))
 
     @torch.inference_mode()
-    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+    def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         """Compute the residual stream [N, H] before the last layer."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
         lower = zip(self.blocks[:-1], batch.attn[:-1], kv[:-1], strict=True)
-        for block, meta, kv_layer in lower:
-            x, residual = block(x, residual, meta, kv_layer)
+        for block, meta, cache in lower:
+            x, residual = block(x, residual, meta, cache)
         return x if residual is None else x + residual
 
     @torch.inference_mode()
     def last_layer(
-        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
         x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
-    def _stages(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Stages:
+    def _stages(self, batch: ForwardBatch, kv: LayerCaches) -> Stages:
         """The parts of a step that is recorded or replayed."""
         layers = partial(self._last_hidden, batch, kv)
         if batch.output is None:
@@ -156,13 +161,11 @@ class NativeDecoder:
         output = self.largest if batch.output == "largest" else self.logits
         return Stages(self.embedding, layers, output, batch.output)
 
-    def _last_hidden(
-        self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
+    def _last_hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, H] of all tokens: a replay of a recorded step may need other rows."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
-    def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:
+    def _hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> Hidden:
         """Compute ``forward`` from the embeddings x [N, H]."""
         residual = None
         aux: dict[int, torch.Tensor] = {}
@@ -170,8 +173,8 @@ class NativeDecoder:
         last = len(self.blocks) - 1
         narrowed = None if last in batch.aux_layers else batch.wanted
         layers = zip(self.blocks, batch.attn, kv, strict=True)
-        for index, (block, meta, kv_layer) in enumerate(layers):
-            x, residual = block(x, residual, meta, kv_layer, narrowed if index == last else None)
+        for index, (block, meta, cache) in enumerate(layers):
+            x, residual = block(x, residual, meta, cache, narrowed if index == last else None)
             if index in batch.aux_layers:
                 aux[index] = x + residual
         hidden = self.final_norm(x, residual)[0]

@@ -22,7 +22,16 @@ from engine.models.hf_config import (
     rope,
     windows,
 )
-from engine.models.spec import AttentionSpec, DecoderSpec, MLPSpec, MoESpec, NormSpec
+from engine.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    MixerKind,
+    MLPSpec,
+    MoESpec,
+    NameSpec,
+    NormSpec,
+    ShortConvSpec,
+)
 
 
 def decoder(hf: HF, **differences: Any) -> DecoderSpec:
@@ -257,6 +266,93 @@ def smollm3(hf: HF) -> DecoderSpec:
     return replace(llama(hf), layers=layers(hf, ropes, windows(hf, layer_types(hf, kinds))))
 
 
+def lfm2(hf: HF, **differences: Any) -> DecoderSpec:
+    """The spec of LFM2: short convolutions, and attention in some layers."""
+    hf = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, **hf}
+    size = hf.get("block_ff_dim") or hf.get("intermediate_size") or 12_288
+    kinds = short_conv_layers(hf)
+    return decoder(
+        hf,
+        **{
+            "attention": attention(hf, qk_norm="head"),
+            "mlp": MLPSpec(intermediate_size=lfm2_mlp_size(hf, size), activation="silu"),
+            "norm": NormSpec(
+                eps=float(hf.get("norm_eps", 1e-5)),
+                attention_in="operator_norm",
+                mlp_in="ffn_norm",
+                final="embedding_norm",
+            ),
+            "names": NameSpec(
+                attention_out="out_proj",
+                q_norm="q_layernorm",
+                k_norm="k_layernorm",
+                mlp="feed_forward",
+                gate="w1",
+                up="w3",
+                down="w2",
+            ),
+            "layers": layers(hf, rope(hf, theta=1e6), mixer=kinds),
+            "short_conv": ShortConvSpec(
+                taps=count({"conv_L_cache": 3, **hf}, "conv_L_cache"),
+                bias=bool(hf.get("conv_bias", False)),
+            ),
+            "tied": bool(hf.get("tie_embedding", hf.get("tie_word_embeddings", True))),
+            **differences,
+        },
+    )
+
+
+def short_conv_layers(hf: HF) -> list[MixerKind]:
+    """The mixer of each layer of LFM2, by ``layer_types`` or the older ``full_attn_idxs``. Raises
+    ``ModelError`` if a type is unknown or their number is wrong."""
+    num = count(hf, "num_hidden_layers")
+    known: dict[str, MixerKind] = {"conv": "short_conv", "full_attention": "attention"}
+    types = hf.get("layer_types")
+    if types is None:
+        with_attention = hf.get("full_attn_idxs")
+        chosen = range(num) if with_attention is None else with_attention
+        types = ["full_attention" if i in chosen else "conv" for i in range(num)]
+    if len(types) != num or set(types) - set(known):
+        raise ModelError(
+            f"config.json's layer_types {types} must name conv or full_attention for each of its "
+            f"{num} layers"
+        )
+    return [known[kind] for kind in types]
+
+
+def lfm2_mlp_size(hf: HF, size: int) -> int:
+    """Intermediate size of LFM2's MLPs: ``size``, reduced and rounded up as config.json says."""
+    if not hf.get("block_auto_adjust_ff_dim", True):
+        return size
+    size, factor = 2 * size // 3, hf.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return size
+    multiple = count({"block_multiple_of": 256, **hf}, "block_multiple_of")
+    return -(-int(factor * size) // multiple) * multiple
+
+
+def lfm2_moe(hf: HF) -> DecoderSpec:
+    """The spec of LFM2 with experts in all layers but the first."""
+    num, dense = count(hf, "num_hidden_layers"), int(hf.get("num_dense_layers", 2))
+    hf = {"intermediate_size": 7168, "num_key_value_heads": 8, **hf}
+    table = rope({"max_position_embeddings": 128_000, **hf}, theta=1e6)
+    return lfm2(
+        hf,
+        mlp=mlp(hf, activation="silu"),
+        layers=layers(hf, table, 0, [i >= dense for i in range(num)], short_conv_layers(hf)),
+        moe=MoESpec(
+            num_experts=hf.get("num_experts", 32),
+            top_k=hf.get("num_experts_per_tok", 4),
+            intermediate_size=hf.get("moe_intermediate_size", 1792),
+            renormalize=bool(hf.get("norm_topk_prob", True)),
+            renormalize_eps=1e-6,
+            scoring="sigmoid",
+            has_bias=bool(hf.get("use_expert_bias", True)),
+            scale=float(hf.get("routed_scaling_factor", 1.0)),
+        ),
+    )
+
+
 FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
@@ -271,4 +367,6 @@ FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "Olmo2ForCausalLM": olmo2,
     "GraniteForCausalLM": granite,
     "SmolLM3ForCausalLM": smollm3,
+    "Lfm2ForCausalLM": lfm2,
+    "Lfm2MoeForCausalLM": lfm2_moe,
 }

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -44,7 +44,9 @@ from engine.models.general_support import (
     refusal,
 )
 from engine.models.general_trial import Findings, is_close, run_trial
+from engine.models.model import LayerCaches
 from engine.models.quant import format_of
+from kernels.meta import AttentionMeta
 
 logger = logging.getLogger("engine.models")
 
@@ -81,7 +83,7 @@ class GeneralModel:
             setattr(layer.module, STATE, self._state)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
+    def forward(self, batch: ForwardBatch, kv: LayerCaches) -> Hidden:
         """Compute hidden states [R, H] of the wanted rows with the module's backbone."""
         tokens: dict[str, Any] = {"input_ids": batch.input_ids[None]}
         if batch.embeds is not None:
@@ -90,7 +92,7 @@ class GeneralModel:
             tokens = {"inputs_embeds": vectors[None]}
         positions = batch.positions
         tokens |= cache_arguments(self._causal, positions)
-        with self._state.during(batch.attn, kv):
+        with self._state.during(cast(tuple[AttentionMeta, ...], batch.attn), kv):
             output = self._backbone(
                 **tokens,
                 position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
@@ -102,11 +104,11 @@ class GeneralModel:
         hidden = output[0][0]
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
 
-    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+    def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         raise NotImplementedError("graphs of transformers modules are not supported")
 
     def last_layer(
-        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         raise NotImplementedError("graphs of transformers modules are not supported")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.layers.rope import RopeSpec
-from engine.models.spec import AttentionSpec, DecoderLayerSpec
+from engine.models.spec import AttentionSpec, DecoderLayerSpec, MixerKind
 
 HF = Mapping[str, Any]
 
@@ -171,11 +171,12 @@ def layers(
     rope: RopeSpec | list[RopeSpec | None],
     window: int | list[int] = 0,
     is_moe: bool | list[bool] = False,
+    mixer: MixerKind | list[MixerKind] = "attention",
 ) -> tuple[DecoderLayerSpec, ...]:
     """The layers' specs. Each argument is one value for all layers or a list with one per layer."""
     num = count(hf, "num_hidden_layers")
-    columns = [v if isinstance(v, list) else [v] * num for v in (rope, window, is_moe)]
+    columns = [v if isinstance(v, list) else [v] * num for v in (rope, window, is_moe, mixer)]
     return tuple(
-        DecoderLayerSpec(rope=rope, window=window, is_moe=is_moe)
-        for rope, window, is_moe in zip(*columns, strict=True)
+        DecoderLayerSpec(rope=rope, window=window, is_moe=is_moe, mixer=mixer)
+        for rope, window, is_moe, mixer in zip(*columns, strict=True)
     )

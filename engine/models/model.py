@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from engine.kv.layout import LayerCache
 from engine.layers.batch import ForwardBatch, Hidden
+
+LayerCaches = list[Any]
+"""What each layer keeps: a tensor of keys and values, or a tuple of state tensors."""
 
 
 class Model(Protocol):
@@ -26,23 +29,24 @@ class Model(Protocol):
         """True if decode steps always launch the same kernels and never wait for the device."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
+    def forward(self, batch: ForwardBatch, kv: LayerCaches) -> Hidden:
         """Compute hidden states [R, H] of the tokens ``batch.wanted`` (``None``: all N) after the
         final norm, and the outputs [N, H] of the layers ``batch.aux_layers``. Writes K and V of all
         tokens to ``kv``.
 
         kv: one tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], of ``dtype``
-        or of a smaller type that the kernels support.
+        or of a smaller type that the kernels support. For a layer with a recurrent state, a tuple
+        of its state tensors, [rows, ...].
         """
         ...
 
-    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+    def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         """Compute the residual stream [N, H] before the last layer, for models that can be
         recorded."""
         ...
 
     def last_layer(
-        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         """Compute hidden states [R, H] from the output of ``lower_layers``."""
         ...

@@ -7,6 +7,9 @@ from typing import Literal
 
 from engine.layers.rope import RopeSpec
 
+MixerKind = Literal["attention", "short_conv"]
+"""What relates the tokens of a sequence in a layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -44,6 +47,16 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConvSpec:
+    """The gated short convolution of LFM2."""
+
+    taps: int
+    """Number of inputs that are summed, the current one included."""
+    bias: bool = False
+    """The convolution and both projections have biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoESpec:
     """A mixture of gated MLPs; each token uses the ``top_k`` experts with the largest scores."""
 
@@ -52,6 +65,14 @@ class MoESpec:
     intermediate_size: int
     renormalize: bool
     """Scale the scores of a token's chosen experts to sum to one."""
+    renormalize_eps: float = 0.0
+    """Added to that sum."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """The function that makes scores of the router's outputs."""
+    has_bias: bool = False
+    """A stored bias is added to the scores when experts are chosen, but not to their weights."""
+    scale: float = 1.0
+    """Factor on the weights of the chosen experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +89,20 @@ class NormSpec:
     attention_out: str | None = None
     mlp_in: str | None = "post_attention_layernorm"
     mlp_out: str | None = None
+    final: str = "norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameSpec:
+    """Names of modules in a checkpoint that differ between families."""
+
+    attention_out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +114,7 @@ class DecoderLayerSpec:
     window: int = 0
     """Number of keys that a query attends to, itself included; 0: no limit."""
     is_moe: bool = False
+    mixer: MixerKind = "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +128,8 @@ class DecoderSpec:
     norm: NormSpec
     layers: tuple[DecoderLayerSpec, ...]
     moe: MoESpec | None = None
+    short_conv: ShortConvSpec | None = None
+    names: NameSpec = NameSpec()
     tied: bool = False
     """The output layer uses the embedding table."""
     embedding_multiplier: float = 1.0

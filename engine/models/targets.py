@@ -58,7 +58,7 @@ def targets(spec: DecoderSpec) -> Iterator[Target]:
         yield target("head", size, (head,))
     for index in range(len(spec.layers)):
         yield from layer_targets(spec, index)
-    yield simple("norm", "model.norm.weight", spec.hidden_size)
+    yield simple("norm", f"model.{spec.norm.final}.weight", spec.hidden_size)
 
 
 def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
@@ -68,15 +68,32 @@ def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
         source = getattr(norm, role)
         if source is not None:
             yield simple(f"{ours}{role}", f"{theirs}{source}.weight", spec.hidden_size)
-    yield from attention_targets(spec, ours, theirs + "self_attn.")
+    if spec.layers[index].mixer == "short_conv":
+        yield from short_conv_targets(spec, ours, theirs + "conv.")
+    else:
+        yield from attention_targets(spec, ours, theirs + "self_attn.")
     if spec.layers[index].is_moe:
         yield from moe_targets(spec, ours, theirs)
     else:
-        yield from mlp_targets(spec, ours, theirs + "mlp.")
+        yield from mlp_targets(spec, ours, f"{theirs}{spec.names.mlp}.")
+
+
+def short_conv_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
+    conv, hidden = spec.short_conv, spec.hidden_size
+    assert conv is not None
+    yield simple(f"{ours}in", f"{theirs}in_proj.weight", 3 * hidden, hidden)
+    if conv.bias:
+        yield simple(f"{ours}in_bias", f"{theirs}in_proj.bias", 3 * hidden)
+    yield simple(f"{ours}conv", f"{theirs}conv.weight", hidden, 1, conv.taps)
+    if conv.bias:
+        yield simple(f"{ours}conv_bias", f"{theirs}conv.bias", hidden)
+    yield simple(f"{ours}out", f"{theirs}out_proj.weight", hidden, hidden)
+    if conv.bias:
+        yield simple(f"{ours}out_bias", f"{theirs}out_proj.bias", hidden)
 
 
 def attention_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    a, hidden = spec.attention, spec.hidden_size
+    a, hidden, names = spec.attention, spec.hidden_size, spec.names
     rows = a.q_width + 2 * a.kv_width
     yield target(
         f"{ours}qkv",
@@ -96,13 +113,13 @@ def attention_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Tar
                 for letter, width in zip("qkv", (a.q_width, a.kv_width, a.kv_width), strict=True)
             ),
         )
-    yield simple(f"{ours}out", f"{theirs}o_proj.weight", hidden, a.q_width)
+    yield simple(f"{ours}out", f"{theirs}{names.attention_out}.weight", hidden, a.q_width)
     if a.out_bias:
-        yield simple(f"{ours}out_bias", f"{theirs}o_proj.bias", hidden)
+        yield simple(f"{ours}out_bias", f"{theirs}{names.attention_out}.bias", hidden)
     if a.qk_norm != "none":
         q_size, k_size = qk_norm_sizes(a)
-        yield simple(f"{ours}q_norm", f"{theirs}q_norm.weight", q_size)
-        yield simple(f"{ours}k_norm", f"{theirs}k_norm.weight", k_size)
+        yield simple(f"{ours}q_norm", f"{theirs}{names.q_norm}.weight", q_size)
+        yield simple(f"{ours}k_norm", f"{theirs}{names.k_norm}.weight", k_size)
 
 
 def qk_norm_sizes(a: AttentionSpec) -> tuple[int, int]:
@@ -110,18 +127,19 @@ def qk_norm_sizes(a: AttentionSpec) -> tuple[int, int]:
 
 
 def mlp_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    size, hidden = spec.mlp.intermediate_size, spec.hidden_size
+    size, hidden, names = spec.mlp.intermediate_size, spec.hidden_size, spec.names
+    halves = (names.gate, names.up)
     yield target(
         f"{ours}gate_up",
         (2 * size, hidden),
-        tuple(whole(f"{theirs}{half}_proj.weight", size, hidden) for half in ("gate", "up")),
+        tuple(whole(f"{theirs}{half}.weight", size, hidden) for half in halves),
         (whole(f"{theirs}gate_up_proj.weight", 2 * size, hidden),),
     )
-    yield simple(f"{ours}down", f"{theirs}down_proj.weight", hidden, size)
+    yield simple(f"{ours}down", f"{theirs}{names.down}.weight", hidden, size)
     if spec.mlp.bias:
-        parts = tuple(whole(f"{theirs}{half}_proj.bias", size) for half in ("gate", "up"))
+        parts = tuple(whole(f"{theirs}{half}.bias", size) for half in halves)
         yield target(f"{ours}gate_up_bias", (2 * size,), parts)
-        yield simple(f"{ours}down_bias", f"{theirs}down_proj.bias", hidden)
+        yield simple(f"{ours}down_bias", f"{theirs}{names.down}.bias", hidden)
 
 
 def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
@@ -129,9 +147,12 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     theirs: prefix of the names in the decoder and in the checkpoint."""
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
-    blocks = (f"{theirs}mlp.", f"{theirs}block_sparse_moe.")
+    blocks = tuple(f"{theirs}{block}." for block in ("mlp", "block_sparse_moe", "feed_forward"))
     router = tuple((whole(f"{block}gate.weight", moe.num_experts, hidden),) for block in blocks)
     yield target(f"{ours}router", (moe.num_experts, hidden), *router)
+    if moe.has_bias:
+        biases = tuple((whole(f"{block}expert_bias", moe.num_experts),) for block in blocks)
+        yield target(f"{ours}router_bias", (moe.num_experts,), *biases)
     rows = 2 * moe.intermediate_size
     for e in range(moe.num_experts):
         yield target(

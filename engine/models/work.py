@@ -1,9 +1,10 @@
 """Estimates the minimum bytes and operations of a step, for its roofline.
 
 Each weight counts once per step in its compute dtype; keys and values are read by each sequence and
-written once; logits are written. A multiply-add is two operations. The embedding table does not
-count, since a step reads few of its rows. The engine may do less than this: the last layer computes
-only the wanted rows, and logits of greedy tokens are not stored.
+written once; recurrent states are read and written once; logits are written. A multiply-add is two
+operations. The embedding table does not count, since a step reads few of its rows. The engine may
+do less than this: the last layer computes only the wanted rows, and logits of greedy tokens are not
+stored.
 
 Rooflines: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for
 Multicore Architectures", CACM 52 (2009).
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderLayerSpec, DecoderSpec
 from engine.models.targets import targets
 
 LOGIT_BYTES = 4
@@ -46,12 +47,18 @@ class Shapes:
         sizes.pop("head", None)
         self._experts = sum(size for name, size in sizes.items() if is_expert(name))
         self._dense = sum(sizes.values()) - self._experts
-        self._windows = Counter(layer.window for layer in spec.layers)
+        self._windows = Counter(layer.window for layer in spec.layers if has_kv(layer))
+        self._num_convs = sum(layer.mixer == "short_conv" for layer in spec.layers)
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
         """Bytes of one token's K and V in all layers. cell: bytes of a number in the cache."""
-        return 2 * len(self.spec.layers) * self.spec.attention.kv_width * cell
+        return 2 * self._windows.total() * self.spec.attention.kv_width * cell
+
+    def state_numbers(self) -> int:
+        """Numbers in the recurrent states of one sequence, in all layers."""
+        conv = self.spec.short_conv
+        return 0 if conv is None else self._num_convs * (conv.taps - 1) * self.spec.hidden_size
 
     def work(
         self,
@@ -73,7 +80,7 @@ class Shapes:
         keys, pairs = self.attended(new, context, shared)
         head = self._head if num_logits else 0
         return ModelWork(
-            cells[0] * (used + head)
+            cells[0] * (used + head + 2 * len(new) * self.state_numbers())
             + cells[1] * 2 * self.spec.attention.kv_width * keys
             + LOGIT_BYTES * num_logits * self.spec.vocab_size,
             2.0 * num_tokens * self._each
@@ -98,6 +105,11 @@ class Shapes:
         independent."""
         moe = self.spec.moe
         return 0.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
+
+
+def has_kv(layer: DecoderLayerSpec) -> bool:
+    """True if the layer keeps keys and values."""
+    return layer.mixer == "attention"
 
 
 def is_expert(name: str) -> bool:

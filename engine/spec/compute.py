@@ -248,11 +248,11 @@ class Passes:
             return machine.model.forward(batch, machine.kv).last[places]
         if len(seqs):
             batch.wanted = wanted_rows(
-                batch.attn[-1], places, upload(seqs.astype(np.int64)), last + 1
+                batch.attention, places, upload(seqs.astype(np.int64)), last + 1
             )
         else:  # the last layer needs at least one row
             token, seq, length = (upload(column) for column in _last_token(work))
-            batch.wanted = wanted_rows(batch.attn[-1], token, seq, length)
+            batch.wanted = wanted_rows(batch.attention, token, seq, length)
         if graph is not None:
             stream = graph.replay(len(staged.tokens.slots))
             return machine.model.last_layer(stream, batch, machine.kv)

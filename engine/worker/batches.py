@@ -17,8 +17,10 @@ from engine.sample.edits import SamplingSpec
 from engine.sample.sampler import DraftRows, Draws
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, NewSlots, Slots
+from engine.worker.states import state_meta
 from kernels import AttentionMeta
 from kernels import slots as on_slots
+from kernels.meta import LayerMeta
 from kernels.slots import UNKNOWN, Inputs, SamplingColumns
 
 MAX_ROOMS = 256  # step sizes whose tensor views are cached
@@ -155,7 +157,8 @@ class Batches:
         layer_groups: Sequence[int] = (0,),
         batch_invariant: bool = False,
     ) -> None:
-        """layer_groups: the index of each layer's KV group."""
+        """layer_groups: the index of each layer's KV group, ``OF_STATES`` for layers with a
+        recurrent state."""
         self._slots = slots
         self._layer_groups = tuple(layer_groups)
         self._batch_invariant = batch_invariant
@@ -171,6 +174,13 @@ class Batches:
             seq_lens=platform.zeros((num_seqs,), torch.int32),
             block_tables=platform.zeros((num_groups, num_seqs, width), torch.int32),
         )
+        if slots.state.copy is not None:
+            shape = (num_seqs, slots.state.num_copies - 1)
+            self._inputs = self._inputs._replace(
+                state_reads=platform.zeros((num_seqs,), torch.int32),
+                state_writes=platform.zeros(shape, torch.int32),
+                num_seqs=platform.zeros((1,), torch.int32),
+            )
         self._rooms: dict[tuple[int, int], Room] = {}
         self._last: Staged | None = None  # the last staged step, if the next may repeat it
 
@@ -238,7 +248,7 @@ class Batches:
         room.prepare()
         inputs = room.inputs
         scratch: dict[Any, Any] = {}
-        metas = [
+        metas: list[LayerMeta] = [
             AttentionMeta(
                 query_start=room.step.query_start,
                 seq_lens=inputs.seq_lens,
@@ -256,6 +266,10 @@ class Batches:
             )
             for group, (tables, cache_slots) in enumerate(room.tables)
         ]
+        if inputs.state_reads is not None:  # at index ``OF_STATES``
+            metas.append(
+                state_meta(inputs, room.step.query_start, extent[:2], self._batch_invariant)
+            )
         attn = tuple(metas[group] for group in self._layer_groups)
         return ForwardBatch(inputs.input_ids, inputs.positions, attn)
 
@@ -269,7 +283,7 @@ class Batches:
         lens = rows.starts + rows.counts
         batch = self.build(room, Extent(num_decodes, longest, int(lens.max())))
         if read is not None:
-            batch.wanted = wanted_rows(batch.attn[-1], read.tokens, read.seqs, read.seq_lens)
+            batch.wanted = wanted_rows(batch.attention, read.tokens, read.seqs, read.seq_lens)
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
@@ -285,15 +299,11 @@ class Batches:
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
                 self._rooms.clear()
-            ends = (num_tokens, num_tokens, num_tokens, num_seqs, num_seqs)
-            columns = zip(self._inputs, ends, strict=True)
-            inputs = Inputs(
-                *(column[:end] if column.dim() == 1 else column[:, :end] for column, end in columns)
-            )
+            inputs = _inputs_of(self._inputs, num_seqs, num_tokens)
             step = self._staging.device.of(num_seqs, num_tokens)
             described = (step.slots, step.query_start, step.host_ids)
             prepare = on_slots.preparation(
-                self._slots.state, *described, inputs, self._slots.block_size
+                self._slots.state, *described, inputs, self._slots.block_size, step.draw_starts
             )
             tables = list(zip(inputs.block_tables, inputs.cache_slots, strict=True))
             decodes = Picked(step.slots, inputs.seq_lens, None, None)
@@ -342,6 +352,21 @@ class Batches:
             drafts=None if draws.drafts is None else add(draws.drafts.judged),
             read=None if read is None else ReadTokens(*(add(column) for column in read)),
         )
+
+
+def _inputs_of(inputs: Inputs, num_seqs: int, num_tokens: int) -> Inputs:
+    """The views of the input tensors for a step with this many sequences and tokens."""
+    reads, writes = inputs.state_reads, inputs.state_writes
+    return Inputs(
+        inputs.input_ids[:num_tokens],
+        inputs.positions[:num_tokens],
+        inputs.cache_slots[:, :num_tokens],
+        inputs.seq_lens[:num_seqs],
+        inputs.block_tables[:, :num_seqs],
+        None if reads is None else reads[:num_seqs],
+        None if writes is None else writes[:num_seqs],
+        inputs.num_seqs,
+    )
 
 
 def wanted_rows(

@@ -9,11 +9,12 @@ import torch
 
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.step import StepPlan, StepResult
-from engine.models.model import Model
+from engine.models.model import LayerCaches, Model
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, PlanRows
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, Slots
+from engine.worker.states import States
 from kernels.cpu.recording import Recorder
 
 
@@ -21,7 +22,7 @@ class Machine(NamedTuple):
     """A loaded model on a device, and the objects that own the state of a step."""
 
     model: Model
-    kv: list[torch.Tensor]
+    kv: LayerCaches
     platform: Platform
     live: LiveSeqs  # host table of what the scheduler sent
     slots: Slots  # tokens, lengths, block tables, parameters, on the device
@@ -29,6 +30,7 @@ class Machine(NamedTuple):
     batches: Batches  # builds the model's inputs
     features: tuple[Feature, ...] = ()
     recorder: Recorder | None = None  # of steps on a CPU
+    states: States = ()  # recurrent states by slot; () for a model without them
 
 
 class Feature:

@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.kv.layout import KVLayout, LayerCache, PagedKV, SharedKV
 from engine.layers.linear import is_cpu
 from engine.models.decoder import NativeDecoder
-from engine.models.model import Model
+from engine.models.model import LayerCaches, Model
 from engine.worker.platform import Platform
 from kernels.bodies import triton_for
 from kernels.pages import own_pages
@@ -186,6 +186,11 @@ def _shape(layer: LayerCache, num_blocks: int, block_size: int) -> tuple[int, ..
     """Shape of a layer's keys and values."""
     assert isinstance(layer, PagedKV)
     return num_blocks, 2, layer.num_kv_heads, block_size, layer.row_bytes // layer.dtype_bytes
+
+
+def tensors_of(caches: LayerCaches) -> list[torch.Tensor]:
+    """The tensors of keys and values, without those of recurrent states."""
+    return [one for one in caches if isinstance(one, torch.Tensor)]
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

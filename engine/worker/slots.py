@@ -70,9 +70,11 @@ class Slots:
         block_size: int,
         windows: Sequence[int] = (0,),
         scales: Sequence[int] = (1,),
+        *,
+        num_copies: int = 0,
     ) -> None:
         """windows: the sliding window of each layer group in tokens, 0 for full attention; scales:
-        ``KVLayout.scales``, one per group."""
+        ``KVLayout.scales``, one per group; num_copies: of each recurrent state, 0 without them."""
         self.block_size = block_size
         self._scales = np.array(scales, dtype=np.int32) if max(scales) > 1 else None
         width = -(-max_model_len // block_size)
@@ -86,6 +88,8 @@ class Slots:
             history=history,
             block_tables=platform.zeros((len(windows), max_num_seqs, width), torch.int32),
             windows=platform.upload(np.array(windows, dtype=np.int32)),
+            copy=column(torch.int32) if num_copies else None,
+            num_copies=num_copies,
         )
         self.tables = SlotTables(
             requested=SamplingColumns(
@@ -101,14 +105,15 @@ class Slots:
 
     def twin(self, platform: Platform) -> Slots:
         """Return a table of the same sequences for a second model (drafts) with one group of
-        layers. Lengths and block tables are separate; tokens and sampling parameters are shared."""
+        layers and no recurrent states. Lengths and block tables are separate; tokens and sampling
+        parameters are shared."""
         other, state = copy(self), self.state
         lengths, tables, windows = (
             platform.zeros(tuple(column.shape), column.dtype)
             for column in (state.num_computed, state.block_tables[:1], state.windows[:1])
         )
         other._scales = None
-        other.state = state._replace(num_computed=lengths, block_tables=tables, windows=windows)
+        other.state = SlotState(lengths, state.history, tables, windows)
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from engine.messages.step import EMPTY, Column, DraftPart, MaskPart, Masks, NewS
 from engine.models.assemble import activation_dtype
 from engine.models.hf_config import heads
 from engine.sample.edits import WORD
-from engine.worker.memory import choose_kv_dtype
+from engine.worker.memory import choose_kv_dtype, tensors_of
 from engine.worker.roofline import Measured
 from engine.worker.runner import Driver, Runner
 from kernels.cpu.prepare import AttentionKind, prepare
@@ -83,7 +83,7 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
         driver.execute(_plan(0, 0, block_size, freed=[0]))
     if machine.platform.compiles:
         _run_all_edits(driver, num_prompt)
-    for layer in machine.kv:
+    for layer in tensors_of(machine.kv):
         layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0
     seconds = time.perf_counter() - started
     if seconds > SLOW_SECONDS:

@@ -21,7 +21,15 @@ from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import KVLayout, LayerCache, PagedKV, make_layout, one_group, padding
+from engine.kv.layout import (
+    KVLayout,
+    LayerCache,
+    PagedKV,
+    make_layout,
+    one_group,
+    padding,
+    state_bytes,
+)
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import NativeDecoder
@@ -40,12 +48,14 @@ from engine.worker.memory import (
     free_host_bytes,
     make_kv_cache,
     stored_as,
+    tensors_of,
 )
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
 from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
+from engine.worker.states import check_drafts, groups_of, make_states, num_bytes, num_copies
 from engine.worker.steps import Pending
 from engine.worker.warmup import (
     SLOW_SECONDS,
@@ -129,7 +139,8 @@ class ModelWorker:
         self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
         self._layers, self._layout = self._lay_out(model)
         with explain_shortage(platform, "room was made for the requests"):
-            machine = make_machine(model, platform, config, self._layout, self._features)
+            parts = self._layers, self._layout
+            machine = make_machine(model, platform, config, *parts, self._features)
             for feature in self._features:
                 feature.attach(machine)
         self._driver = Driver(Runner(machine, sched.max_model_len), self._failures)
@@ -139,6 +150,7 @@ class ModelWorker:
             vocab_size=model.vocab_size,
             block_bytes=self._block_bytes(),
             kv_groups=self.layout.groups,
+            state_bytes=state_bytes(self._layers),
         )
 
     def measure(self) -> int:
@@ -146,8 +158,9 @@ class ModelWorker:
         weights and the largest step leave. Raises ``ConfigError`` if no request would fit."""
         config, sched, platform = self.config, self.config.scheduler, self.platform
         if platform.shares_memory:
-            feature_bytes = sum(feature.own_bytes for feature in self._features)
-            return max(0, int(free_host_bytes() * config.cache.memory_utilization) - feature_bytes)
+            taken = sum(feature.own_bytes for feature in self._features)
+            taken += num_bytes(self.driver.runner.machine.states)
+            return max(0, int(free_host_bytes() * config.cache.memory_utilization) - taken)
         self._make_kv(1)
         size = (sched.max_num_batched_tokens, sched.max_num_seqs)
 
@@ -204,7 +217,7 @@ class ModelWorker:
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
             run_largest_step(self.driver, *sizes)
-            self._prefault = PagePrefault(runner.machine.kv)
+            self._prefault = PagePrefault(tensors_of(runner.machine.kv))
             self._prefault.start()
         else:
             self._record(runner)
@@ -213,6 +226,7 @@ class ModelWorker:
         """Start a step. Raises ``RuntimeError`` if the plan has a part that this worker cannot
         compute."""
         check_parts(plan, self.capabilities)
+        check_drafts(plan, self.driver.runner.machine.slots.state.num_copies)
         with self.platform.current():
             return self.driver.launch(plan)
 
@@ -304,6 +318,9 @@ class ModelWorker:
             dtype=self._kv_dtype,
             zeros=self.platform.zeros,
         )
+        for index, states in enumerate(machine.states):
+            if states:
+                machine.kv[index] = states
         for feature in self._features:
             feature.allocate(num_blocks)
 
@@ -381,6 +398,7 @@ def make_machine(
     model: Model,
     platform: Platform,
     config: ResolvedConfig,
+    layers: Sequence[LayerCache],
     layout: KVLayout,
     features: Sequence[Feature] = (),
 ) -> Machine:
@@ -389,7 +407,8 @@ def make_machine(
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)
     shared = layout.windows, layout.scales
-    slots = Slots(platform, num_seqs, max_model_len, block_size, *shared)
+    copies = num_copies(config) if state_bytes(layers) else 0
+    slots = Slots(platform, num_seqs, max_model_len, block_size, *shared, num_copies=copies)
     staging = Staging(platform, num_seqs, sched.max_num_batched_tokens, sched.num_steps_in_flight)
     return Machine(
         model=model,
@@ -403,9 +422,10 @@ def make_machine(
             slots,
             live,
             staging,
-            layer_groups=layout.group_of,
+            layer_groups=groups_of(layers, layout),
             batch_invariant=config.model.batch_invariant is True,
         ),
         features=tuple(features),
         recorder=make_recorder(model, platform, config),
+        states=make_states(layers, num_seqs * copies, platform.zeros) if copies else (),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan
+from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan, states
 from kernels.cpu import causal_conv as convolution
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
@@ -181,3 +181,15 @@ def channel_scan(
     if _have_rows(x, dt, bc, gate) and selective_scan.supports_channels(state):
         return selective_scan.channel_scan(x, dt, bc, gate, layer, state, meta)
     return reference.channel_scan(x, dt, bc, gate, layer, state, meta)
+
+
+def short_conv(
+    bcx: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    meta: StateMeta,
+) -> torch.Tensor:
+    if _is_plain(bcx, weight, bias, state):
+        return states.short_conv(bcx, weight, bias, state, meta)
+    return reference.short_conv(bcx, weight, bias, state, meta)

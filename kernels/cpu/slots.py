@@ -19,6 +19,7 @@ def preparation(
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
+    draw_starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     sizes = (
         slots.shape[0],
@@ -29,14 +30,24 @@ def preparation(
         *(of.stride(axis) for of in (state.block_tables, inputs.block_tables) for axis in (0, 1)),
         inputs.cache_slots.stride(0),
     )
-    tensors = (slots, query_start, host_ids, *state, *inputs, torch.tensor(sizes))
+    tensors = (slots, query_start, host_ids, *state[:4], *inputs[:5], torch.tensor(sizes))
     arguments = tuple(tensor.data_ptr() for tensor in tensors)
 
     # The default argument keeps the tensors alive, to which only addresses point.
     def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
         PREPARE.run(1, *arguments)
 
-    return prepare
+    if state.copy is None:
+        return prepare
+    of_states = (slots, draw_starts, state.num_computed, state.copy, *inputs[5:])
+    columns = [tensor for tensor in of_states if tensor is not None]
+    places = [tensor.data_ptr() for tensor in columns]
+
+    def prepare_both(tensors: list[torch.Tensor] = columns) -> None:
+        prepare()
+        PREPARE_STATES.run(1, *places, slots.shape[0], state.num_copies)
+
+    return prepare_both
 
 
 def grow_block_tables(
@@ -62,6 +73,8 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
         state.history.data_ptr(),
         slots.shape[0],
         state.history.stride(0),
+        0 if state.copy is None else state.copy.data_ptr(),
+        state.num_copies,
     )
 
 
@@ -124,8 +137,27 @@ def _prepare_body(row):
         cache_slots[first:num_tokens] = -1
 
 
+def _prepare_states_body(row):
+    p = i64(row, (10,))
+    num_seqs, copies = p[8], p[9]
+    slots, starts = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
+    reads, writes = i32(p[5], (num_seqs,)), i32(p[6], (num_seqs, copies - 1))
+    i32(p[7], (1,))[0] = num_seqs
+    for s in range(num_seqs):
+        reads[s] = -1
+        writes[s, :] = -1
+        slot = slots[s]
+        if slot < 0:
+            continue
+        copy, base = i32(p[4] + 4 * slot, (1,))[0], slot * copies
+        if i32(p[3] + 4 * slot, (1,))[0] > 0:
+            reads[s] = base + copy
+        for j in range(max(1, starts[s + 1] - starts[s])):
+            writes[s, j] = base + (copy + 1 + j) % copies
+
+
 def _advance_body(row):
-    p = i64(row, (11,))
+    p = i64(row, (13,))
     num_seqs, stride = p[9], p[10]
     slots, bounds = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
     starts = i32(p[3], (num_seqs + 1,))
@@ -138,10 +170,10 @@ def _advance_body(row):
             continue
         num_computed = i32(p[7] + 4 * slot, (1,))
         upto = num_computed[0] + bounds[s + 1] - bounds[s]
-        first, end = starts[s], starts[s + 1]
+        first, end, num_kept = starts[s], starts[s + 1], 0
         if end > first and row_slots[first] >= 0:
             output = i32(p[8] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
-            num_kept, stands = 0, True
+            stands = True
             while stands:
                 token = tokens[first + num_kept]
                 output[num_kept] = max(token, 0)
@@ -152,6 +184,9 @@ def _advance_body(row):
                 tokens[n] = REJECTED
             upto -= end - first - num_kept
         num_computed[0] = upto
+        if p[11]:
+            copy = i32(p[11] + 4 * slot, (1,))
+            copy[0] = (copy[0] + max(1, num_kept)) % p[12]
 
 
 def _grow_body(row):
@@ -164,3 +199,4 @@ def _grow_body(row):
 
 
 PREPARE, ADVANCE, GROW = Kernel(_prepare_body), Kernel(_advance_body), Kernel(_grow_body)
+PREPARE_STATES = Kernel(_prepare_states_body)

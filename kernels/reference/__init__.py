@@ -14,6 +14,7 @@ from kernels.reference.delta_rule import gated_delta_rule, gated_norm, sigmoid_m
 from kernels.reference.pointwise import act_mul, add_rms_norm, grouped_gated_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 from kernels.reference.selective_scan import channel_scan, head_scan
+from kernels.reference.states import short_conv
 
 __all__ = [
     "AttentionOptions",
@@ -32,5 +33,6 @@ __all__ = [
     "paged_attention",
     "qkv_rope_write",
     "rms_norm",
+    "short_conv",
     "sigmoid_mul",
 ]

@@ -25,6 +25,9 @@ class SlotState(NamedTuple):
     history: torch.Tensor  # [slots, max_len] int32, sampled tokens by position
     block_tables: torch.Tensor  # [G, slots, max_blocks] int32, one for each group of layers
     windows: torch.Tensor  # [G] int32, tokens that a query of the group sees; 0: all
+    # Of a model with recurrent states: [slots] int32, the copy that has the sequence's state.
+    copy: torch.Tensor | None = None
+    num_copies: int = 0  # of each state; copy c of slot s is row s * num_copies + c
 
 
 class Inputs(NamedTuple):
@@ -36,6 +39,10 @@ class Inputs(NamedTuple):
     cache_slots: torch.Tensor  # [G, N] int64, block * block_size + offset to write K and V to
     seq_lens: torch.Tensor  # [S] int32
     block_tables: torch.Tensor  # [G, S, max_blocks] int32
+    # Of a model with recurrent states; see `kernels.meta.StateMeta`.
+    state_reads: torch.Tensor | None = None  # [S] int32
+    state_writes: torch.Tensor | None = None  # [S, num_copies - 1] int32
+    num_seqs: torch.Tensor | None = None  # [1] int32, S
 
 
 class Drawn(NamedTuple):
@@ -54,10 +61,12 @@ def preparation(
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
+    draw_starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """Returns a function without arguments that calls `prepare_inputs` with these tensors, whose
     addresses must not change."""
-    return partial(prepare_inputs, state, slots, query_start, host_ids, inputs, block_size)
+    batch = (slots, query_start, host_ids)
+    return partial(prepare_inputs, state, *batch, inputs, block_size, draw_starts)
 
 
 def prepare_inputs(
@@ -67,9 +76,11 @@ def prepare_inputs(
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
+    draw_starts: torch.Tensor | None = None,
 ) -> None:
     """Fill `inputs` in place. slots [S] int32: slot of each sequence, -1: padding; query_start [S +
-    1] int32: index of each sequence's first token; host_ids [N] int32: token ids.
+    1] int32: index of each sequence's first token; host_ids [N] int32: token ids; draw_starts [S +
+    1] int32: index of each sequence's first sampled row, only for a model with recurrent states.
 
     A token id `UNKNOWN` is replaced by the token in the slot's history. Of block tables, only the
     entries that attention reads are copied (see `first_read`).
@@ -97,6 +108,40 @@ def prepare_inputs(
             inputs.cache_slots[g, rows] = blocks * block_size + place % block_size
             first = first_read(context, window, block_size)
             inputs.block_tables[g, s, first:used] = table[first:used]
+    if state.copy is not None:
+        assert draw_starts is not None
+        prepare_states(state, slots, draw_starts, inputs)
+
+
+def prepare_states(
+    state: SlotState, slots: torch.Tensor, draw_starts: torch.Tensor, inputs: Inputs
+) -> None:
+    """Fill ``state_reads``, ``state_writes`` and ``num_seqs`` of a step's inputs. slots [S] int32:
+    slot of each sequence, -1: padding; draw_starts [S + 1] int32: index of each sequence's first
+    sampled row.
+
+    A state tensor has several copies of each slot's state. A step reads one copy and writes others,
+    so that a failed step can be computed again and rejected drafts change nothing."""
+    assert state.copy is not None and inputs.num_seqs is not None
+    assert inputs.state_reads is not None and inputs.state_writes is not None
+    inputs.state_reads.fill_(-1)
+    inputs.state_writes.fill_(-1)
+    inputs.num_seqs.fill_(len(slots))
+    starts, num = draw_starts.tolist(), state.num_copies
+    for s, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        copy, base = int(state.copy[slot]), slot * num
+        if state.num_computed[slot] > 0:
+            inputs.state_reads[s] = base + copy
+        for j in range(max(1, starts[s + 1] - starts[s])):
+            inputs.state_writes[s, j] = base + (copy + 1 + j) % num
+
+
+def next_copy(copy: int, num_kept: int, num_copies: int) -> int:
+    """The copy of a slot's state after a step that read ``copy``. num_kept: number of tokens that
+    the step sampled for the sequence and that are kept."""
+    return (copy + max(1, num_kept)) % num_copies
 
 
 def first_read(context: int, window: int, block_size: int) -> int:
@@ -143,9 +188,9 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
         if slot < 0:
             continue
         upto = int(state.num_computed[slot]) + bounds[s + 1] - bounds[s]
-        rows = range(starts[s], starts[s + 1])
+        rows, num_kept = range(starts[s], starts[s + 1]), 0
         if len(rows) and drawn.slots[rows[0]] >= 0:
-            first, num_kept = upto - len(rows) + 1, 0
+            first = upto - len(rows) + 1
             for row in rows:
                 token = int(drawn.tokens[row])
                 if token < 0 and num_kept:
@@ -158,3 +203,5 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
             drawn.tokens[rows[num_kept:]] = REJECTED
             upto -= len(rows) - num_kept
         state.num_computed[slot] = upto
+        if state.copy is not None:
+            state.copy[slot] = next_copy(int(state.copy[slot]), num_kept, state.num_copies)

@@ -19,6 +19,7 @@ from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample, sample_allowed
 from kernels.triton.selective_scan import channel_scan, head_scan
+from kernels.triton.states import short_conv
 
 __all__ = [
     "act_mul",
@@ -52,6 +53,7 @@ __all__ = [
     "sample",
     "sample_allowed",
     "seat",
+    "short_conv",
     "sigmoid_mul",
     "token_logprobs",
     "weight_only_product",

@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels.reference import index as reference
 from kernels.reference.index import Drawn, Inputs, SlotState
 from kernels.triton.launch import Launch
+from kernels.triton.states import rows_launch
 
 TILE = 256  # tokens or blocks per step
 REJECTED = tl.constexpr(reference.REJECTED)
@@ -86,9 +87,10 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_history"])
 def advance_kernel(  # noqa: PLR0913
     slots, query_start, starts, row_slots, tokens, drafts, num_computed, history, stride_history,
+    copy, COPIES: tl.constexpr,
 ):  # fmt: skip
     """One program advances one sequence. drafts: [R], the draft token to compare with each row's
-    sampled token, or None without drafts."""
+    sampled token, or None without drafts. COPIES: of each recurrent state, 0 without them."""
     seq = tl.program_id(0)
     slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:
@@ -115,6 +117,9 @@ def advance_kernel(  # noqa: PLR0913
             num_right += (stands & is_right).to(tl.int32)
     upto -= num - num_kept
     tl.store(num_computed + slot, upto)
+    if COPIES > 0:
+        held = tl.load(copy + slot)
+        tl.store(copy + slot, (held + tl.maximum(num_kept, 1)) % COPIES)
 
 
 def preparation(
@@ -124,9 +129,20 @@ def preparation(
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
+    draw_starts: torch.Tensor | None = None,
 ) -> Callable[[], None]:
     """Returns a function that fills a step's inputs; see kernels.reference.index.preparation."""
-    return prepare_launch(state, (slots, query_start, host_ids), inputs, block_size).run
+    launch = prepare_launch(state, (slots, query_start, host_ids), inputs, block_size)
+    if state.copy is None:
+        return launch.run
+    assert draw_starts is not None
+    of_states = rows_launch(state, (slots, draw_starts), inputs)
+
+    def prepare() -> None:
+        launch.run()
+        of_states.run()
+
+    return prepare
 
 
 def prepare_launch(
@@ -210,6 +226,8 @@ def advance_launch(state: SlotState, batch: tuple[torch.Tensor, ...], drawn: Dra
         "num_computed": state.num_computed,
         "history": state.history,
         "stride_history": state.history.stride(0),
+        "copy": state.copy,
+        "COPIES": state.num_copies,
     }
     return Launch(advance_kernel, (len(slots),), args, 1, 1)
 
@@ -224,7 +242,9 @@ def configurations() -> Iterator[Launch]:
     inputs = Inputs(column, column.long(), slots, column, tables)
     for block_size in (16, 32, 64):
         yield prepare_launch(state, (column, column, column), inputs, block_size)
+    with_states = state._replace(copy=column, num_copies=2)
     yield grow_launch(table, column, column, column)
     for drafts in (None, column):
         drawn = Drawn(column, column, column, drafts)
-        yield advance_launch(state, (column, column), drawn)
+        for slots_of in (state, with_states):
+            yield advance_launch(slots_of, (column, column), drawn)

@@ -28,6 +28,7 @@ MODULES = (
     "causal_conv",
     "delta_rule",
     "selective_scan",
+    "states",
 )
 
 

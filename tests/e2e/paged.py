@@ -11,7 +11,10 @@ from engine.kv.layout import one_group
 from engine.layers.batch import ForwardBatch
 from engine.models.model import Model
 from engine.worker.memory import make_kv_cache, stored_as
-from kernels import AttentionMeta
+from engine.worker.states import make_states
+from kernels import AttentionMeta, StateMeta
+
+MOST_SEQUENCES = 32
 
 
 def junk(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -38,6 +41,10 @@ class PagedRun:
         self.kv = make_kv_cache(
             layers, one_group(layers, block_size), num_blocks, block_size, dtype=dtype, zeros=junk
         )
+        states = make_states(layers, 2 * MOST_SEQUENCES, junk)
+        self.kv = [one or kv for one, kv in zip(states, self.kv, strict=True)]
+        self.has_state = list(map(bool, states))
+        self.copies: dict[str, int] = {}  # the row with the state of a sequence
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[str, list[int]] = {}
@@ -61,6 +68,8 @@ class PagedRun:
         return torch.cat([self.step({name: tokens[at : at + size]})[name] for at in starts])
 
     def grow(self, name: str, count: int) -> None:
+        if name not in self.copies:
+            self.copies[name] = 2 * len(self.copies)
         self.lengths[name] = self.lengths.get(name, 0) + count
         blocks = self.blocks.setdefault(name, [])
         while len(blocks) * self.block_size < self.lengths[name]:
@@ -94,4 +103,21 @@ class PagedRun:
             max_seq_len=max(self.lengths[name] for name in order),
         )
         ids = torch.tensor([token for name in order for token in chunks[name]])
-        return ForwardBatch(ids, flat, (meta,) * len(self.kv))
+        states = self.states(order, meta, [span[0] for span in positions])
+        return ForwardBatch(ids, flat, tuple(states if one else meta for one in self.has_state))
+
+    def states(self, order: list[str], meta: AttentionMeta, starts: list[int]) -> StateMeta:
+        """The rows of states that the sequences read, and the others that they write."""
+        reads = [
+            self.copies[name] if start else -1 for name, start in zip(order, starts, strict=True)
+        ]
+        for name in order:
+            self.copies[name] ^= 1
+        return StateMeta(
+            meta.query_start,
+            torch.tensor(reads, dtype=torch.int32),
+            torch.tensor([[self.copies[name]] for name in order], dtype=torch.int32),
+            torch.tensor([len(order)], dtype=torch.int32),
+            meta.num_decodes,
+            meta.max_query_len,
+        )

@@ -37,6 +37,7 @@ NATIVE = [
     "qwen3-moe-mixed",
     "llama-bf16",
 ]
+WITH_STATES = ["lfm2", "lfm2-moe"]
 GENERAL = [
     "gpt2",
     "gpt-neox",
@@ -62,11 +63,12 @@ MODES = {
 }
 
 
-def spread(values: Sequence[T], usual: int) -> list[Any]:
-    """Each family with each value; but for one of so many values in turn, a pair is slow."""
+def spread(values: Sequence[T], usual: int, more: Sequence[str] = ()) -> list[Any]:
+    """Each family, and ``more``, with each value. Of ``usual`` values in turn, a pair with one is
+    tested always, with the others only in slow tests."""
     return [
         pytest.param(name, value, marks=[pytest.mark.slow] * ((row + place) % usual > 0))
-        for row, name in enumerate([*NATIVE, *GENERAL])
+        for row, name in enumerate([*NATIVE, *GENERAL, *more])
         for place, value in enumerate(values)
     ]
 
@@ -82,7 +84,7 @@ def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Refer
 
 
 @pytest.mark.parametrize(
-    ("case", "mode"), spread(list(MODES), 8), indirect=["case"], scope="module"
+    ("case", "mode"), spread(list(MODES), 8, WITH_STATES), indirect=["case"], scope="module"
 )
 def test_same_tokens_as_transformers(case, mode, tally):
     path, reference = case

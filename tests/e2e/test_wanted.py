@@ -12,7 +12,7 @@ from engine.models.load import load_model
 from engine.worker.batches import wanted_rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "granite"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2"])
 def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, name):
     path = tiny_models.path(name)
     model = load_model(
@@ -26,6 +26,6 @@ def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, nam
     batch = run.batch(list(chunks), chunks)
     whole = model.forward(batch, run.kv).last
     rows, both = torch.tensor([0, 37]), torch.tensor([0, 1])
-    batch.wanted = wanted_rows(batch.attn[-1], rows, both, batch.attn[-1].seq_lens[both])
+    batch.wanted = wanted_rows(batch.attention, rows, both, batch.attention.seq_lens[both])
     part = model.forward(batch, run.kv).last
     assert torch.allclose(part, whole[rows], atol=1e-5)

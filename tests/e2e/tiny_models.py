@@ -26,7 +26,8 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
+SMALL_MLP = {"block_multiple_of": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -242,6 +243,55 @@ CASES: dict[str, Case] = {
             "head_dim": 32,
         },
     ),
+    "lfm2": Case(
+        "Lfm2", {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV], **SMALL_MLP}
+    ),
+    "lfm2-biased": Case(
+        "Lfm2",
+        {
+            "layer_types": [FULL, CONV, FULL],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-older": Case(
+        "Lfm2",
+        {
+            "full_attn_idxs": [1],
+            "conv_L_cache": 2,
+            "block_multiple_of": 24,
+            "block_ffn_dim_multiplier": 1.3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "lfm2-bf16": Case("Lfm2", {"layer_types": [CONV, FULL, CONV], **SMALL_MLP}, torch.bfloat16),
+    "lfm2-moe": Case(
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [CONV, CONV, FULL, CONV],
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm2-moe-plain": Case(
+        "Lfm2Moe",
+        {
+            "layer_types": [FULL, CONV, CONV],
+            "num_dense_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+        },
+    ),
 }
 
 
@@ -301,6 +351,9 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise * (0.2 if parameter.dim() > 1 else 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     return model
 

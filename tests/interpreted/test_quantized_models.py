@@ -44,7 +44,7 @@ def test_weights_stay_packed_and_logits_are_theirs(tmp_path: Path, name: str, se
 def test_8_bit_floats_multiply_8_bit_inputs(tmp_path: Path, name: str, seed: int) -> None:
     made, tokens = written(tmp_path, name), tokens_of(seed, 6)
     model = load(made.path)
-    assert isinstance(model.blocks[0].attention.qkv, Fp8Linear)
+    assert isinstance(model.blocks[0].mixer.qkv, Fp8Linear)
     got = PagedRun(model, seed=seed).prefill("a", tokens)
     assert cosine(got, reference_logits(made.reference, tokens)) > 0.99
 

@@ -7,9 +7,12 @@ from support.made_quantized import KINDS, Kind, make
 from engine.layers.linear import PlainLinear
 from engine.layers.quantized_linear import WeightOnlyLinear
 from engine.layers.sublayers import GatedMLP, GroupedExperts, MixtureOfExperts, can_be_grouped
+from engine.models.spec import MoESpec
 from kernels.quantized import pack
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, compiling_for
+
+ROUTING = MoESpec(num_experts=5, top_k=2, intermediate_size=12, renormalize=True)
 
 
 def random_mixture(generator: torch.Generator, *, has_bias: bool = False) -> MixtureOfExperts:
@@ -19,7 +22,7 @@ def random_mixture(generator: torch.Generator, *, has_bias: bool = False) -> Mix
 
     experts = [GatedMLP(linear(24, 8), linear(8, 12), "silu") for _ in range(5)]
     router = PlainLinear(torch.randn(5, 8, generator=generator), None)
-    return MixtureOfExperts(router, experts, 2, True)
+    return MixtureOfExperts(router, experts, ROUTING)
 
 
 def test_grouped_experts_agree_with_single_ones(seed: int) -> None:
@@ -47,7 +50,7 @@ def packed_mixture(kinds: list[Kind], device: str = "cpu") -> MixtureOfExperts:
 
     experts = [GatedMLP(linear(k, 256, 192), linear(k, 192, 128), "silu") for k in kinds]
     router = PlainLinear(torch.randn(len(kinds), 192, dtype=torch.bfloat16).to(device), None)
-    return MixtureOfExperts(router, experts, 2, True)
+    return MixtureOfExperts(router, experts, ROUTING)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -10,11 +10,13 @@ from engine.kv.layout import (
     NoCache,
     PagedKV,
     PagedLatent,
+    RecurrentState,
     SharedKV,
-    SlotState,
+    StateTensor,
     make_layout,
     one_group,
     padding,
+    state_bytes,
 )
 from engine.worker.memory import make_kv_cache
 
@@ -50,7 +52,7 @@ def test_layers_that_keep_different_amounts_share_one_pool():
             assert begin % layout.block_bytes == part * held.nbytes
 
 
-@pytest.mark.parametrize("layer", [SlotState(state_bytes=64), PagedLatent(latent_dim=64)])
+@pytest.mark.parametrize("layer", [PagedLatent(latent_dim=64)])
 def test_what_no_layer_may_keep_yet_is_named(layer):
     layers = [PagedKV(num_kv_heads=1, head_dim=8), layer]
     with pytest.raises(ConfigError, match=rf"layer 1 .*{type(layer).__name__}.* not supported"):
@@ -65,6 +67,16 @@ def test_layers_that_keep_nothing_take_no_memory():
     assert [one.numel() for one in kv] == [0, 3 * 256, 3 * 256]
     with pytest.raises(ConfigError, match="no layer of the model keeps keys and values"):
         one_group([NoCache()], 16)
+
+
+def test_recurrent_states_take_no_part_of_a_block():
+    state = RecurrentState(
+        tensors=(StateTensor((2, 64), "bfloat16"), StateTensor((4, 8, 8), "float32"))
+    )
+    with_kv = PagedKV(num_kv_heads=1, head_dim=8)
+    assert one_group([state, with_kv, state], 16) == one_group([NoCache(), with_kv, NoCache()], 16)
+    assert state_bytes([state, with_kv, state]) == 2 * (2 * 64 * 2 + 4 * 8 * 8 * 4)
+    assert state_bytes([with_kv]) == 0
 
 
 def test_layers_of_different_sizes_without_windows_need_no_padding():

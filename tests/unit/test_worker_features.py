@@ -67,7 +67,7 @@ def run_of(model, features=(), resources=(), sizes=CPU, depth: int = 1) -> Run:
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     layers = model.cache_spec
     layout = one_group(layers, BLOCK)
-    machine = make_machine(model, platform, config, layout, features)
+    machine = make_machine(model, platform, config, layers, layout, features)
     shape = (64, 2, layers[0].num_kv_heads, BLOCK, layers[0].head_dim)
     machine.kv.extend(torch.zeros(shape) for _ in layers)
     runner = Runner(machine, LONGEST)

@@ -1,0 +1,85 @@
+"""Memory of recurrent states: for each slot some copies of each layer's state, outside the KV
+pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config.engine import ResolvedConfig
+from engine.config.speculative import SpeculativeConfig
+from engine.kv.layout import KVLayout, LayerCache, RecurrentState
+from engine.messages.step import StepPlan
+from engine.worker.memory import Zeros
+from kernels.meta import StateMeta
+from kernels.slots import Inputs
+
+OF_STATES = -1  # in place of a KV group: the layer keeps a recurrent state
+
+States = tuple[tuple[torch.Tensor, ...], ...]
+"""The state tensors of each layer, () for a layer without a state. Copy c of slot s is row s *
+number of copies + c of each tensor."""
+
+
+def num_copies(config: ResolvedConfig) -> int:
+    """Number of copies of each state: one to read, and one for each number of kept drafts."""
+    options = config.scheduler.speculative_config
+    return 2 + (0 if options is None else SpeculativeConfig.of(options).num_speculative_tokens)
+
+
+def check_drafts(plan: StepPlan, num_copies: int) -> None:
+    """Raise ``RuntimeError`` if a row of the plan has more drafts than the states have copies for.
+    num_copies: of each state, 0 for a model without recurrent states."""
+    if num_copies and plan.drafts is not None:
+        most = int(plan.drafts.counts.max(initial=0))
+        if most > num_copies - 2:
+            raise RuntimeError(
+                f"step {plan.step} has a row with {most} drafts, and the recurrent states of this "
+                f"model have copies for {num_copies - 2}: set num_speculative_tokens in "
+                f"speculative_config to at least {most}"
+            )
+
+
+def state_meta(
+    inputs: Inputs, query_start: torch.Tensor, lengths: tuple[int, int], batch_invariant: bool
+) -> StateMeta:
+    """Make the metadata of a step's layers with recurrent states. lengths: number of decodes, and
+    most tokens of a sequence."""
+    assert inputs.state_reads is not None and inputs.state_writes is not None
+    assert inputs.num_seqs is not None
+    return StateMeta(
+        query_start=query_start,
+        state_reads=inputs.state_reads,
+        state_writes=inputs.state_writes,
+        num_seqs=inputs.num_seqs,
+        num_decodes=lengths[0],
+        max_query_len=lengths[1],
+        batch_invariant=batch_invariant,
+    )
+
+
+def make_states(layers: Sequence[LayerCache], num_rows: int, zeros: Zeros) -> States:
+    """Allocate the state tensors of a model's layers, each with this many rows."""
+    return tuple(
+        tuple(
+            zeros((num_rows, *tensor.shape), getattr(torch, tensor.dtype))
+            for tensor in layer.tensors
+        )
+        if isinstance(layer, RecurrentState)
+        else ()
+        for layer in layers
+    )
+
+
+def num_bytes(states: States) -> int:
+    """Bytes of all state tensors."""
+    return sum(tensor.nbytes for layer in states for tensor in layer)
+
+
+def groups_of(layers: Sequence[LayerCache], layout: KVLayout) -> list[int]:
+    """The KV group of each layer, ``OF_STATES`` for a layer with a recurrent state."""
+    return [
+        OF_STATES if isinstance(layer, RecurrentState) else group
+        for layer, group in zip(layers, layout.group_of, strict=True)
+    ]
