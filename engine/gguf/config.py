@@ -109,6 +109,42 @@ def granite(meta: Meta) -> Config:
     }
 
 
+def lfm2(meta: Meta) -> Config:
+    has_kv = meta.counts("attention.head_count_kv", num_layers(meta))
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": meta.count("shortconv.l_cache"),
+        "conv_bias": has_tensor(meta, f"blk.{has_kv.index(0)}.shortconv.conv.bias")
+        if 0 in has_kv
+        else False,
+        "layer_types": ["full_attention" if each else "conv" for each in has_kv],
+    }
+
+
+def lfm2_moe(meta: Meta) -> Config:
+    experts, dense = num_experts(meta), meta.count("leading_dense_block_count", 0, least=0)
+    if meta.count("expert_gating_func", SIGMOID) != SIGMOID:
+        raise meta.wrong(
+            "expert_gating_func", meta.count("expert_gating_func"), f"{SIGMOID} (sigmoid)"
+        )
+    return {
+        **lfm2(meta),
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "num_dense_layers": dense,
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token(meta, experts),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "use_expert_bias": has_tensor(meta, f"blk.{dense}.exp_probs_b.bias"),
+        "routed_scaling_factor": meta.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": True,
+    }
+
+
+SIGMOID = 2  # llama.cpp's number for sigmoid scores of experts
 ARCHITECTURES: Mapping[str, Callable[[Meta], Config]] = {
     "llama": llama,
     "qwen2": plain("Qwen2ForCausalLM", "qwen2"),
@@ -120,6 +156,8 @@ ARCHITECTURES: Mapping[str, Callable[[Meta], Config]] = {
     "olmo2": olmo2,
     "granite": granite,
     "smollm3": plain("SmolLM3ForCausalLM", "smollm3"),
+    "lfm2": lfm2,
+    "lfm2moe": lfm2_moe,
     **GENERAL,
 }
 """Readers by the architecture that a file names."""

@@ -14,6 +14,7 @@ from engine.gguf.rope import rope_scaling
 Config = dict[str, Any]
 MAX_CONTEXT = 1 << 24  # tables of rotary embeddings have a row for each position
 LAYER = re.compile(r"blk\.(\d{1,9})\.")
+STACKED = re.compile(r"blk\.\d{1,9}\.ffn_down_exps\.weight")
 EXPERT = re.compile(r"blk\.0\.ffn_down\.\d{1,9}\.weight")
 
 
@@ -35,7 +36,7 @@ def common(meta: Meta) -> Config:
         "num_hidden_layers": num_layers(meta),
         "intermediate_size": meta.count("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads(meta, heads),
         "head_dim": head_dim(meta),
         "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon", 1e-6),
         "max_position_embeddings": meta.count("context_length", most=MAX_CONTEXT),
@@ -43,6 +44,18 @@ def common(meta: Meta) -> Config:
         "rope_theta": theta,
         **rope_scaling(meta, theta),
     }
+
+
+def kv_heads(meta: Meta, heads: int) -> int:
+    """Return the number of KV heads, which is 0 in layers without attention. Raises ``ModelError``
+    if layers with attention differ."""
+    key = "attention.head_count_kv"
+    if not meta.has(key):
+        return heads
+    found = set(meta.counts(key, num_layers(meta))) - {0}
+    if len(found) != 1:
+        raise meta.wrong(key, sorted(found), "one number above 0, or 0 and one such number")
+    return found.pop()
 
 
 def num_layers(meta: Meta) -> int:
@@ -106,15 +119,17 @@ def partial_rotary_factor(meta: Meta) -> float:
 def num_experts(meta: Meta) -> int:
     """Return the number of experts. Raises ``ModelError`` if matrices of experts are missing."""
     stated = int(meta.count("expert_count"))
-    stacked = meta.header.tensors.get("blk.0.ffn_down_exps.weight")
-    if stacked is not None:
-        stored = stacked.shape[0]
+    stacked = [
+        each.shape[0] for name, each in meta.header.tensors.items() if STACKED.fullmatch(name)
+    ]
+    if stacked:
+        stored = stacked[0]
     else:
         stored = sum(EXPERT.fullmatch(name) is not None for name in meta.header.tensors)
     if stored != stated:
         raise damaged(
             meta.header.path,
-            f"{meta.architecture}.expert_count is {stated}, its first layer has {stored} experts",
+            f"{meta.architecture}.expert_count is {stated}, its layers have {stored} experts",
         )
     return stated
 

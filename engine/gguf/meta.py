@@ -89,6 +89,16 @@ class Meta:
             raise self.wrong(key, found, f"an array of {length} truth values, one for each layer")
         return [bool(each) for each in found]
 
+    def counts(self, key: str, length: int) -> list[int]:
+        """Return an array of ``length`` whole numbers of at least 0; a single number stands for
+        equal ones. Raises ``ModelError`` for any other value."""
+        found = self._value(key, ABSENT)
+        if not isinstance(found, np.ndarray):
+            return [int(self.count(key, least=0))] * length
+        if found.dtype.kind not in "ui" or len(found) != length or found.min() < 0:
+            raise self.wrong(key, found, f"an array of {length} whole numbers, one for each layer")
+        return [int(each) for each in found]
+
     def token(self, name: str, vocab_size: int) -> int | None:
         """Return the id of a special token, such as "bos"; ``None`` if the file names none in its
         vocabulary. Raises ``ModelError`` if the value is not a whole number."""

@@ -40,6 +40,7 @@ TABLES = {
     "output.weight": "lm_head.weight",
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
 }
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -66,7 +67,27 @@ MODULES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Modules of a layer by the name that GGUF gives them."""
+OF_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.up_proj",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+}
 RENAMED: dict[str, dict[str, str]] = {
+    "lfm2": OF_LFM2,
+    "lfm2moe": OF_LFM2,
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
@@ -92,7 +113,9 @@ PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
 QUERY_OR_KEY = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.rot_pos_embd")
 """Tensors that the configuration holds already, see ``engine.gguf.config``."""
-LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+|shortconv\.\w+)\.(weight|bias)")
+BARE = {"attn_sinks": ".weight", "exp_probs_b": ".bias"}
+"""Tensors whose names in a checkpoint have no such ending."""
 EXPERT = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down)\.(\d{1,9})\.weight")
 """A matrix of one expert in files from before 2024, which do not stack them."""
 
@@ -259,6 +282,8 @@ def conversions(header: GgufHeader) -> dict[str, Conversion]:
             )
         if theirs.endswith("shared_expert_gate.weight") and len(stored.shape) == 1:
             stored = stored._replace(shape=(1, *stored.shape))  # files may drop the dimension
+        if theirs.endswith("conv.conv.weight") and len(stored.shape) == 2:
+            stored = stored._replace(shape=(stored.shape[0], 1, stored.shape[1]))
         if theirs in found:
             raise damaged(stored.file, f"{name!r:.80} is another tensor of {theirs}")
         found[theirs] = Conversion(
@@ -285,7 +310,7 @@ def name_in_checkpoint(architecture: str, name: str) -> str | None:
     if named is None:
         return None
     name = f"model.layers.{layer}.{named}.{kind}"
-    return name.removesuffix(".weight") if module == "attn_sinks" else name
+    return name.removesuffix(BARE.get(module, ""))
 
 
 def _reordered_heads(meta: Meta, name: str, stored: GgufTensor) -> int:

@@ -58,7 +58,7 @@ def test_plain_weights_are_quantised_when_loaded(
     save(model, tmp_path)
     expected = reference_logits(model.eval(), tokens)
     ours = load(tmp_path, quantization=quantization)
-    assert not isinstance(ours.blocks[0].attention.out, PlainLinear)
+    assert not isinstance(ours.blocks[0].mixer.out, PlainLinear)
     assert isinstance(ours.output.linear, PlainLinear) is (quantization == "fp8")
     got = PagedRun(ours, seed=seed).prefill("a", tokens)
     assert cosine(got, expected) > (0.99 if quantization == "int8" else 0.96)
