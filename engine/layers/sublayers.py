@@ -77,7 +77,8 @@ class ResidualNorm:
 
 
 class Attention:
-    """Fused QKV projection, norm and rotation of queries and keys, attention, output projection."""
+    """Fused QKV projection, norm and rotation of queries and keys, attention, output projection.
+    With ``gate``, the sigmoid of this projection multiplies the output of attention."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class Attention:
         out: Linear,
         write: Mapping[str, Any],
         attend: Mapping[str, Any],
+        gate: Linear | None = None,
     ) -> None:
         """write, attend: keyword arguments for the kernels ``qkv_rope_write`` and
         ``paged_attention``."""
@@ -92,6 +94,7 @@ class Attention:
         self.out = out
         self.write = dict(write)
         self.attend = dict(attend)
+        self.gate = gate
 
     def __call__(
         self,
@@ -105,7 +108,10 @@ class Attention:
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
-        return self.out(kernels.paged_attention(q, kv_layer, meta, **self.attend))
+        y = kernels.paged_attention(q, kv_layer, meta, **self.attend)
+        if self.gate is not None:
+            y = kernels.sigmoid_mul(y, self.gate(x if wanted is None else x[wanted.rows]))
+        return self.out(y)
 
 
 class GatedMLP:
@@ -212,6 +218,26 @@ class GroupedExperts:
         return kernels.mixture(
             x, self._gate_up, self._down, chosen.int(), weights.float(), self._activation
         )
+
+
+class WithSharedExpert:
+    """A mixture of experts, plus an expert that all tokens use, weighted by the sigmoid of its
+    gate."""
+
+    def __init__(
+        self, routed: MixtureOfExperts | GroupedExperts, shared: GatedMLP, gate: Linear
+    ) -> None:
+        self.routed = routed
+        self.shared = shared
+        self.gate = gate  # H -> 1
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return self.routed.can_be_recorded
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, H] -> [N, H]."""
+        return self.routed(x) + kernels.sigmoid_mul(self.shared(x), self.gate(x))
 
 
 def can_be_grouped(mixture: MixtureOfExperts) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
+from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
 from engine.layers.quantized import Weight, plain
@@ -22,10 +24,11 @@ from engine.layers.sublayers import (
     OutputLayer,
     ResidualNorm,
     RMSNorm,
+    WithSharedExpert,
 )
 from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
 from engine.models.quant import stated
-from engine.models.spec import DecoderLayerSpec, DecoderSpec
+from engine.models.spec import DecoderLayerSpec, DecoderSpec, MixerKind
 from engine.models.weights import Weights
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,8 +97,12 @@ class Assembly:
             for role in ("attention_in", "attention_out", "mlp_in", "mlp_out")
         }
         multiplier = self.spec.residual_multiplier
-        is_conv = self.spec.layers[index].mixer == "short_conv"
-        mixer: Mixer = self.short_conv(index) if is_conv else self.attention(index)
+        mixers: dict[MixerKind, Callable[[int], Mixer]] = {
+            "attention": self.attention,
+            "short_conv": self.short_conv,
+            "gated_delta": self.gated_delta,
+        }
+        mixer = mixers[self.spec.layers[index].mixer](index)
         mlp = self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
         return DecoderBlock(
             mixer,
@@ -107,6 +114,7 @@ class Assembly:
     def attention(self, index: int) -> Attention:
         spec, a, layer = self.spec, self.spec.attention, self.spec.layers[index]
         qkv = self.linear(f"{index}.qkv", a.qkv_bias)
+        gate = self.linear(f"{index}.gate", a.qkv_bias) if a.has_gate else None
         out = self.linear(f"{index}.out", a.out_bias)
         normed = a.qk_norm != "none"
         write = {
@@ -120,7 +128,7 @@ class Assembly:
             "norm_add_one": spec.norm.add_one,
         }
         attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
-        return Attention(qkv, out, write, attend)
+        return Attention(qkv, out, write, attend, gate)
 
     def short_conv(self, index: int) -> ShortConv:
         conv = self.spec.short_conv
@@ -130,28 +138,38 @@ class Assembly:
         bias = self.tensor(f"{index}.conv_bias") if conv.bias else None
         return ShortConv(project, weight, bias, self.linear(f"{index}.out", conv.bias))
 
+    def gated_delta(self, index: int) -> GatedDelta:
+        project = self.linear(f"{index}.in")
+        gates = self.unquantized(f"{index}.gates")
+        conv = self.tensor(f"{index}.conv").flatten(1)
+        rate, bias = (
+            plain(self.weights.take(f"{index}.{name}")).float() for name in ("rate", "decay_bias")
+        )
+        device = self.placement.device
+        weights = conv, rate.exp().neg().to(device), bias.to(device)
+        norm = RMSNorm(self.tensor(f"{index}.head_norm"), self.spec.norm.eps)
+        return GatedDelta(project, gates, weights, norm, self.linear(f"{index}.out"))
+
     def mlp(self, prefix: str) -> GatedMLP:
         bias = self.spec.mlp.bias
         gate_up = self.linear(f"{prefix}gate_up", bias)
         down = self.linear(f"{prefix}down", bias)
         return GatedMLP(gate_up, down, self.spec.mlp.activation)
 
-    def experts(self, index: int) -> MixtureOfExperts:
+    def experts(self, index: int) -> MixtureOfExperts | WithSharedExpert:
         moe = self.spec.moe
         assert moe is not None
-        router = make_linear(
-            self.weights.take(f"{index}.router"),
-            device=self.placement.device,
-            keeps_float32=True,
-            batch_invariant=self.placement.batch_invariant,
-            quantize_activations=False,
-        )
+        router = self.unquantized(f"{index}.router", keeps_float32=True)
         bias = None
         if moe.has_bias:
             bias = plain(self.weights.take(f"{index}.router_bias")).float()
             bias = bias.to(self.placement.device)
+        shared = None
+        if moe.shared_size:
+            shared = self.mlp(f"{index}.shared_"), self.unquantized(f"{index}.shared_gate")
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
-        return MixtureOfExperts(router, experts, moe, bias)
+        routed = MixtureOfExperts(router, experts, moe, bias)
+        return routed if shared is None else WithSharedExpert(routed, *shared)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
@@ -185,6 +203,16 @@ class Assembly:
             quantize_activations=self.placement.quantize_activations,
         )
 
+    def unquantized(self, name: str, keeps_float32: bool = False) -> Linear:
+        """Make a small layer that is not quantised. keeps_float32: its outputs are float32."""
+        return make_linear(
+            self.weights.take(name),
+            device=self.placement.device,
+            keeps_float32=keeps_float32,
+            batch_invariant=self.placement.batch_invariant,
+            quantize_activations=False,
+        )
+
     def tensor(self, name: str) -> torch.Tensor:
         device = self.placement.device
         tensor = plain(self.weights.take(name)).to(device)
@@ -197,14 +225,19 @@ class Assembly:
         return self.tables[rope]
 
     def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-        a, conv = self.spec.attention, self.spec.short_conv
+        a, conv, delta = self.spec.attention, self.spec.short_conv, self.spec.gated_delta
+        name = str(dtype).removeprefix("torch.")
 
         def cache_of(layer: DecoderLayerSpec) -> LayerCache:
             if layer.mixer == "short_conv":
                 assert conv is not None
                 shape = (conv.taps - 1, self.spec.hidden_size)
-                name = str(dtype).removeprefix("torch.")
                 return RecurrentState(tensors=(StateTensor(shape, name),))
+            if layer.mixer == "gated_delta":
+                assert delta is not None
+                window = StateTensor((delta.taps - 1, delta.conv_width), name)
+                matrix = (delta.value_heads, delta.key_dim, delta.value_dim)
+                return RecurrentState(tensors=(window, StateTensor(matrix, "float32")))
             return PagedKV(
                 num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,

@@ -20,6 +20,7 @@ from engine.layers.sublayers import (
     OutputLayer,
     ResidualNorm,
     RMSNorm,
+    WithSharedExpert,
     can_be_grouped,
 )
 from engine.models.model import LayerCaches
@@ -109,8 +110,14 @@ class NativeDecoder:
     def group_experts(self) -> None:
         """Stack each layer's experts in one tensor for grouped GPU kernels, where possible."""
         for block in self.blocks:
-            if isinstance(block.mlp, MixtureOfExperts) and can_be_grouped(block.mlp):
-                block.mlp = GroupedExperts(block.mlp)
+            mlp = block.mlp
+            routed = mlp.routed if isinstance(mlp, WithSharedExpert) else mlp
+            if not isinstance(routed, MixtureOfExperts) or not can_be_grouped(routed):
+                continue
+            if isinstance(mlp, WithSharedExpert):
+                mlp.routed = GroupedExperts(routed)
+            else:
+                block.mlp = GroupedExperts(routed)
 
     def scale_cache(self, device: torch.device) -> int:
         """Use the checkpoint's scales to store keys and values as 8-bit floats. Returns the number

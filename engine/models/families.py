@@ -14,6 +14,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.hf_config import (
     HF,
+    NotNative,
     activation,
     attention,
     count,
@@ -25,6 +26,7 @@ from engine.models.hf_config import (
 from engine.models.spec import (
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaSpec,
     MixerKind,
     MLPSpec,
     MoESpec,
@@ -353,6 +355,103 @@ def lfm2_moe(hf: HF) -> DecoderSpec:
     )
 
 
+def qwen3_next(hf: HF) -> DecoderSpec:
+    """The spec of Qwen3-Next: the gated delta rule, and gated attention in every fourth layer."""
+    hf = {"decoder_sparse_step": 1, "num_experts_per_tok": 10, **hf}
+    num_experts, dense = hf.get("num_experts", 512), set(hf.get("mlp_only_layers") or ())
+    sparse = [
+        num_experts > 0 and i not in dense and (i + 1) % hf["decoder_sparse_step"] == 0
+        for i in range(count(hf, "num_hidden_layers"))
+    ]
+    moe = shared_moe(hf, num_experts, renormalize=bool(hf.get("norm_topk_prob", True)))
+    return gated_delta(hf, sparse, moe=moe)
+
+
+def qwen3_5(hf: HF) -> DecoderSpec:
+    """The spec of Qwen3.5: Qwen3-Next without experts."""
+    return gated_delta({"num_key_value_heads": 4, **hf}, False)
+
+
+def qwen3_5_moe(hf: HF) -> DecoderSpec:
+    """The spec of Qwen3.5 with experts in all layers."""
+    hf = {"intermediate_size": 1, "num_experts_per_tok": 8, **hf}
+    moe = shared_moe(hf, hf.get("num_experts", 256), renormalize=True)
+    return gated_delta(hf, True, moe=moe)
+
+
+def shared_moe(hf: HF, num_experts: int, *, renormalize: bool) -> MoESpec:
+    """Experts of Qwen3-Next: those that a router chooses, and one for all tokens."""
+    return MoESpec(
+        num_experts=num_experts,
+        top_k=hf["num_experts_per_tok"],
+        intermediate_size=hf.get("moe_intermediate_size", 512),
+        renormalize=renormalize,
+        shared_size=hf.get("shared_expert_intermediate_size", 512),
+    )
+
+
+def gated_delta(hf: HF, is_moe: bool | list[bool], **differences: Any) -> DecoderSpec:
+    """The common parts of Qwen3-Next and Qwen3.5. is_moe: True for layers with experts."""
+    hf = {"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768, **hf}
+    if activation(hf) != "silu":
+        raise NotNative(f"config.json's hidden_act is {hf['hidden_act']!r}, must be 'silu'")
+    share = hf.get("partial_rotary_factor")
+    table = rope(hf, partial=0.25 if share is None else share)
+    return decoder(
+        hf,
+        attention=biased(hf, qk_norm="head", has_gate=True),
+        norm=NormSpec(eps=float(hf.get("rms_norm_eps", 1e-6)), add_one=True),
+        names=NameSpec(prefix=text_prefix(hf)),
+        layers=layers(hf, table, 0, is_moe, gated_delta_layers(hf)),
+        gated_delta=delta_of(hf),
+        **differences,
+    )
+
+
+def delta_of(hf: HF) -> GatedDeltaSpec:
+    """Sizes of the gated delta rule. Raises ``ModelError`` if key heads cannot be shared evenly."""
+    sizes = {"key_head_dim": 128, "value_head_dim": 128, "num_key_heads": 16, "num_value_heads": 32}
+    hf = {"linear_conv_kernel_dim": 4, **{f"linear_{key}": v for key, v in sizes.items()}, **hf}
+    key_heads, value_heads = (count(hf, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if value_heads % key_heads:
+        raise ModelError(
+            f"config.json's linear_num_value_heads is {value_heads}, must be a multiple of its "
+            f"linear_num_key_heads, {key_heads}"
+        )
+    return GatedDeltaSpec(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=count(hf, "linear_key_head_dim"),
+        value_dim=count(hf, "linear_value_head_dim"),
+        taps=count(hf, "linear_conv_kernel_dim"),
+    )
+
+
+def gated_delta_layers(hf: HF) -> list[MixerKind]:
+    """The mixer of each layer, by ``layer_types`` or ``full_attention_interval``. Raises
+    ``ModelError`` if a type is unknown or their number is wrong."""
+    num = count(hf, "num_hidden_layers")
+    every = count({"full_attention_interval": 4, **hf}, "full_attention_interval")
+    types = hf.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(num)
+    ]
+    known: dict[str, MixerKind] = {
+        "linear_attention": "gated_delta",
+        "full_attention": "attention",
+    }
+    if len(types) != num or set(types) - set(known):
+        raise ModelError(
+            f"config.json's layer_types {types} must name linear_attention or full_attention for "
+            f"each of its {num} layers"
+        )
+    return [known[kind] for kind in types]
+
+
+def text_prefix(hf: HF) -> str:
+    """Prefix of a checkpoint's tensors: a model of images and text holds its text model apart."""
+    return "model.language_model." if "text_config" in hf else "model."
+
+
 FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
@@ -369,4 +468,9 @@ FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "SmolLM3ForCausalLM": smollm3,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe,
 }

@@ -34,7 +34,7 @@ def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | 
     """
     num_heads, found = spec.attention.num_kv_heads, list[torch.Tensor | None]()
     for index in range(len(spec.layers)):
-        place = f"model.layers.{index}.self_attn."
+        place = f"{spec.names.prefix}layers.{index}.self_attn."
         both = [_scale(checkpoint, place, letter, num_heads) for letter in "kv"]
         has_some = any(scale is not None for scale in both)
         ones = torch.ones(num_heads)

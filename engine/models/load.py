@@ -37,7 +37,7 @@ from engine.models.weights import (
 
 logger = logging.getLogger("engine.models")
 
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 def load_model(
@@ -238,10 +238,10 @@ def _build(
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     """The spec, untied if the checkpoint has an output layer that differs from the embedding."""
-    stored = checkpoint.tensors
+    stored, table = checkpoint.tensors, f"{spec.names.prefix}embed_tokens.weight"
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)
-    if not (spec.tied and TABLE in stored and HEAD in stored) or checkpoint.same(TABLE, HEAD):
+    if not (spec.tied and table in stored and HEAD in stored) or checkpoint.same(table, HEAD):
         return spec
     logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)
     return replace(spec, tied=False)

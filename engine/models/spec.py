@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.layers.rope import RopeSpec
 
-MixerKind = Literal["attention", "short_conv"]
+MixerKind = Literal["attention", "short_conv", "gated_delta"]
 """What relates the tokens of a sequence in a layer."""
 
 
@@ -26,6 +26,9 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMS norm of queries and keys: of each head, or of all heads together."""
+    has_gate: bool = False
+    """The query projection has a gate next to each query head, whose sigmoid multiplies the head's
+    output."""
 
     @property
     def q_width(self) -> int:
@@ -57,6 +60,33 @@ class ShortConvSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """The gated delta rule of Qwen3-Next, after a convolution of queries, keys and values."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``: adjacent value heads share a key head."""
+    key_dim: int
+    """Size of a key head."""
+    value_dim: int
+    taps: int
+    """Number of inputs that the convolution sums, the current one included."""
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Number of channels of the convolution."""
+        return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoESpec:
     """A mixture of gated MLPs; each token uses the ``top_k`` experts with the largest scores."""
 
@@ -73,6 +103,9 @@ class MoESpec:
     """A stored bias is added to the scores when experts are chosen, but not to their weights."""
     scale: float = 1.0
     """Factor on the weights of the chosen experts."""
+    shared_size: int = 0
+    """Intermediate size of an expert that all tokens use, weighted by the sigmoid of a gate; 0:
+    there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +129,8 @@ class NormSpec:
 class NameSpec:
     """Names of modules in a checkpoint that differ between families."""
 
+    prefix: str = "model."
+    """Of all tensors but the output layer's."""
     attention_out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
@@ -129,6 +164,7 @@ class DecoderSpec:
     layers: tuple[DecoderLayerSpec, ...]
     moe: MoESpec | None = None
     short_conv: ShortConvSpec | None = None
+    gated_delta: GatedDeltaSpec | None = None
     names: NameSpec = NameSpec()
     tied: bool = False
     """The output layer uses the embedding table."""

@@ -30,6 +30,7 @@ class Target(NamedTuple):
     name: str
     shape: Shape
     ways: tuple[tuple[TargetPart, ...], ...]  # alternatives; the parts of each fill the target
+    is_float32: bool = False  # loaded as float32 instead of in the compute dtype
 
 
 def whole(name: str, *shape: int) -> TargetPart:
@@ -51,18 +52,18 @@ def targets(spec: DecoderSpec) -> Iterator[Target]:
     The largest come first, while there is memory for a second copy, which packing needs.
     """
     size = (spec.vocab_size, spec.hidden_size)
-    table = whole("model.embed_tokens.weight", *size)
+    table = whole(f"{spec.names.prefix}embed_tokens.weight", *size)
     head = whole("lm_head.weight", *size)
     yield target("embed", size, *(((table,), (head,)) if spec.tied else ((table,),)))
     if not spec.tied:
         yield target("head", size, (head,))
     for index in range(len(spec.layers)):
         yield from layer_targets(spec, index)
-    yield simple("norm", f"model.{spec.norm.final}.weight", spec.hidden_size)
+    yield simple("norm", f"{spec.names.prefix}{spec.norm.final}.weight", spec.hidden_size)
 
 
 def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
-    ours, theirs = f"{index}.", f"model.layers.{index}."
+    ours, theirs = f"{index}.", f"{spec.names.prefix}layers.{index}."
     norm = spec.norm
     for role in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
         source = getattr(norm, role)
@@ -70,6 +71,8 @@ def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
             yield simple(f"{ours}{role}", f"{theirs}{source}.weight", spec.hidden_size)
     if spec.layers[index].mixer == "short_conv":
         yield from short_conv_targets(spec, ours, theirs + "conv.")
+    elif spec.layers[index].mixer == "gated_delta":
+        yield from gated_delta_targets(spec, ours, theirs + "linear_attn.")
     else:
         yield from attention_targets(spec, ours, theirs + "self_attn.")
     if spec.layers[index].is_moe:
@@ -92,27 +95,68 @@ def short_conv_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Ta
         yield simple(f"{ours}out_bias", f"{theirs}out_proj.bias", hidden)
 
 
+def gated_delta_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
+    """The tensors of a gated delta rule. Qwen3-Next stores two input projections, whose outputs are
+    ordered by key head, Qwen3.5 four."""
+    delta, hidden = spec.gated_delta, spec.hidden_size
+    assert delta is not None
+    heads, group = delta.value_heads, delta.value_heads // delta.key_heads
+    values = group * delta.value_dim
+    rows = delta.conv_width + delta.value_width
+    yield target(
+        f"{ours}in",
+        (rows, hidden),
+        (
+            whole(f"{theirs}in_proj_qkv.weight", delta.conv_width, hidden),
+            whole(f"{theirs}in_proj_z.weight", delta.value_width, hidden),
+        ),
+        by_kind(
+            whole(f"{theirs}in_proj_qkvz.weight", rows, hidden),
+            (delta.key_dim, delta.key_dim, values, values),
+        ),
+    )
+    yield target(
+        f"{ours}gates",
+        (2 * heads, hidden),
+        tuple(whole(f"{theirs}in_proj_{letter}.weight", heads, hidden) for letter in "ba"),
+        by_kind(whole(f"{theirs}in_proj_ba.weight", 2 * heads, hidden), (group, group)),
+    )
+    yield simple(f"{ours}conv", f"{theirs}conv1d.weight", delta.conv_width, 1, delta.taps)
+    for name, source in (("rate", "A_log"), ("decay_bias", "dt_bias")):
+        yield simple(f"{ours}{name}", theirs + source, heads)._replace(is_float32=True)
+    yield simple(f"{ours}head_norm", f"{theirs}norm.weight", delta.value_dim)
+    yield simple(f"{ours}out", f"{theirs}out_proj.weight", hidden, delta.value_width)
+
+
+def by_kind(matrix: TargetPart, sizes: tuple[int, ...]) -> tuple[TargetPart, ...]:
+    """The parts of a matrix whose rows repeat a pattern, reordered by kind. sizes: number of
+    adjacent rows of each kind in the pattern."""
+    rows, width = matrix.shape
+    starts = range(0, rows, sum(sizes))
+    firsts = [sum(sizes[:kind]) for kind in range(len(sizes))]
+    return tuple(
+        TargetPart(matrix.name, matrix.shape, (start + first) * width, size * width)
+        for first, size in zip(firsts, sizes, strict=True)
+        for start in starts
+    )
+
+
 def attention_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     a, hidden, names = spec.attention, spec.hidden_size, spec.names
     rows = a.q_width + 2 * a.kv_width
-    yield target(
-        f"{ours}qkv",
-        (rows, hidden),
-        tuple(
-            whole(f"{theirs}{letter}_proj.weight", width, hidden)
-            for letter, width in zip("qkv", (a.q_width, a.kv_width, a.kv_width), strict=True)
-        ),
-        (whole(f"{theirs}qkv_proj.weight", rows, hidden),),
-    )
+    keys = tuple(whole(f"{theirs}{letter}_proj.weight", a.kv_width, hidden) for letter in "kv")
+    queries: tuple[TargetPart, ...] = (whole(f"{theirs}q_proj.weight", a.q_width, hidden),)
+    gates: tuple[TargetPart, ...] = ()
+    if a.has_gate:
+        both = whole(f"{theirs}q_proj.weight", 2 * a.q_width, hidden)
+        parts = by_kind(both, (a.head_dim, a.head_dim))
+        queries, gates = parts[: a.num_heads], parts[a.num_heads :]
+    fused = (whole(f"{theirs}qkv_proj.weight", rows, hidden),)
+    yield target(f"{ours}qkv", (rows, hidden), (*queries, *keys), fused)
     if a.qkv_bias:
-        yield target(
-            f"{ours}qkv_bias",
-            (rows,),
-            tuple(
-                whole(f"{theirs}{letter}_proj.bias", width)
-                for letter, width in zip("qkv", (a.q_width, a.kv_width, a.kv_width), strict=True)
-            ),
-        )
+        yield from qkv_bias_targets(a, ours, theirs)
+    if a.has_gate:
+        yield target(f"{ours}gate", (a.q_width, hidden), gates)
     yield simple(f"{ours}out", f"{theirs}{names.attention_out}.weight", hidden, a.q_width)
     if a.out_bias:
         yield simple(f"{ours}out_bias", f"{theirs}{names.attention_out}.bias", hidden)
@@ -120,6 +164,18 @@ def attention_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Tar
         q_size, k_size = qk_norm_sizes(a)
         yield simple(f"{ours}q_norm", f"{theirs}{names.q_norm}.weight", q_size)
         yield simple(f"{ours}k_norm", f"{theirs}{names.k_norm}.weight", k_size)
+
+
+def qkv_bias_targets(a: AttentionSpec, ours: str, theirs: str) -> Iterator[Target]:
+    """The biases of queries, keys and values, and of the output's gate."""
+    keys = tuple(whole(f"{theirs}{letter}_proj.bias", a.kv_width) for letter in "kv")
+    queries: tuple[TargetPart, ...] = (whole(f"{theirs}q_proj.bias", a.q_width),)
+    if a.has_gate:
+        name, size = f"{theirs}q_proj.bias", 2 * a.q_width
+        each = [TargetPart(name, (size,), at, a.head_dim) for at in range(0, size, a.head_dim)]
+        queries = tuple(each[::2])
+        yield target(f"{ours}gate_bias", (a.q_width,), tuple(each[1::2]))
+    yield target(f"{ours}qkv_bias", (a.q_width + 2 * a.kv_width,), (*queries, *keys))
 
 
 def qk_norm_sizes(a: AttentionSpec) -> tuple[int, int]:
@@ -153,6 +209,8 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     if moe.has_bias:
         biases = tuple((whole(f"{block}expert_bias", moe.num_experts),) for block in blocks)
         yield target(f"{ours}router_bias", (moe.num_experts,), *biases)
+    if moe.shared_size:
+        yield from shared_expert_targets(spec, ours, f"{theirs}mlp.shared_expert")
     rows = 2 * moe.intermediate_size
     for e in range(moe.num_experts):
         yield target(
@@ -175,6 +233,15 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
             *((whole(f"{b}experts.{e}.{n}.weight", *down),) for b in blocks for n in DOWN),
             *(stacked(f"{b}experts.{n}", spec, e, down) for b in blocks for n in STACKED_DOWN),
         )
+
+
+def shared_expert_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
+    assert spec.moe is not None
+    size, hidden = spec.moe.shared_size, spec.hidden_size
+    halves = tuple(whole(f"{theirs}.{half}.weight", size, hidden) for half in GATE_UP[0])
+    yield target(f"{ours}shared_gate_up", (2 * size, hidden), halves)
+    yield simple(f"{ours}shared_down", f"{theirs}.down_proj.weight", hidden, size)
+    yield simple(f"{ours}shared_gate", f"{theirs}_gate.weight", 1, hidden)
 
 
 GATE_UP = (("gate_proj", "up_proj"), ("w1", "w3"))

@@ -23,6 +23,8 @@ from kernels.pages import allocate
 
 # Tensors in older checkpoints that can be derived from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+# Parts that generate no text from text: the encoder of images, and layers that only draft tokens.
+UNREAD = re.compile(r"^(model\.)?visual\.|^mtp\.")
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
 # Numbers of quantised targets read in advance. While such a target is packed it takes up to two
@@ -72,7 +74,8 @@ class Weights:
         """Take the tensor of a target, on the CPU. No reference to it is kept."""
         while self._targets and (name not in self._ready or self._may_read_ahead()):
             following = self._targets.popleft()
-            loading = self._reader.submit(self._source.load, following, self._dtype)
+            dtype = torch.float32 if following.is_float32 else self._dtype
+            loading = self._reader.submit(self._source.load, following, dtype)
             self._ready[following.name] = loading
             self._numbers[following.name] = prod(following.shape)
         del self._numbers[name]
@@ -185,7 +188,8 @@ class StoredWeights:
     def _may_be_left(self, name: str) -> bool:
         if self._modules is not None and self._modules.may_be_left(name):
             return True
-        return DERIVED.search(name) is not None or is_kv_scale(name)
+        is_unread = any(pattern.search(name) for pattern in (DERIVED, UNREAD))
+        return is_unread or is_kv_scale(name)
 
 
 class RandomWeights:

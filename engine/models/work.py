@@ -48,17 +48,27 @@ class Shapes:
         self._experts = sum(size for name, size in sizes.items() if is_expert(name))
         self._dense = sum(sizes.values()) - self._experts
         self._windows = Counter(layer.window for layer in spec.layers if has_kv(layer))
-        self._num_convs = sum(layer.mixer == "short_conv" for layer in spec.layers)
+        self._mixers = Counter(layer.mixer for layer in spec.layers)
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
         """Bytes of one token's K and V in all layers. cell: bytes of a number in the cache."""
         return 2 * self._windows.total() * self.spec.attention.kv_width * cell
 
-    def state_numbers(self) -> int:
-        """Numbers in the recurrent states of one sequence, in all layers."""
-        conv = self.spec.short_conv
-        return 0 if conv is None else self._num_convs * (conv.taps - 1) * self.spec.hidden_size
+    def state_bytes(self, cell: float) -> float:
+        """Bytes of the recurrent states of one sequence in all layers. cell: of an activation."""
+        conv, delta, total = self.spec.short_conv, self.spec.gated_delta, 0.0
+        if conv is not None:
+            total += self._mixers["short_conv"] * (conv.taps - 1) * self.spec.hidden_size * cell
+        if delta is not None:
+            window = (delta.taps - 1) * delta.conv_width * cell
+            total += self._mixers["gated_delta"] * (window + 4 * self.matrix_numbers())
+        return total
+
+    def matrix_numbers(self) -> int:
+        """Numbers in the matrices of the gated delta rule of one sequence and layer."""
+        delta = self.spec.gated_delta
+        return 0 if delta is None else delta.value_heads * delta.key_dim * delta.value_dim
 
     def work(
         self,
@@ -80,10 +90,12 @@ class Shapes:
         keys, pairs = self.attended(new, context, shared)
         head = self._head if num_logits else 0
         return ModelWork(
-            cells[0] * (used + head + 2 * len(new) * self.state_numbers())
+            cells[0] * (used + head)
+            + 2 * len(new) * self.state_bytes(cells[0])
             + cells[1] * 2 * self.spec.attention.kv_width * keys
             + LOGIT_BYTES * num_logits * self.spec.vocab_size,
             2.0 * num_tokens * self._each
+            + 7.0 * num_tokens * self._mixers["gated_delta"] * self.matrix_numbers()
             + 2.0 * num_logits * head
             + 4.0 * self.spec.attention.q_width * pairs,
         )

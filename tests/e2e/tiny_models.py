@@ -27,6 +27,22 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
+LINEAR = "linear_attention"
+# Of the gated delta rule, and of experts.
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+SHARED_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 SMALL_MLP = {"block_multiple_of": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -292,6 +308,40 @@ CASES: dict[str, Case] = {
             "conv_bias": True,
         },
     ),
+    "qwen3-next": Case("Qwen3Next", {**DELTA, **SHARED_MOE}),
+    "qwen3-next-mixed": Case(
+        "Qwen3Next",
+        {
+            **DELTA,
+            **SHARED_MOE,
+            "num_hidden_layers": 4,
+            "layer_types": [FULL, LINEAR, LINEAR, LINEAR],
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3.5": Case("Qwen3_5Text", DELTA),
+    "qwen3.5-tied": Case(
+        "Qwen3_5Text",
+        {
+            **DELTA,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-bf16": Case("Qwen3_5Text", DELTA, torch.bfloat16),
+    "qwen3.5-moe": Case("Qwen3_5MoeText", {**DELTA, **SHARED_MOE}),
 }
 
 
