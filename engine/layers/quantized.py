@@ -42,6 +42,10 @@ class QuantizedWeight:
         is_by_output = m.bits == 8 and m.scales.shape[1] == 1 and not m.outer_size
         return self.quantizes_inputs and not m.is_float and is_by_output and not has_more
 
+    def rows(self, first: int, count: int) -> QuantizedWeight:
+        """Return the matrix of ``count`` outputs from ``first`` on, without a copy."""
+        return replace(self, matrix=self.matrix.of_outputs(slice(first, first + count)))
+
     def dequantize(self) -> torch.Tensor:
         """Return the matrix [out, in], dequantised to ``dtype``."""
         return dequantize(self.matrix, self.dtype)

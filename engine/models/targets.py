@@ -23,6 +23,10 @@ class TargetPart(NamedTuple):
     start: int
     size: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.size // self.shape[-1]
+
 
 class Target(NamedTuple):
     """One tensor of the decoder."""

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import StoredWeight, Weight, stack
+from engine.layers.quantized import QuantizedWeight, StoredWeight, Weight, stack
 from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
@@ -117,7 +117,7 @@ class StoredWeights:
         if self.is_quantized(target):
             if all(map(self._checkpoint.is_packed, parts)):
                 return stack(self._checkpoint.quantized(parts, dtype))
-            return stack([self._one(part, dtype) for part in parts])
+            return stack(self._each(parts, dtype))
         out = allocate(target.shape, dtype)
         self._fill(parts, out)
         return out
@@ -126,14 +126,25 @@ class StoredWeights:
         is_module = self._modules is not None and self._modules.holds(part)
         return is_module or self._checkpoint.is_packed(part)
 
+    def _each(self, parts: Iterable[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
+        """Read the parts of a target, in their quantised form if the checkpoint stores them so."""
+        read: dict[str, QuantizedWeight] = {}  # modules, of which parts may be some rows
+        found: list[StoredWeight] = []
+        for part in parts:
+            if self._modules is None or not self._modules.holds(part):
+                found.append(self._one(part, dtype))
+                continue
+            if part.name not in read:
+                read[part.name] = self._modules.read(part, dtype)
+            found.append(read[part.name].rows(part.start // part.shape[-1], part.num_rows))
+        return found
+
     def _one(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
-        """Read one part of a target, in its quantised form if the checkpoint stores it so."""
+        """Read one part of a target, whose tensor is not that of a quantised module."""
         if self._checkpoint.is_packed(part):
             return self._checkpoint.quantized((part,), dtype)[0]
-        if self._modules is not None and self._modules.holds(part):
-            return self._modules.read(part, dtype)
         # A part may be the matrix of one expert in a tensor of several.
-        out = allocate((part.size // part.shape[-1], part.shape[-1]), dtype)
+        out = allocate((part.num_rows, part.shape[-1]), dtype)
         self._fill((part,), out)
         return out
 

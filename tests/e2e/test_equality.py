@@ -37,7 +37,7 @@ NATIVE = [
     "qwen3-moe-mixed",
     "llama-bf16",
 ]
-WITH_STATES = ["lfm2", "lfm2-moe"]
+WITH_STATES = ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
 GENERAL = [
     "gpt2",
     "gpt-neox",

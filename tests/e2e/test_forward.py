@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from e2e.paged import PagedRun
-from e2e.tiny_models import CASES, FULL, VOCAB, Case, TinyModels, config_of, random_model, reference
+from e2e.tiny_models import (
+    CASES,
+    FULL,
+    VOCAB,
+    Case,
+    TinyModels,
+    config_of,
+    random_model,
+    randomised,
+    reference,
+)
+from safetensors.torch import load_file, save_file
 
 from engine.config.model import ModelConfig, read_model_info
 from engine.models.decoder import NativeDecoder
@@ -90,11 +102,45 @@ def test_what_a_native_family_does_not_compute_runs_through_transformers(
 
 
 def test_every_family_has_a_case() -> None:
-    assert {f"{case.family}ForCausalLM" for case in CASES.values()} == set(FAMILIES)
+    made = {f"{case.family.removesuffix('Text')}ForCausalLM" for case in CASES.values()}
+    assert made | set(WITH_IMAGES) == set(FAMILIES)
+
+
+# Families that also read images, and the case of their text model.
+WITH_IMAGES = {
+    "Qwen3_5ForConditionalGeneration": "qwen3.5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3.5-moe",
+}
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_models_of_images_are_served_as_text_models(tmp_path: Path, name: str, seed: int) -> None:
+    """As published: with an encoder of images, and with layers that only draft."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    sizes = {"patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+    text = config_of(CASES[WITH_IMAGES[name]]).to_dict()
+    make = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
+    config = make(text_config=text, vision_config={**vision, **sizes}, tie_word_embeddings=False)
+    model = randomised(getattr(transformers, name)(config).float(), seed)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any("visual" in key for key in stored)
+    drafts = {"mtp.fc.weight": torch.zeros(64, 128)}
+    save_file({**stored, **drafts}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens = tokens_of(seed)
+    logits = PagedRun(load(tmp_path)).prefill("a", tokens, 16)
+    assert_same(logits, reference_logits(model.eval(), tokens), name)
 
 
 # Files as transformers 4 wrote them, and what became of their keys since.
-OLDER = ["llama-llama3", "llama-yarn", "phi3-partial-window", "phi3-longrope", "gemma3-linear"]
+OLDER = [
+    "llama-llama3",
+    "llama-yarn",
+    "phi3-partial-window",
+    "phi3-longrope",
+    "gemma3-linear",
+    "qwen3-next-mixed",
+]
 
 
 def in_older_words(hf: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +168,7 @@ def test_older_configurations_compute_the_same(
     assert_same(logits, reference_logits(tiny_models.reference(name), tokens), name)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed", "qwen3-next"])
 def test_stacked_experts_compute_the_same(
     tiny_models: TinyModels, tmp_path: Path, name: str, seed: int
 ) -> None:
@@ -181,8 +227,8 @@ def test_dynamic_positions_are_those_of_the_longest_sequence(tmp_path: Path, see
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"dtype": "bfloat16"}) for name in ("gemma2", "mixtral")),
-        *((name, {"quantization": "int8"}) for name in ("llama", "olmo2")),
+        *((name, {"dtype": "bfloat16"}) for name in ("gemma2", "mixtral", "qwen3-next")),
+        *((name, {"quantization": "int8"}) for name in ("llama", "olmo2", "qwen3.5")),
     ],
     ids=str,
 )

@@ -74,6 +74,11 @@ def keep_some(module: str) -> bool:
     )
 
 
+def keep_gates(module: str) -> bool:
+    """The head, and small projections of the gated delta rule and of shared experts."""
+    return module.endswith(("lm_head", "in_proj_ba", "in_proj_a", "in_proj_b", "_gate"))
+
+
 class Directory(NamedTuple):
     """A tiny model and how it is stored."""
 
@@ -94,6 +99,7 @@ DIRECTORIES = {
     ),
     "awq-experts": Directory("mixtral", awq(32), AWQ, lambda m: m.endswith("gate") or keep_head(m)),
     "gptq": Directory("qwen3", gptq(4, 32), GPTQ),
+    "gptq-ordered-by-head": Directory("qwen3-next", gptq(4, 32), GPTQ, keep_gates),
     "gptq-8": Directory("llama", gptq(8, 32, sym=False), {**GPTQ, "bits": 8, "sym": False}),
     "gptq-desc-act": Directory(
         "llama", gptq(4, 16, desc_act=True), {**GPTQ, "group_size": 16, "desc_act": True}
@@ -126,6 +132,9 @@ DIRECTORIES = {
     ),
     "fp8-channel": Directory("llama", fp8("channel"), FP8),
     "fp8-blocks": Directory("qwen3", fp8("block", scale_name="weight_scale_inv"), BLOCKS),
+    "fp8-blocks-of-gated-heads": Directory(
+        "qwen3.5", fp8("block", scale_name="weight_scale_inv"), BLOCKS, keep_gates
+    ),
     "fp8-blocks-kept": Directory(
         "qwen3-moe",
         fp8("block", scale_name="weight_scale_inv", scale_dtype=torch.bfloat16),

@@ -392,7 +392,13 @@ def _copied(value: Any) -> Any:
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A causal model whose every parameter matters: no unit norms, no zero biases."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return randomised(
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed
+    )
+
+
+def randomised(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model with random weights: norms near their value, all else around zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

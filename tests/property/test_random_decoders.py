@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from e2e.paged import PagedRun
-from e2e.tiny_models import FULL, SLIDING, Case, config_of, random_model, reference
+from e2e.tiny_models import FULL, LINEAR, SLIDING, Case, config_of, random_model, reference
 
 from engine.config.model import ModelConfig, read_model_info
 from engine.models.load import load_model
@@ -141,6 +141,46 @@ def qwen3_moe(dice: random.Random, count: int) -> dict[str, Any]:
     )
 
 
+def gated_delta(dice: random.Random, count: int) -> dict[str, Any]:
+    """Attention in at least one layer."""
+    kinds = [dice.choice([LINEAR, LINEAR, FULL]) for _ in range(count)]
+    kinds[dice.randrange(count)] = FULL
+    key_heads = dice.choice([1, 2, 3])
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * dice.choice([1, 2, 4]),
+        **pick(
+            dice,
+            attention_bias=[True, False],
+            linear_key_head_dim=[4, 16, 30, 64],
+            linear_value_head_dim=[5, 16, 48, 80],
+            linear_conv_kernel_dim=[2, 3, 4],
+        ),
+    }
+
+
+def shared_experts(dice: random.Random, count: int) -> dict[str, Any]:
+    experts = pick(
+        dice,
+        num_experts=[3, 6],
+        num_experts_per_tok=[1, 3],
+        moe_intermediate_size=[17, 32],
+        shared_expert_intermediate_size=[16, 33],
+    )
+    return {**gated_delta(dice, count), **experts}
+
+
+def qwen3_next(dice: random.Random, count: int) -> dict[str, Any]:
+    more = pick(
+        dice,
+        norm_topk_prob=[True, False],
+        decoder_sparse_step=[1, 2],
+        mlp_only_layers=[[], [0]],
+    )
+    return {**shared_experts(dice, count), **more}
+
+
 def llama(dice: random.Random, count: int) -> dict[str, Any]:
     return {**biases(dice, count), **pick(dice, hidden_act=["silu", "gelu", "gelu_pytorch_tanh"])}
 
@@ -157,6 +197,9 @@ OPTIONS = {
     "Qwen2": qwen,
     "Qwen3": qwen,
     "Qwen3Moe": qwen3_moe,
+    "Qwen3Next": qwen3_next,
+    "Qwen3_5MoeText": shared_experts,
+    "Qwen3_5Text": gated_delta,
     "SmolLM3": smollm3,
 }
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,10 +19,12 @@ from engine.models.families import FAMILIES
 from engine.models.hf_config import rope
 from engine.models.spec import DecoderSpec
 
+# Families whose class of configuration is not named as the model's: those with images, too.
+TEXT = ("Gemma3", "Qwen3_5")
 CONFIG_CLASSES = {
     name: getattr(
         transformers,
-        name.replace("ForCausalLM", "TextConfig" if name.startswith("Gemma3") else "Config"),
+        re.sub("For[A-Za-z]*$", "TextConfig" if name.startswith(TEXT) else "Config", name),
     )
     for name in FAMILIES
 }
