@@ -202,17 +202,6 @@ def gated_delta_rule(
     return _bodies(qkv).gated_delta_rule(qkv, gates, rate, bias, state, meta)
 
 
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """x / rms(x) * weight * silu(gate), with the norm over each head of D elements.
-
-    x: [N, heads * D]; gate: of the same shape, whose rows may lie apart; weight: [D]. Returns a new
-    tensor of x's shape and dtype.
-    """
-    return _bodies(x).gated_norm(x, gate, weight, eps)
-
-
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate), a new tensor: x [N, F]; gate [N, F] or [N, 1], whose rows may lie
     apart."""

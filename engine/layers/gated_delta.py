@@ -29,7 +29,9 @@ class GatedDelta:
         self.project = project
         self.gates = gates
         self.conv, self.rate, self.bias = weights
-        self.norm = norm
+        self.eps = norm.eps
+        self.group = len(norm.weight)
+        self.norm_weight = norm.weight.repeat(len(self.rate))  # of all heads
         self.out = out
 
     def __call__(
@@ -49,4 +51,7 @@ class GatedDelta:
         gate = projected[:, width:]
         if wanted is not None:
             y, gate = y[wanted.rows], gate[wanted.rows]
-        return self.out(kernels.gated_norm(y, gate, self.norm.weight, self.norm.eps))
+        y = kernels.grouped_gated_norm(
+            y, gate, self.norm_weight, self.eps, group=self.group, norm_first=True
+        )
+        return self.out(y)

@@ -25,11 +25,6 @@ def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
-def _has_rows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if a matrix has this dtype and contiguous rows, which may lie apart."""
-    return tensor.dtype is dtype and tensor.dim() == 2 and tensor.stride(1) == 1
-
-
 def _is_float32(tensor: torch.Tensor | None) -> bool:
     return tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous())
 
@@ -43,6 +38,11 @@ def _is_cache(
     is_read = dtype in (tokens.dtype, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
     is_scaled = scales is None or (dtype is torch.float8_e4m3fn and _is_float32(scales))
     return is_read and is_scaled and kv_layer.is_contiguous()
+
+
+def _has_rows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if a matrix has this dtype and contiguous rows, which may lie apart."""
+    return tensor.dtype is dtype and tensor.dim() == 2 and tensor.stride(1) == 1
 
 
 def _have_rows(first: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -147,16 +147,8 @@ def gated_delta_rule(
     return reference.gated_delta_rule(qkv, gates, rate, bias, state, meta)
 
 
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    if _is_plain(x, weight) and _has_rows(gate, x.dtype):
-        return delta_rule.gated_norm(x, gate, weight, eps)
-    return reference.gated_norm(x, gate, weight, eps)
-
-
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    if _is_plain(x) and _has_rows(gate, x.dtype):
+    if _is_plain(x) and _have_rows(x, gate):
         return delta_rule.sigmoid_mul(x, gate)
     return reference.sigmoid_mul(x, gate)
 

@@ -18,8 +18,8 @@ from kernels.cpu import isa
 from kernels.cpu.causal_conv import clear_rows, count_written
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
 from kernels.cpu.delta_vectors import BOTH, READ, UPDATE, state_pass
-from kernels.cpu.mathlib import sigmoid, silu
-from kernels.cpu.native import INLINE, Kernel, bits, f32, f64, i32, i64, next_item
+from kernels.cpu.mathlib import sigmoid
+from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import StateMeta
 from kernels.reference.delta_rule import NORM_EPS
@@ -79,28 +79,6 @@ def _parts(heads: int, dim: int, threads: int) -> int:
     while heads * parts < 4 * threads and dim % (2 * parts * _BLOCK) == 0:
         parts *= 2
     return parts
-
-
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """RMS norm of each head of x [N, H * D], contiguous, times silu(gate); see
-    kernels.ops.gated_norm. The rows of the gate may lie apart."""
-    num, width = x.shape
-    out = torch.empty_like(x)
-    NORM[x.element_size()].run(
-        num_threads() if num * width >= _ENOUGH else 1,
-        x.data_ptr(),
-        gate.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        num,
-        width,
-        len(weight),
-        gate.stride(0) * x.element_size(),
-        bits(eps),
-    )
-    return out
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -274,32 +252,6 @@ def _rule_body(cell: int):
     return body
 
 
-def _norm_body(cell: int):
-    def body(row):
-        p = i64(row, (10,))
-        num, width, size = p[5], p[6], p[7]
-        eps = f64(row, (10,))[9]
-        weight = elements(p[3], (size,), cell)
-        while True:
-            first = next_item(row) * _ROWS
-            if first >= num:
-                break
-            for n in range(first, min(first + _ROWS, num)):
-                for column in range(0, width, size):
-                    start = (n * width + column) * cell
-                    x = elements(p[1] + start, (size,), cell)
-                    out = elements(p[4] + start, (size,), cell)
-                    gate = elements(p[2] + n * p[8] + column * cell, (size,), cell)
-                    squares = _ZERO
-                    for i in range(size):
-                        squares += get(x, i) * get(x, i)
-                    scale = np.float32(1 / np.sqrt(squares / size + eps))
-                    for i in range(size):
-                        put(out, i, get(x, i) * scale * get(weight, i) * silu(get(gate, i)))
-
-    return body
-
-
 def _sigmoid_mul_body(cell: int):
     def body(row):
         p = i64(row, (8,))
@@ -325,5 +277,4 @@ def _sigmoid_mul_body(cell: int):
 
 # By bytes per element.
 RULE = {cell: Kernel(_rule_body(cell), heavy=True) for cell in (4, 2)}
-NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 SIGMOID_MUL = {cell: Kernel(_sigmoid_mul_body(cell)) for cell in (4, 2)}

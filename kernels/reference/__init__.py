@@ -10,7 +10,7 @@ from kernels.reference.attention import (
     paged_attention,
 )
 from kernels.reference.causal_conv import causal_conv
-from kernels.reference.delta_rule import gated_delta_rule, gated_norm, sigmoid_mul
+from kernels.reference.delta_rule import gated_delta_rule, sigmoid_mul
 from kernels.reference.pointwise import act_mul, add_rms_norm, grouped_gated_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 from kernels.reference.selective_scan import channel_scan, head_scan
@@ -26,7 +26,6 @@ __all__ = [
     "causal_conv",
     "channel_scan",
     "gated_delta_rule",
-    "gated_norm",
     "gather",
     "grouped_gated_norm",
     "head_scan",

@@ -67,15 +67,6 @@ def split_heads(
     return query, key, value.unflatten(1, (heads, dim))
 
 
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """RMS norm of each head, times silu(gate); see `kernels.ops.gated_norm`."""
-    y = wide(x).unflatten(-1, (-1, len(weight)))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return ((y * wide(weight)).flatten(-2) * F.silu(wide(gate))).to(x.dtype)
-
-
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate); see `kernels.ops.sigmoid_mul`."""
     return (wide(x) * wide(gate).sigmoid()).to(x.dtype)

@@ -6,7 +6,7 @@ from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
-from kernels.triton.delta_rule import gated_delta_rule, gated_norm, sigmoid_mul
+from kernels.triton.delta_rule import gated_delta_rule, sigmoid_mul
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.invariant import invariant_linear
@@ -34,7 +34,6 @@ __all__ = [
     "count_tokens",
     "forbid_words",
     "gated_delta_rule",
-    "gated_norm",
     "grouped_gated_norm",
     "grow_block_tables",
     "head_scan",

@@ -72,26 +72,6 @@ def gated_delta_rule_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def gated_norm_kernel(  # noqa: PLR0913
-    x, gate, weight, out, num_heads, heads, stride_gate, eps,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program computes ROWS heads: RMS norm of x times weight times silu(gate)."""
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PAD)[None, :]
-    mask = (head < num_heads)[:, None] & (column < DIM)
-    place = head.to(tl.int64)[:, None] * DIM + column
-    stored = tl.load(x + place, mask=mask, other=0.0)
-    values = stored.to(tl.float32)
-    values = values * tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)[:, None]
-    values = values * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
-    start = (head // heads).to(tl.int64) * stride_gate + head % heads * DIM
-    gates = tl.load(gate + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    result = values * gates / (1.0 + tl.exp(-gates))
-    tl.store(out + place, result.to(stored.dtype), mask=mask)
-
-
-@triton.jit
 def sigmoid_mul_kernel(
     x, gate, out, width, stride_gate, IS_WIDE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -159,38 +139,6 @@ def rule_launch(
     return Launch(gated_delta_rule_kernel, grid, args, 4, 1)
 
 
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """See kernels.ops.gated_norm."""
-    out = torch.empty_like(x)
-    if len(x):
-        norm_launch(x, gate, weight, out, eps).run()
-    return out
-
-
-def norm_launch(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
-) -> Launch:
-    """The launch of `gated_norm_kernel`. x, out: [N, heads * D], contiguous."""
-    size, padded = len(weight), pad_power(len(weight))
-    num, rows = x.numel() // size, max(1, TILE // padded)
-    args = {
-        "x": x,
-        "gate": gate,
-        "weight": weight,
-        "out": out,
-        "num_heads": num,
-        "heads": x.shape[1] // size,
-        "stride_gate": gate.stride(0),
-        "eps": eps,
-        "DIM": size,
-        "PAD": padded,
-        "ROWS": rows,
-    }
-    return Launch(gated_norm_kernel, (triton.cdiv(num, rows),), args, 4, 1)
-
-
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """See kernels.ops.sigmoid_mul."""
     out = torch.empty_like(x)
@@ -227,6 +175,5 @@ def configurations() -> Iterator[Launch]:
             places = torch.empty((64, writes), dtype=torch.int32, device="meta")
             meta = StateMeta(column, column, places, column[:1], 64, 1)
             yield rule_launch((qkv, gates), (numbers, numbers), state, meta, out)
-        yield norm_launch(out, z, out[0, :128], out, 1e-6)
         for gate in (z, z[:, :1]):
             yield sigmoid_mul_launch(out, gate, out)

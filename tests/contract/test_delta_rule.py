@@ -58,13 +58,6 @@ def test_threads_and_neighbours_change_no_bit() -> None:
 
 @pytest.mark.isa
 @by_dtype
-@pytest.mark.parametrize("size", [16, 24, 128])
-def test_gated_norm(size: int, dtype: torch.dtype) -> None:
-    delta_checks.check_gated_norm(kernels.gated_norm, dtype, size)
-
-
-@pytest.mark.isa
-@by_dtype
 @pytest.mark.parametrize("columns", [1, 40])
 def test_sigmoid_mul(columns: int, dtype: torch.dtype) -> None:
     delta_checks.check_sigmoid_mul(kernels.sigmoid_mul, dtype, columns)

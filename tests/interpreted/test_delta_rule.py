@@ -34,12 +34,6 @@ def test_a_prompt_in_parts_gives_the_same_bits() -> None:
 
 
 @by_dtype
-@pytest.mark.parametrize("size", [16, 24])
-def test_gated_norm(size: int, dtype: torch.dtype) -> None:
-    delta_checks.check_gated_norm(delta_rule.gated_norm, dtype, size)
-
-
-@by_dtype
 @pytest.mark.parametrize("columns", [1, 40])
 def test_sigmoid_mul(columns: int, dtype: torch.dtype) -> None:
     delta_checks.check_sigmoid_mul(delta_rule.sigmoid_mul, dtype, columns)

@@ -78,13 +78,6 @@ def check_cuts_of_a_prompt(
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
-def check_gated_norm(norm: Rule, dtype: torch.dtype, size: int) -> None:
-    both = random(9, 7 * size, dtype=dtype)
-    x, gate, weight = both[:, : 3 * size].contiguous(), both[:, 4 * size :], both[0, :size].clone()
-    wanted = reference.gated_norm(x.double(), gate.double(), weight.double(), 1e-6)
-    close(norm(x, gate, weight, 1e-6), wanted, dtype)
-
-
 def check_sigmoid_mul(multiply: Rule, dtype: torch.dtype, columns: int) -> None:
     both = random(9, 90, dtype=dtype)
     x, gate = both[:, :40].contiguous(), both[:, 41 : 41 + columns]
