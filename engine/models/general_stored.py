@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from engine.config.model import ModelInfo
 from engine.layers.linear import is_cpu, make_linear
@@ -28,6 +29,8 @@ from engine.models.general_support import causal_class
 from engine.models.general_weights import ModuleWeights
 from engine.models.opening import open_checkpoint
 from engine.models.quant import format_of
+
+LINEAR = (nn.Linear, Conv1D)
 
 
 def load_stored(
@@ -76,7 +79,7 @@ def packed_names(skeleton: nn.Module, weights: ModuleWeights) -> list[str]:
         if is_experts(module):
             stacks = [each for each, tensor in module.named_parameters() if tensor.dim() == 3]
             alike = [f"{owner}.{each}" for each in stacks]
-        elif own != "weight" or not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
+        elif own != "weight" or not (type(module) in LINEAR or isinstance(module, nn.Embedding)):
             continue
         if name in alike and any(map(weights.is_quantized, alike)):
             found.append(name)
@@ -115,8 +118,8 @@ class _Packing:
 
     def _pack_one(self, name: str, modules: list[nn.Module]) -> None:
         """Give one weight to the modules that share it: embeddings and at most one layer."""
-        layers: list[Any] = [module for module in modules if type(module) is nn.Linear]
-        tables = [module for module in modules if type(module) is not nn.Linear]
+        layers: list[Any] = [module for module in modules if type(module) in LINEAR]
+        tables = [module for module in modules if type(module) not in LINEAR]
         if len(layers) > 1 or not all(can_read_rows(table, self._dtype) for table in tables):
             self._causal.get_parameter(name).data = self._weights.plain(name)
             return

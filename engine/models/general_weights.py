@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.layers.packed_modules import is_experts
 from engine.layers.quantized import GgufWeight, Weight, plain
 from engine.models.checkpoint import Checkpoint
 from engine.models.quant.fields import Format
+from engine.models.quant.modules import is_quantized
 from engine.models.targets import Target, TargetPart, target, whole
 from engine.models.weights import StoredWeights
 
@@ -54,10 +56,14 @@ class ModuleWeights:
                 self._targets[name] = list(_targets_of_experts(module, owner, own))
                 if own.startswith("gate_up") and not module.is_concatenated:
                     self._alternating.add(name)
-                if module.is_transposed:
+                if module.is_transposed and tensor.dim() == 3:
                     self._transposed.add(name)
             else:
                 shape = tuple(tensor.shape)
+                is_matrix = isinstance(module, Conv1D) and own == "weight"
+                if is_matrix and is_quantized(owner, checkpoint.tensors):
+                    shape = shape[::-1]  # formats store it as the weight of a linear layer
+                    self._transposed.add(name)
                 self._targets[name] = [target(name, shape, (whole(name, *shape),))]
         everything = [one for found in self._targets.values() for one in found]
         self._stored = StoredWeights(checkpoint, everything, form)
@@ -90,7 +96,8 @@ class ModuleWeights:
         """Read a parameter in the module's layout, dequantised."""
         shape, matrices = self._shapes[name], self.matrices(name)
         if len(shape) < 3:
-            return plain(next(matrices))
+            only = plain(next(matrices))
+            return only.T.contiguous() if name in self._transposed else only
         stacked = torch.empty(shape, dtype=self._dtype)
         for out, matrix in zip(stacked, matrices, strict=True):
             out.copy_(plain(matrix).T if name in self._transposed else plain(matrix))

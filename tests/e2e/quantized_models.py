@@ -21,6 +21,7 @@ import torch
 from e2e.tiny_models import Case, config_of, random_model
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 Tensors = dict[str, torch.Tensor]
 # (weight [out, in], dice) -> the tensors that hold it, by suffix, and what they stand for.
@@ -202,9 +203,13 @@ def int8(strategy: str, *, sym: bool = True) -> Writer:
 
 
 def linear_weights(model: PreTrainedModel) -> Tensors:
-    """By the names of their modules."""
-    found = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear}
-    return {name: module.weight.data for name, module in found.items()}
+    """By the names of their modules, [out, in]."""
+    found = {
+        name: module.weight.data if type(module) is torch.nn.Linear else module.weight.data.T
+        for name, module in model.named_modules()
+        if type(module) in (torch.nn.Linear, Conv1D)
+    }
+    return found
 
 
 def take_apart_experts(model: PreTrainedModel, stored: Tensors) -> Tensors:
@@ -249,7 +254,8 @@ def write_model(
             continue
         # Parts of one fused projection draw alike.
         dice = torch.Generator().manual_seed(zlib.crc32(module.rpartition(".")[0].encode()))
-        tensors, stands_for = write(stored.pop(f"{module}.weight"), dice)
+        del stored[f"{module}.weight"]
+        tensors, stands_for = write(place.contiguous(), dice)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
         place.copy_(stands_for)
     path.mkdir()

@@ -54,6 +54,9 @@ DIRECTORIES = {
     "gemma-gptq-desc-act": Directory(
         Case("Gemma", {"head_dim": 16}), gptq(4, 32, desc_act=True), {**GPTQ, "desc_act": True}
     ),
+    "gpt2-gptq": Directory(
+        Case("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 3}), gptq(4, 32), GPTQ
+    ),
     "cohere-fp8": Directory(Case("Cohere", {"logit_scale": 0.3}), fp8("channel"), FP8),
     "starcoder2-w8a8": Directory(
         Case("Starcoder2", {"sliding_window": 9, "use_bias": True}),
@@ -158,7 +161,7 @@ def test_matrices_of_directories_stay_packed(
     assert bytes_of_parameters(made.path, dtype) == kept * dtype.itemsize
 
 
-@pytest.mark.parametrize("name", ["olmoe-w4a16", "wide-qwen2moe", "wide-gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2-gptq", "olmoe-w4a16", "wide-qwen2moe", "wide-gpt-oss"])
 def test_weights_are_dequantised_for_a_gpu(
     directories: dict[str, Written], gguf_models: GgufModels, name: str
 ) -> None:
