@@ -7,7 +7,6 @@ addition to the weights. The format: an 8-byte length, a JSON header, then the d
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from engine.config.model import read_json
 from engine.errors import ModelError
 from engine.layers.quantized import StoredWeight
+from engine.models.file_reader import FileReader
 from engine.models.targets import TargetPart
 
 DTYPES = {
@@ -59,7 +59,7 @@ class Checkpoint:
         files = find_files(root)
         for file in files:
             self.tensors.update(read_header(file))
-        self._files = {file: os.open(file, os.O_RDONLY) for file in files}
+        self._files = FileReader(files)
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
 
     @property
@@ -71,9 +71,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._files.close()
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` (contiguous, on the CPU) with elements of a tensor from index ``start`` on,
@@ -148,13 +146,10 @@ class Checkpoint:
         return True
 
     def _fill(self, file: Path, offset: int, out: torch.Tensor) -> None:
-        memory = out.view(torch.uint8).numpy().data
-        done = 0
-        while done < len(memory):
-            count = os.preadv(self._files[file], [memory[done:]], offset + done)
-            if not count:
-                raise damaged(file, "it ended while it was read")
-            done += count
+        try:
+            self._files.fill(file, offset, out.view(-1).view(torch.uint8).numpy())
+        except EOFError as error:
+            raise damaged(file, "it ended while it was read") from error
 
 
 def find_files(root: Path) -> list[Path]:

@@ -7,7 +7,6 @@ rotates neighbouring elements and not halves of a head, and stores Gemma's norm 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -25,6 +24,7 @@ from engine.gguf.header import GgufHeader, GgufTensor, damaged, read_gguf
 from engine.gguf.meta import Meta
 from engine.layers.quantized import GgufWeight, StoredWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.file_reader import FileReader
 from engine.models.targets import TargetPart
 from kernels.cpu.matmul.gguf import TYPES
 from kernels.pages import allocate
@@ -151,13 +151,10 @@ class GgufCheckpoint(Checkpoint):
             for name, each in self._conversions.items()
         }
         files = {stored.file for stored in header.tensors.values()}
-        self._files = {}
         try:
-            for file in files:
-                self._files[file] = os.open(file, os.O_RDONLY)
+            self._files = FileReader(files)
         except OSError as error:
-            self.__exit__()
-            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+            raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     @property
     def quantized_types(self) -> list[str]:

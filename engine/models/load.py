@@ -27,7 +27,6 @@ from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import (
-    GGUF_AHEAD,
     PACKED_AHEAD,
     RandomWeights,
     StoredWeights,
@@ -207,8 +206,6 @@ def load_decoder(
             dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
             ahead = PACKED_AHEAD if form is not None else None
-            if gguf_file(info.path) is not None:
-                ahead = GGUF_AHEAD
             decoder = _build(spec, stored, dtype, placement, ahead)
             decoder.kv_scales = kv_scales(checkpoint, spec)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6

@@ -28,10 +28,9 @@ UNREAD = re.compile(r"^(model\.)?visual\.|^mtp\.")
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
 # Numbers of quantised targets read in advance. While such a target is packed it takes up to two
-# bytes for each number, so large ones are read one at a time.
+# bytes for each number, so large ones are read one at a time. Those of GGUF files are not, since
+# before and while they are packed they take as much memory as afterwards.
 PACKED_AHEAD = 16 << 20
-# The same for matrices of GGUF files, which are packed without such tensors in between.
-GGUF_AHEAD = 192 << 20
 
 
 class WeightSource(Protocol):

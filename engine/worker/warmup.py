@@ -28,6 +28,7 @@ logger = logging.getLogger("engine.worker")
 
 NUM_PROMPT, NUM_DECODES = 4, 2
 NUM_TIMES = 2  # a CPU recorder records a kind of step when it occurs the second time
+LONG_STEP_SECONDS = 0.05  # of steps that take longer, Python's overhead is too small to record them
 SLOW_SECONDS = 2.0  # a longer warm-up is logged
 PROGRESS_SECONDS = 5.0  # between two log lines on the progress of compilation
 FEW_KEYS = 512  # split-KV attention makes few parts of them
@@ -79,15 +80,22 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
     for _ in range(1 if machine.recorder is None else NUM_TIMES):
         driver.execute(_plan(0, num_prompt, block_size, new=[seq]))
         for position in range(num_prompt, num_prompt + NUM_DECODES):
+            began = time.perf_counter()
             driver.execute(_plan(position, 1, block_size))
+        is_long = time.perf_counter() - began > LONG_STEP_SECONDS
         driver.execute(_plan(0, 0, block_size, freed=[0]))
+        if is_long:
+            break
     if machine.platform.compiles:
         _run_all_edits(driver, num_prompt)
     for layer in tensors_of(machine.kv):
         layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0
     seconds = time.perf_counter() - started
     if seconds > SLOW_SECONDS:
-        logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
+        logger.info(
+            "the first steps took %.0f s; if they compiled kernels, the next start finds them",
+            seconds,
+        )
     return seconds
 
 
