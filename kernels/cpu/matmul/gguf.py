@@ -7,6 +7,7 @@ inside words of four inputs ("quads")."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kernels.cpu.atomics import call_body
 from kernels.cpu.matmul.blocks import CODE_ZERO, LINE, PANEL, UNIT, BlockWeight
 from kernels.cpu.memory import zeros
 from kernels.cpu.native import INLINE, Kernel, i8, i32, i64, next_item, u8, u16
@@ -112,13 +114,29 @@ def pack_gguf(kind: str, rows: torch.Tensor) -> BlockWeight:
         zeros((count, groups, PANEL), inner) for count in (panels, panels * form.has_offsets)
     )
     outer_scales, outer_offsets = (
-        torch.empty((panels, blocks if is_outer else 0, PANEL), dtype=torch.float16)
-        for _ in range(2)
+        torch.zeros((count, blocks, PANEL), dtype=torch.float16)
+        for count in (panels * is_outer, panels * (is_outer and form.has_offsets))
     )
-    threads = num_threads() if rows.numel() >= _ENOUGH else 1
-    tensors = (values, scales, offsets, outer_scales, outer_offsets)
-    places = [tensor.data_ptr() for tensor in tensors]
-    KERNELS[kind].run(threads, rows.data_ptr(), num, blocks, *places, form.units)
+    first, *others = form.planes
+    second = others[0] if others else None
+    tensors = (rows, values, scales, offsets, outer_scales, outer_offsets)
+    PACK.run(
+        num_threads() if rows.numel() >= _ENOUGH else 1,
+        *(tensor.data_ptr() for tensor in tensors),
+        num,
+        blocks,
+        form.num_bytes,
+        form.units,
+        form.bits * 2 * LINE,
+        form.units * UNIT // form.group_size * PANEL * inner.itemsize,
+        form.outer,
+        scale_function(form.scaling).address,
+        plane_function(first.width, first.how).address,
+        first.first,
+        0 if second is None else plane_function(second.width, second.how).address,
+        0 if second is None else second.first,
+        first.width * 2 * LINE,
+    )
     code = None if form.codebook is None else torch.tensor(form.codebook) + CODE_ZERO
     return BlockWeight(
         values=values,
@@ -137,6 +155,15 @@ def pack_gguf(kind: str, rows: torch.Tensor) -> BlockWeight:
     )
 
 
+# Words of a job: one block of each of the outputs of a panel.
+_SOURCE = 0  # address of the first output's plane or block
+_STRIDE = 1  # bytes from one output to the next
+_COUNT = 2  # outputs
+_UNITS, _UNIT_BYTES = 3, 4  # units of the block, packed bytes from one to the next
+_TARGET = 5  # where the plane is packed to
+_SCALES_TO, _OFFSETS_TO = 6, 7  # where scales and offsets are packed to; 0: no offsets
+_JOB = 8  # words
+
 _I32 = ir.IntType(32)
 _ENOUGH = 1 << 16  # bytes; with fewer, one thread is faster
 
@@ -154,33 +181,60 @@ def _word(typing_context, address):
 
 
 @njit(**INLINE)
-def _quad(block, unit, quad, width, how, first):
+def _quad(block, unit, quad, width, how):
     """The bits of a plane of four inputs, each in the low bits of a byte of a word."""
     if how == _SHORT:
-        return (_word(block + first + 16 * unit + 4 * (quad & 3)) >> (quad & 4)) & 0x0F0F0F0F
+        return (_word(block + 16 * unit + 4 * (quad & 3)) >> (quad & 4)) & 0x0F0F0F0F
     if how == _RUNS:
-        per = 8 // max(width, 1)
-        place = block + first + 32 * (unit // per) + 4 * quad
+        per = 8 // width
+        place = block + 32 * (unit // per) + 4 * quad
         return (_word(place) >> width * (unit % per)) & 0x01010101 * ((1 << width) - 1)
     if how == _SIXES:
-        place = block + first + 64 * (unit >> 2) + 32 * (unit & 1) + 4 * quad
+        place = block + 64 * (unit >> 2) + 32 * (unit & 1) + 4 * quad
         return (_word(place) >> 2 * (unit & 2)) & 0x0F0F0F0F
     if how == _FLAGS:
-        flags = (_word(block + first + 4 * unit) >> 4 * quad) & 15
+        flags = (_word(block + 4 * unit) >> 4 * quad) & 15
         return (flags * 0x00204081) & 0x01010101  # bit i goes to byte i
-    return _word(block + first + 32 * unit + 4 * quad) ^ 0x80808080
+    return _word(block + 32 * unit + 4 * quad) ^ 0x80808080
 
 
-@njit(**INLINE)
-def _pack_plane(block, unit, target, width, how, first):
-    """Write one plane of a unit to the bytes of one output, in lines of 128 bytes."""
-    count = 8 // max(width, 1)
-    for line in range(width):
-        word = 0
-        for part in range(count):
-            quad = line + part * width if width == 4 else line * count + part
-            word |= _quad(block, unit, quad, width, how, first) << part * width
-        i32(target + line * 2 * LINE, (1,))[0] = word
+@cache
+def plane_function(width: int, how: int) -> Kernel:
+    """Returns the function that packs one plane of the same block of adjacent outputs, see
+    `_pack_body` for its job. One function is compiled for all types that have such a plane."""
+    count = 8 // width
+
+    def body(job):
+        j = i64(job, (_JOB,))
+        units, unit_bytes = j[_UNITS], j[_UNIT_BYTES]
+        for output in range(j[_COUNT]):
+            block, target = j[_SOURCE] + output * j[_STRIDE], j[_TARGET] + output * 4
+            for unit in range(units):
+                for line in range(width):
+                    word = 0
+                    for part in range(count):
+                        quad = line + part * width if width == 4 else line * count + part
+                        word |= _quad(block, unit, quad, width, how) << part * width
+                    i32(target + line * 2 * LINE, (1,))[0] = word
+                target += unit_bytes
+
+    return Kernel(body)
+
+
+@cache
+def scale_function(how: int) -> Kernel:
+    """Returns the function that packs the scales and offsets of the same block of adjacent outputs,
+    see `_pack_body` for its job."""
+    size = 2 if how in _SCALES else 1
+
+    def body(job):
+        j = i64(job, (_JOB,))
+        scales, offsets = j[_SCALES_TO], j[_OFFSETS_TO]
+        for output in range(j[_COUNT]):
+            block = j[_SOURCE] + output * j[_STRIDE]
+            _pack_scales(block, scales + output * size, offsets + output * size, how, offsets)
+
+    return Kernel(body)
 
 
 @njit(**INLINE)
@@ -231,62 +285,38 @@ def _scale(block, group, how):
     return np.int64(low | high << 4) - 32
 
 
-@njit(**INLINE)
-def _pack_outer(block, scales, offsets, first, has_offsets):
-    """Write the outer scale and the outer offset of a block, if its type has them."""
-    if first >= 0:
-        u16(scales, (1,))[0] = u16(block + first, (1,))[0]
-        if has_offsets:
-            u16(offsets, (1,))[0] = u16(block + first + 2, (1,))[0]
+def _pack_body(row):
+    """The kernel; a work item is a panel. For each block of its outputs, it calls the functions
+    that pack scales and planes. p: the parameters of `pack_gguf`."""
+    p = i64(row, (20,))
+    num, blocks, size, units, unit_bytes = p[7], p[8], p[9], p[10], p[11]
+    panels = (num + PANEL - 1) // PANEL
+    job = np.empty(_JOB, np.int64)
+    while True:
+        panel = next_item(row)
+        if panel >= panels:
+            break
+        count = min(num - panel * PANEL, PANEL)
+        job[_STRIDE], job[_COUNT] = blocks * size, count
+        job[_UNITS], job[_UNIT_BYTES] = units, unit_bytes
+        for number in range(blocks):
+            block, place = p[1] + (panel * PANEL * blocks + number) * size, panel * blocks + number
+            job[_SOURCE] = block
+            job[_SCALES_TO] = p[3] + place * p[12]
+            job[_OFFSETS_TO] = p[4] + place * p[12] if p[4] else 0
+            call_body(p[14], job.ctypes.data)
+            job[_SOURCE], job[_TARGET] = block + p[16], p[2] + place * units * unit_bytes
+            call_body(p[15], job.ctypes.data)
+            if p[17]:
+                job[_SOURCE], job[_TARGET] = block + p[18], job[_TARGET] + p[19]
+                call_body(p[17], job.ctypes.data)
+            if p[5]:
+                for output in range(count):
+                    outer = u16(block + output * blocks * size + p[13], (2,))
+                    spot = place * PANEL + output
+                    u16(p[5], (spot + 1,))[spot] = outer[0]
+                    if p[6]:
+                        u16(p[6], (spot + 1,))[spot] = outer[1]
 
 
-@njit(**INLINE)
-def _pack_block(block, place, p, planes, facts):
-    """Pack a block of one output. place: number of the block in its panel's rows, and output in the
-    panel; p: the kernel's parameters; planes, facts: constants that `_body` makes."""
-    (number, output), (units, scaling, outer, has_offsets, groups, size) = place, facts
-    # Eight units are a parameter and no constant, so that the loop is not unrolled.
-    per = p[9] if units > 1 else 1
-    (width, how, first), (width_2, how_2, first_2) = planes
-    for unit in range(per):
-        target = p[4] + (number * per + unit) * (width + width_2) * 2 * LINE + output * 4
-        _pack_plane(block, unit, target, width, how, first)
-        if width_2:
-            _pack_plane(block, unit, target + width * 2 * LINE, width_2, how_2, first_2)
-    spot = (number * groups * PANEL + output) * size
-    _pack_scales(block, p[5] + spot, p[6] + spot, scaling, has_offsets)
-    spot = (number * PANEL + output) * 2
-    _pack_outer(block, p[7] + spot, p[8] + spot, outer, has_offsets)
-
-
-def _body(form: Blocks):
-    """Make the body that packs one type; a work item is a panel."""
-    block_bytes = form.num_bytes
-    # Types with one plane get a second one of no lines.
-    first, second = tuple(form.planes[0]), tuple((*form.planes, (0, _FLAGS, 0))[1])
-    planes = first, second
-    groups, size = form.units * UNIT // form.group_size, 1 if form.outer >= 0 else 2
-    facts = form.units, form.scaling, form.outer, form.has_offsets, groups, size
-
-    def body(row):
-        p = i64(row, (10,))
-        num, blocks = p[2], p[3]
-        panels = (num + PANEL - 1) // PANEL
-        nothing = np.zeros(256, np.uint8)  # the blocks of outputs that fill the last panel
-        while True:
-            panel = next_item(row)
-            if panel >= panels:
-                break
-            for number in range(blocks):
-                for output in range(PANEL):
-                    place = panel * PANEL + output
-                    block = p[1] + (place * blocks + number) * block_bytes
-                    if place >= num:
-                        block = nothing.ctypes.data
-                    _pack_block(block, (panel * blocks + number, output), p, planes, facts)
-
-    return body
-
-
-KERNELS = {kind: Kernel(_body(form), heavy=True) for kind, form in TYPES.items()}
-"""By the name of the type."""
+PACK = Kernel(_pack_body, heavy=True)
