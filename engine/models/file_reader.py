@@ -95,7 +95,7 @@ class FileReader:
     def _fill_cached(self, file: Path, offset: int, out: Bytes) -> None:
         done = 0
         while done < len(out):
-            count = os.preadv(self._files[file], [out[done:]], offset + done)
+            count = os.preadv(self._files[file], [out[done:].data], offset + done)
             if not count:
                 raise EOFError(f"{file} ends before byte {offset + len(out)}")
             done += count
@@ -135,7 +135,7 @@ class _DirectFile:
             ctypes.c_size_t(len(start)),
             ctypes.c_void_p(pages.ctypes.data),
         )
-        return bool(failed) or 2 * np.count_nonzero(pages & 1) >= len(pages)
+        return bool(failed) or 2 * int(np.count_nonzero(pages & 1)) >= len(pages)
 
     def read(self, offset: int, out: Bytes, buffer: Bytes) -> int:
         """Fill ``out`` as far as possible; returns the number of bytes. buffer: memory that begins
@@ -143,7 +143,7 @@ class _DirectFile:
         before = offset % _PAGE  # a direct read begins and ends at pages
         size = -(-(before + len(out)) // _PAGE) * _PAGE
         try:
-            count = os.preadv(self._number, [buffer[:size]], offset - before)
+            count = os.preadv(self._number, [buffer[:size].data], offset - before)
         except OSError:
             return 0
         done = min(max(count - before, 0), len(out))
