@@ -25,7 +25,6 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import one_group
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
-from engine.models.assemble import compute_dtype
 from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
@@ -107,8 +106,7 @@ class DraftModel(Feature):
         """Load the draft model onto the machine's device. Raises ``ConfigError``."""
         platform, own = machine.platform, self._model_config
         if platform.shares_memory:
-            dtype = compute_dtype(own, self._info, "cpu")
-            prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
+            prepare_kernels(self._info, own, self._config.cache.kv_cache_dtype)
         device = platform.device.type
         try:
             model = load_model(own, self._info, device=device, max_model_len=self._limit)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.config.model import ModelInfo
+from engine.config.model import ModelConfig, ModelInfo
+from engine.gguf.link import gguf_file
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, DraftPart, MaskPart, Masks, NewSeq, StepPlan
-from engine.models.assemble import activation_dtype
+from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.hf_config import heads
 from engine.sample.edits import WORD
 from engine.worker.memory import choose_kv_dtype, tensors_of
@@ -51,15 +52,18 @@ EVERYTHING = SamplingParams(
 LARGEST_SECONDS = 0.5  # the largest step is run at start only if it takes less
 
 
-def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
+def prepare_kernels(info: ModelInfo, model: ModelConfig, kv_dtype: str) -> None:
     """Load the CPU kernels of a model in a thread while its weights are read. ``kv_dtype``: the
     option ``kv_cache_dtype``."""
+    dtype = compute_dtype(model, info, "cpu")
     found, kind = heads(info.hf), None
     if found is not None:
         computed_in = activation_dtype(dtype, "cpu")
         cache = choose_kv_dtype(kv_dtype, computed_in, "cpu")
         kind = AttentionKind(*found, (computed_in.itemsize, cache.itemsize))
-    prepared = partial(prepare, dtype, kind, logger.info)
+    is_quantized = gguf_file(info.path) is not None and model.quantize_activations
+    has_blocks = is_quantized and dtype is torch.bfloat16
+    prepared = partial(prepare, dtype, kind, logger.info, has_blocks=has_blocks)
     threading.Thread(target=prepared, name="prepare-kernels").start()
 
 

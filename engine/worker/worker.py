@@ -126,7 +126,7 @@ class ModelWorker:
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
-            prepare_kernels(self._info, dtype, config.cache.kv_cache_dtype)
+            prepare_kernels(self._info, config.model, config.cache.kv_cache_dtype)
         with explain_shortage(platform, "the weights were loaded"):
             model = load_model(
                 config.model,

@@ -22,7 +22,7 @@ from kernels.cpu import isa, logits, pointwise, rope, sampling, slots
 from kernels.cpu.attention import chunk_kernel, single_kernel
 from kernels.cpu.attention.plan import SINGLE_ITEMS
 from kernels.cpu.disk_cache import has_place
-from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu.matmul import bfloat16, block_product, block_rows, dequantized, float32
 from kernels.cpu.matmul.outputs import LARGEST
 from kernels.cpu.matmul.rows import GATHER
 from kernels.cpu.native import Kernel, prepare_launches
@@ -44,16 +44,21 @@ def prepare(
     dtype: torch.dtype = torch.float32,
     kind: AttentionKind | None = None,
     tell: Callable[[str], None] | None = None,
+    *,
+    has_blocks: bool = False,
 ) -> None:
     """Load or compile the kernels of a decoder whose weights have this dtype. Run it in a thread
     while the weights are read, since it takes almost a second even if nothing must be compiled.
 
     kind: parameters of attention, if known. tell: called with a message before compilation.
+    has_blocks: all matrices are packed in blocks, and inputs are quantised.
     """
     size = 2 if dtype is torch.bfloat16 else 4
-    first, *others = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
+    first, *others = _products(dtype, has_blocks=has_blocks)
     written = rope.QKV[(size, size) if kind is None else kind.sizes]
-    others += [pointwise.NORM[size], written, pointwise.ACT_MUL[size], sampling.CHOOSE]
+    others += [pointwise.NORM[size], written, sampling.CHOOSE]
+    if not has_blocks:  # otherwise products apply activations
+        others.append(pointwise.ACT_MUL[size])
     helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
         if (
@@ -65,6 +70,12 @@ def prepare(
         _wait_for(helper)
     if threading.main_thread().is_alive():
         prepare_rest(kind)
+
+
+def _products(dtype: torch.dtype, *, has_blocks: bool) -> list[Kernel]:
+    if has_blocks:
+        return [block_product.PRODUCT, block_rows.QUANTIZE, dequantized.ROWS[dtype.itemsize]]
+    return list(bfloat16.PRODUCTS) if dtype.itemsize == 2 else [float32.PACKED[dtype.itemsize]]
 
 
 def prepare_rest(kind: AttentionKind | None) -> None:
