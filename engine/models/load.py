@@ -11,7 +11,6 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
-from engine.gguf.link import gguf_file
 from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
