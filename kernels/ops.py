@@ -51,6 +51,11 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return _bodies(gate_up).act_mul(gate_up, act)
 
 
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0) ** 2: x [N, F] -> a new [N, F]."""
+    return _bodies(x).relu_squared(x)
+
+
 def grouped_gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,

@@ -131,6 +131,18 @@ class GatedMLP:
         return self.down(hidden)
 
 
+class PlainMLP:
+    """down(relu(up(x)) ** 2), an MLP without a gate."""
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        self.up = up
+        self.down = down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, H] -> [N, H]."""
+        return self.down(kernels.relu_squared(self.up(x)))
+
+
 class Routing(Protocol):
     """How a router chooses experts; see ``engine.models.spec.MoESpec``."""
 
@@ -154,7 +166,7 @@ class MixtureOfExperts:
     def __init__(
         self,
         router: Linear,
-        experts: Sequence[GatedMLP],
+        experts: Sequence[GatedMLP | PlainMLP],
         routing: Routing,
         bias: torch.Tensor | None = None,
     ) -> None:
@@ -206,7 +218,8 @@ class GroupedExperts:
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
         """Take the experts' weights out of ``mixture``, which must satisfy ``can_be_grouped``."""
-        experts, mixture.experts = mixture.experts, ()
+        experts = [expert for expert in mixture.experts if isinstance(expert, GatedMLP)]
+        mixture.experts = ()
         self._route = mixture.route
         self._activation = experts[0].activation
         self._gate_up = together([expert.gate_up for expert in experts])  # [E, 2F, H]
@@ -221,11 +234,14 @@ class GroupedExperts:
 
 
 class WithSharedExpert:
-    """A mixture of experts, plus an expert that all tokens use, weighted by the sigmoid of its
-    gate."""
+    """A mixture of experts, plus an expert that all tokens use, weighted by the sigmoid of its gate
+    if it has one."""
 
     def __init__(
-        self, routed: MixtureOfExperts | GroupedExperts, shared: GatedMLP, gate: Linear
+        self,
+        routed: MixtureOfExperts | GroupedExperts,
+        shared: GatedMLP | PlainMLP,
+        gate: Linear | None,
     ) -> None:
         self.routed = routed
         self.shared = shared
@@ -237,12 +253,16 @@ class WithSharedExpert:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, H] -> [N, H]."""
-        return self.routed(x) + kernels.sigmoid_mul(self.shared(x), self.gate(x))
+        shared = self.shared(x)
+        if self.gate is not None:
+            shared = kernels.sigmoid_mul(shared, self.gate(x))
+        return self.routed(x) + shared
 
 
 def can_be_grouped(mixture: MixtureOfExperts) -> bool:
-    """True if no expert has a bias and all have the same kind of weights, plain or packed."""
-    return all(
+    """True if all experts have gates, none has a bias, and all have the same kind of weights, plain
+    or packed."""
+    return all(isinstance(expert, GatedMLP) for expert in mixture.experts) and all(
         can_be_together([getattr(expert, place) for expert in mixture.experts])
         for place in ("gate_up", "down")
     )

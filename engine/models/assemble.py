@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
+from engine.errors import ModelError
+from engine.kv.layout import LayerCache, NoCache, PagedKV, RecurrentState, StateTensor
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
@@ -22,15 +24,27 @@ from engine.layers.sublayers import (
     GatedMLP,
     MixtureOfExperts,
     OutputLayer,
+    PlainMLP,
     ResidualNorm,
     RMSNorm,
     WithSharedExpert,
 )
-from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
+from engine.models.decoder import (
+    Block,
+    DecoderBlock,
+    JoinedBlock,
+    MixerBlock,
+    MLPBlock,
+    NativeDecoder,
+    Sublayer,
+)
+from engine.models.mamba import make_mamba, mamba_state
 from engine.models.quant import stated
-from engine.models.spec import DecoderLayerSpec, DecoderSpec, MixerKind
+from engine.models.spec import DecoderLayerSpec, DecoderSpec, Factor, MixerKind
+from engine.models.targets import norm_roles
 from engine.models.weights import Weights
 
+MLP = GatedMLP | PlainMLP | MixtureOfExperts | WithSharedExpert
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,25 +105,36 @@ class Assembly:
             self.weights.take("head")
         )
 
-    def block(self, index: int) -> DecoderBlock:
+    def block(self, index: int) -> Block:
+        layer = self.spec.layers[index]
         norms = {
             role: self.norm(f"{index}.{role}") if getattr(self.spec.norm, role) else None
-            for role in ("attention_in", "attention_out", "mlp_in", "mlp_out")
+            for role in norm_roles(layer)
         }
-        multiplier = self.spec.residual_multiplier
+
+        def around(role: str) -> Sublayer:
+            entry, leave = (norms.get(f"{role}_{place}") for place in ("in", "out"))
+            return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier)
+
+        if layer.mixer == "none":
+            return MLPBlock(self.mlp_of(index), around("mlp"))
+        mixer = self.mixer(index)
+        if not layer.has_mlp:
+            return MixerBlock(mixer, around("attention"))
+        kind = JoinedBlock if layer.joins_previous else DecoderBlock
+        return kind(mixer, around("attention"), self.mlp_of(index), around("mlp"))
+
+    def mixer(self, index: int) -> Mixer:
         mixers: dict[MixerKind, Callable[[int], Mixer]] = {
             "attention": self.attention,
             "short_conv": self.short_conv,
             "gated_delta": self.gated_delta,
+            "mamba": partial(make_mamba, self),
         }
-        mixer = mixers[self.spec.layers[index].mixer](index)
-        mlp = self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
-        return DecoderBlock(
-            mixer,
-            Sublayer(ResidualNorm(norms["attention_in"]), norms["attention_out"], multiplier),
-            mlp,
-            Sublayer(ResidualNorm(norms["mlp_in"]), norms["mlp_out"], multiplier),
-        )
+        return mixers[self.spec.layers[index].mixer](index)
+
+    def mlp_of(self, index: int) -> MLP:
+        return self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
 
     def attention(self, index: int) -> Attention:
         spec, a, layer = self.spec, self.spec.attention, self.spec.layers[index]
@@ -150,8 +175,10 @@ class Assembly:
         norm = RMSNorm(self.tensor(f"{index}.head_norm"), self.spec.norm.eps)
         return GatedDelta(project, gates, weights, norm, self.linear(f"{index}.out"))
 
-    def mlp(self, prefix: str) -> GatedMLP:
+    def mlp(self, prefix: str) -> GatedMLP | PlainMLP:
         bias = self.spec.mlp.bias
+        if not self.spec.mlp.is_gated:
+            return PlainMLP(self.linear(f"{prefix}up", bias), self.linear(f"{prefix}down", bias))
         gate_up = self.linear(f"{prefix}gate_up", bias)
         down = self.linear(f"{prefix}down", bias)
         return GatedMLP(gate_up, down, self.spec.mlp.activation)
@@ -164,9 +191,10 @@ class Assembly:
         if moe.has_bias:
             bias = plain(self.weights.take(f"{index}.router_bias")).float()
             bias = bias.to(self.placement.device)
-        shared = None
+        shared: tuple[GatedMLP | PlainMLP, Linear | None] | None = None
         if moe.shared_size:
-            shared = self.mlp(f"{index}.shared_"), self.unquantized(f"{index}.shared_gate")
+            gate = self.unquantized(f"{index}.shared_gate") if moe.shared_is_gated else None
+            shared = self.mlp(f"{index}.shared_"), gate
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
         routed = MixtureOfExperts(router, experts, moe, bias)
         return routed if shared is None else WithSharedExpert(routed, *shared)
@@ -194,6 +222,9 @@ class Assembly:
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)
         bias = plain(self.weights.take(f"{name}_bias")) if has_bias else None
+        factors = self.spec.factors.get(name.rpartition(".")[2])
+        if factors is not None:
+            weight, bias = scaled(weight, bias, factors)
         return make_linear(
             weight,
             bias,
@@ -238,6 +269,10 @@ class Assembly:
                 window = StateTensor((delta.taps - 1, delta.conv_width), name)
                 matrix = (delta.value_heads, delta.key_dim, delta.value_dim)
                 return RecurrentState(tensors=(window, StateTensor(matrix, "float32")))
+            if layer.mixer == "mamba":
+                return mamba_state(self.spec, dtype)
+            if layer.mixer == "none":
+                return NoCache()
             return PagedKV(
                 num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,
@@ -246,6 +281,25 @@ class Assembly:
             )
 
         return tuple(map(cache_of, self.spec.layers))
+
+
+def scaled(
+    weight: Weight, bias: torch.Tensor | None, factors: tuple[Factor, ...]
+) -> tuple[Weight, torch.Tensor | None]:
+    """Multiply the rows of a weight and its bias by factors. Raises ``ModelError`` for a quantised
+    weight."""
+    if not isinstance(weight, torch.Tensor):
+        raise ModelError(
+            "config.json has multipliers, which are not supported with quantized weights; use the "
+            "original model"
+        )
+    counts = torch.tensor([factor.num_rows for factor in factors])
+    rows, biases = (
+        torch.tensor(column, dtype=torch.float32).repeat_interleave(counts)
+        for column in zip(*(factor[1:] for factor in factors), strict=True)
+    )
+    weight = weight.mul_(rows[:, None])
+    return weight, None if bias is None else bias * biases.to(bias.dtype)
 
 
 def compute_dtype(

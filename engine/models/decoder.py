@@ -78,6 +78,84 @@ class DecoderBlock:
         return self.around_mlp.leave(self.mlp(x)), residual
 
 
+class MixerBlock:
+    """One decoder layer with only a mixer, or, with the next layer, half of one whose two mixers
+    have the same input."""
+
+    mlp = None
+
+    def __init__(self, mixer: Mixer, around: Sublayer) -> None:
+        self.mixer = mixer
+        self.around = around
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: LayerMeta,
+        cache: Any,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layer; see ``DecoderBlock.__call__``."""
+        x, residual = self.around.enter(x, residual)
+        x = self.around.leave(self.mixer(x, meta, cache, wanted))
+        return x, residual if wanted is None else residual[wanted.rows]
+
+
+class MLPBlock:
+    """One decoder layer with only an MLP."""
+
+    mixer = None
+
+    def __init__(self, mlp: Callable[[torch.Tensor], torch.Tensor], around: Sublayer) -> None:
+        self.mlp = mlp
+        self.around = around
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: LayerMeta,
+        cache: Any,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layer; see ``DecoderBlock.__call__``."""
+        if wanted is not None:
+            x = x[wanted.rows]
+            residual = None if residual is None else residual[wanted.rows]
+        x, residual = self.around.enter(x, residual)
+        return self.around.leave(self.mlp(x)), residual
+
+
+class JoinedBlock(DecoderBlock):
+    """A decoder layer whose mixer has the same input as that of the block before, a
+    ``MixerBlock``."""
+
+    is_joined = True
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: LayerMeta,
+        cache: Any,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layer. x [N, H]: output of the other mixer; ``residual``: the residual stream
+        before both mixers. Otherwise as in ``DecoderBlock.__call__``."""
+        assert residual is not None
+        entered, _ = self.around_mixer.enter(residual, None)
+        y = self.around_mixer.leave(self.mixer(entered, meta, cache, wanted))
+        if wanted is not None:
+            x, residual = x[wanted.rows], residual[wanted.rows]
+        _, residual = self.around_mixer.enter(x, residual)  # for the sum
+        y, residual = self.around_mlp.enter(y, residual)
+        return self.around_mlp.leave(self.mlp(y)), residual
+
+
+Block = DecoderBlock | MixerBlock | MLPBlock
+
+
 class NativeDecoder:
     """A decoder-only language model over a paged KV cache; see ``engine.models.model.Model``."""
 
@@ -86,7 +164,7 @@ class NativeDecoder:
     def __init__(
         self,
         embedding: Embedding,
-        blocks: Sequence[DecoderBlock],
+        blocks: Sequence[Block],
         final_norm: ResidualNorm,
         output: OutputLayer,
         cache_spec: tuple[LayerCache, ...],
@@ -147,7 +225,8 @@ class NativeDecoder:
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         """Compute the residual stream [N, H] before the last layer."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
-        lower = zip(self.blocks[:-1], batch.attn[:-1], kv[:-1], strict=True)
+        last = self._num_last
+        lower = zip(self.blocks[:-last], batch.attn[:-last], kv[:-last], strict=True)
         for block, meta, cache in lower:
             x, residual = block(x, residual, meta, cache)
         return x if residual is None else x + residual
@@ -157,8 +236,16 @@ class NativeDecoder:
         self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
-        x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
+        x, residual = stream, None
+        for place in range(-self._num_last, 0):
+            wanted = batch.wanted if place == -1 else None
+            x, residual = self.blocks[place](x, residual, batch.attn[place], kv[place], wanted)
         return self.final_norm(x, residual)[0]
+
+    @property
+    def _num_last(self) -> int:
+        """Blocks of the last layer."""
+        return 2 if getattr(self.blocks[-1], "is_joined", False) else 1
 
     def _stages(self, batch: ForwardBatch, kv: LayerCaches) -> Stages:
         """The parts of a step that is recorded or replayed."""

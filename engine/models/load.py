@@ -18,6 +18,7 @@ from engine.models.decoder import NativeDecoder
 from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.kv_scales import kv_scales
+from engine.models.mamba_families import MAMBA_FAMILIES
 from engine.models.model import Model
 from engine.models.opening import open_checkpoint
 from engine.models.quant import GENERAL_FORMATS, format_of
@@ -166,7 +167,7 @@ def check_not_quantized_again(config: ModelConfig, checkpoint: Checkpoint, devic
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:
     """The spec for the native decoder; ``None`` if it does not support this model."""
-    family = FAMILIES.get(info.architecture)
+    family = FAMILIES.get(info.architecture) or MAMBA_FAMILIES.get(info.architecture)
     reason = f"{info.architecture or info.model_type} is not a native family"
     if family is not None:
         try:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from engine.layers.rope import RopeSpec
 
-MixerKind = Literal["attention", "short_conv", "gated_delta"]
-"""What relates the tokens of a sequence in a layer."""
+MixerKind = Literal["attention", "short_conv", "gated_delta", "mamba", "none"]
+"""What relates the tokens of a sequence in a layer; "none": the layer has only an MLP."""
+
+
+class Factor(NamedTuple):
+    """A factor on some outputs of a linear layer, which is multiplied into its weights."""
+
+    num_rows: int
+    of_weight: float
+    of_bias: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +54,10 @@ class MLPSpec:
 
     intermediate_size: int
     activation: str
-    """Name of the activation function: silu, gelu or gelu_tanh."""
+    """Name of the activation function: silu, gelu or gelu_tanh; relu2 if there is no gate."""
     bias: bool = False
+    is_gated: bool = True
+    """False: the MLP is down(act(up(x)))."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,67 @@ class GatedDeltaSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadMambaSpec:
+    """Mamba-2, whose selective scan is by heads."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    """Groups of heads, which share b and c."""
+    taps: int
+    conv_bias: bool
+    bias: bool
+    """The input projection has a bias."""
+    out_bias: bool
+    """The output projection has a bias."""
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    has_norm: bool = True
+    norm_group: int = 0
+    """Columns that are normalised together; 0: all of a group of heads."""
+    norm_first: bool = False
+    """The output is normalised before it is multiplied by the gate."""
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: x of all heads, b and c of all groups."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelMambaSpec:
+    """Mamba-1, whose selective scan is by channels."""
+
+    width: int
+    """Number of channels."""
+    state_size: int
+    rank: int
+    """Numbers from which the time steps of all channels are made."""
+    taps: int
+    conv_bias: bool
+    bias: bool
+    """The projections have biases."""
+    norms: Literal["none", "stored", "plain"] = "none"
+    """RMS norms of time steps, b and c: with stored weights, or without weights."""
+    norm_eps: float = 1e-6
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution."""
+        return self.width
+
+    @property
+    def out_bias(self) -> bool:
+        """The output projection has a bias."""
+        return self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoESpec:
     """A mixture of gated MLPs; each token uses the ``top_k`` experts with the largest scores."""
 
@@ -104,8 +176,9 @@ class MoESpec:
     scale: float = 1.0
     """Factor on the weights of the chosen experts."""
     shared_size: int = 0
-    """Intermediate size of an expert that all tokens use, weighted by the sigmoid of a gate; 0:
-    there is none."""
+    """Intermediate size of an expert that all tokens use; 0: there is none."""
+    shared_is_gated: bool = True
+    """That expert is weighted by the sigmoid of a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +210,14 @@ class NameSpec:
     mlp: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    """The module that holds gate and up projections together."""
     down: str = "down_proj"
+    attention: str = "self_attn"
+    mamba: str = "mamba"
+    embedding: str = "embed_tokens"
+    roots: tuple[str, ...] = ("model",)
+    """First parts of all names but that of the output layer; checkpoints have one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +230,11 @@ class DecoderLayerSpec:
     """Number of keys that a query attends to, itself included; 0: no limit."""
     is_moe: bool = False
     mixer: MixerKind = "attention"
+    has_mlp: bool = True
+    joins_previous: bool = False
+    """The mixer has the same input as that of the layer before, which has no MLP."""
+    source: int | None = None
+    """Number of the layer in a checkpoint; ``None``: as in ``DecoderSpec.layers``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +250,9 @@ class DecoderSpec:
     moe: MoESpec | None = None
     short_conv: ShortConvSpec | None = None
     gated_delta: GatedDeltaSpec | None = None
+    mamba: HeadMambaSpec | ChannelMambaSpec | None = None
+    factors: Mapping[str, tuple[Factor, ...]] = field(default_factory=dict)
+    """Factors on the outputs of linear layers, by the last part of a target's name."""
     names: NameSpec = NameSpec()
     tied: bool = False
     """The output layer uses the embedding table."""

@@ -6,11 +6,18 @@ store their parts under different names, or fused; each target lists the alterna
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from engine.models.spec import AttentionSpec, DecoderSpec
+from engine.models.spec import (
+    AttentionSpec,
+    ChannelMambaSpec,
+    DecoderLayerSpec,
+    DecoderSpec,
+    HeadMambaSpec,
+)
 
 Shape = tuple[int, ...]
 
@@ -55,8 +62,26 @@ def targets(spec: DecoderSpec) -> Iterator[Target]:
 
     The largest come first, while there is memory for a second copy, which packing needs.
     """
+    roots = spec.names.roots
+    for one in model_targets(spec):
+        yield one if roots == ("model",) else one._replace(ways=renamed(one.ways, roots))
+
+
+def renamed(
+    ways: tuple[tuple[TargetPart, ...], ...], roots: tuple[str, ...]
+) -> tuple[tuple[TargetPart, ...], ...]:
+    """The ways to fill a target with each root in place of "model"."""
+    return tuple(
+        tuple(part._replace(name=re.sub(r"^model\.", f"{root}.", part.name)) for part in way)
+        for root in roots
+        for way in ways
+    )
+
+
+def model_targets(spec: DecoderSpec) -> Iterator[Target]:
+    """The targets, with names of checkpoint tensors that begin with "model"."""
     size = (spec.vocab_size, spec.hidden_size)
-    table = whole(f"{spec.names.prefix}embed_tokens.weight", *size)
+    table = whole(f"{spec.names.prefix}{spec.names.embedding}.weight", *size)
     head = whole("lm_head.weight", *size)
     yield target("embed", size, *(((table,), (head,)) if spec.tied else ((table,),)))
     if not spec.tied:
@@ -67,22 +92,31 @@ def targets(spec: DecoderSpec) -> Iterator[Target]:
 
 
 def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
-    ours, theirs = f"{index}.", f"{spec.names.prefix}layers.{index}."
-    norm = spec.norm
-    for role in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
-        source = getattr(norm, role)
-        if source is not None:
-            yield simple(f"{ours}{role}", f"{theirs}{source}.weight", spec.hidden_size)
-    if spec.layers[index].mixer == "short_conv":
+    layer = spec.layers[index]
+    source = index if layer.source is None else layer.source
+    ours, theirs, names = f"{index}.", f"{spec.names.prefix}layers.{source}.", spec.names
+    for role in norm_roles(layer):
+        name = getattr(spec.norm, role)
+        if name is not None:
+            yield simple(f"{ours}{role}", f"{theirs}{name}.weight", spec.hidden_size)
+    if layer.mixer == "short_conv":
         yield from short_conv_targets(spec, ours, theirs + "conv.")
-    elif spec.layers[index].mixer == "gated_delta":
+    elif layer.mixer == "gated_delta":
         yield from gated_delta_targets(spec, ours, theirs + "linear_attn.")
-    else:
-        yield from attention_targets(spec, ours, theirs + "self_attn.")
-    if spec.layers[index].is_moe:
+    elif layer.mixer == "mamba":
+        yield from mamba_targets(spec, ours, f"{theirs}{names.mamba}.")
+    elif layer.mixer == "attention":
+        yield from attention_targets(spec, ours, f"{theirs}{names.attention}.")
+    if layer.is_moe:
         yield from moe_targets(spec, ours, theirs)
-    else:
-        yield from mlp_targets(spec, ours, f"{theirs}{spec.names.mlp}.")
+    elif layer.has_mlp:
+        yield from mlp_targets(spec, ours, f"{theirs}{names.mlp}.")
+
+
+def norm_roles(layer: DecoderLayerSpec) -> tuple[str, ...]:
+    """The roles in ``NormSpec`` of the norms that a layer has."""
+    of_mixer = () if layer.mixer == "none" else ("attention_in", "attention_out")
+    return of_mixer + (("mlp_in", "mlp_out") if layer.has_mlp else ())
 
 
 def short_conv_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
@@ -186,14 +220,66 @@ def qk_norm_sizes(a: AttentionSpec) -> tuple[int, int]:
     return (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
 
 
+def mamba_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
+    mamba, hidden = spec.mamba, spec.hidden_size
+    assert mamba is not None
+    rows = 2 * mamba.width
+    of_scan: Shape = (mamba.width, mamba.state_size)
+    if isinstance(mamba, HeadMambaSpec):
+        rows, of_scan = mamba.width + mamba.conv_width + mamba.num_heads, (mamba.num_heads,)
+    yield simple(f"{ours}mamba_in", f"{theirs}in_proj.weight", rows, hidden)
+    if mamba.bias:
+        yield simple(f"{ours}mamba_in_bias", f"{theirs}in_proj.bias", rows)
+    yield simple(f"{ours}conv", f"{theirs}conv1d.weight", mamba.conv_width, 1, mamba.taps)
+    if mamba.conv_bias:
+        yield simple(f"{ours}conv_bias", f"{theirs}conv1d.bias", mamba.conv_width)
+    yield simple(f"{ours}a_log", f"{theirs}A_log", *of_scan)
+    yield simple(f"{ours}skip", f"{theirs}D", of_scan[0])
+    if isinstance(mamba, HeadMambaSpec):
+        yield simple(f"{ours}dt_bias", f"{theirs}dt_bias", mamba.num_heads)
+        if mamba.has_norm:
+            yield simple(f"{ours}gate_norm", f"{theirs}norm.weight", mamba.width)
+    else:
+        yield from channel_targets(mamba, ours, theirs)
+    yield simple(f"{ours}mamba_out", f"{theirs}out_proj.weight", hidden, mamba.width)
+    if mamba.out_bias:
+        yield simple(f"{ours}mamba_out_bias", f"{theirs}out_proj.bias", hidden)
+
+
+def channel_targets(mamba: ChannelMambaSpec, ours: str, theirs: str) -> Iterator[Target]:
+    """The tensors from which Mamba-1 makes time steps, b and c."""
+    rows = mamba.rank + 2 * mamba.state_size
+    yield simple(f"{ours}parameters", f"{theirs}x_proj.weight", rows, mamba.width)
+    yield simple(f"{ours}steps", f"{theirs}dt_proj.weight", mamba.width, mamba.rank)
+    yield simple(f"{ours}dt_bias", f"{theirs}dt_proj.bias", mamba.width)
+    if mamba.norms == "stored":
+        sizes = {"dt": mamba.rank, "b": mamba.state_size, "c": mamba.state_size}
+        for name, size in sizes.items():
+            yield simple(f"{ours}{name}_norm", f"{theirs}{name}_layernorm.weight", size)
+
+
+def plain_mlp_targets(
+    ours: str, theirs: str, sizes: tuple[int, int], bias: bool
+) -> Iterator[Target]:
+    """The tensors of an MLP without a gate. sizes: intermediate and hidden size."""
+    size, hidden = sizes
+    for name, rows, columns in (("up", size, hidden), ("down", hidden, size)):
+        yield simple(f"{ours}{name}", f"{theirs}{name}_proj.weight", rows, columns)
+        if bias:
+            yield simple(f"{ours}{name}_bias", f"{theirs}{name}_proj.bias", rows)
+
+
 def mlp_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     size, hidden, names = spec.mlp.intermediate_size, spec.hidden_size, spec.names
+    if not spec.mlp.is_gated:
+        yield from plain_mlp_targets(ours, theirs, (size, hidden), spec.mlp.bias)
+        return
     halves = (names.gate, names.up)
     yield target(
         f"{ours}gate_up",
         (2 * size, hidden),
         tuple(whole(f"{theirs}{half}.weight", size, hidden) for half in halves),
-        (whole(f"{theirs}gate_up_proj.weight", 2 * size, hidden),),
+        (whole(f"{theirs}{names.gate_up}.weight", 2 * size, hidden),),
     )
     yield simple(f"{ours}down", f"{theirs}{names.down}.weight", hidden, size)
     if spec.mlp.bias:
@@ -207,21 +293,26 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     theirs: prefix of the names in the decoder and in the checkpoint."""
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
-    blocks = tuple(f"{theirs}{block}." for block in ("mlp", "block_sparse_moe", "feed_forward"))
-    router = tuple((whole(f"{block}gate.weight", moe.num_experts, hidden),) for block in blocks)
-    yield target(f"{ours}router", (moe.num_experts, hidden), *router)
+    blocks = tuple(f"{theirs}{block}." for block in MOE_BLOCKS)
+    shape = (moe.num_experts, hidden)
+    routers = (whole(f"{b}{name}.weight", *shape) for b in blocks for name in ROUTERS)
+    yield target(f"{ours}router", shape, *((router,) for router in routers))
     if moe.has_bias:
-        biases = tuple((whole(f"{block}expert_bias", moe.num_experts),) for block in blocks)
-        yield target(f"{ours}router_bias", (moe.num_experts,), *biases)
+        biases = (whole(f"{b}{name}", moe.num_experts) for b in blocks for name in ROUTER_BIASES)
+        yield target(f"{ours}router_bias", (moe.num_experts,), *((bias,) for bias in biases))
     if moe.shared_size:
-        yield from shared_expert_targets(spec, ours, f"{theirs}mlp.shared_expert")
+        yield from shared_expert_targets(spec, ours, theirs)
     rows = 2 * moe.intermediate_size
     for e in range(moe.num_experts):
+        if not spec.mlp.is_gated:
+            sizes, block = (moe.intermediate_size, hidden), f"{theirs}{spec.names.mlp}."
+            yield from plain_mlp_targets(f"{ours}{e}.", f"{block}experts.{e}.", sizes, False)
+            continue
         yield target(
             f"{ours}{e}.gate_up",
             (rows, hidden),
             *(expert_parts(spec, block, e, halves) for block in blocks for halves in GATE_UP),
-            *(stacked(f"{block}experts.gate_up_proj", spec, e, (rows, hidden)) for block in blocks),
+            *(stacked(f"{b}{n}", spec, e, (rows, hidden)) for b in blocks for n in STACKED_GATE_UP),
             *(
                 (
                     *stacked(f"{block}experts.gate_proj.weight", spec, e, (rows // 2, hidden)),
@@ -235,22 +326,37 @@ def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
             f"{ours}{e}.down",
             down,
             *((whole(f"{b}experts.{e}.{n}.weight", *down),) for b in blocks for n in DOWN),
-            *(stacked(f"{b}experts.{n}", spec, e, down) for b in blocks for n in STACKED_DOWN),
+            *(stacked(f"{b}{n}", spec, e, down) for b in blocks for n in STACKED_DOWN),
         )
-
-
-def shared_expert_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    assert spec.moe is not None
-    size, hidden = spec.moe.shared_size, spec.hidden_size
-    halves = tuple(whole(f"{theirs}.{half}.weight", size, hidden) for half in GATE_UP[0])
-    yield target(f"{ours}shared_gate_up", (2 * size, hidden), halves)
-    yield simple(f"{ours}shared_down", f"{theirs}.down_proj.weight", hidden, size)
-    yield simple(f"{ours}shared_gate", f"{theirs}_gate.weight", 1, hidden)
 
 
 GATE_UP = (("gate_proj", "up_proj"), ("w1", "w3"))
 DOWN = ("down_proj", "w2")
-STACKED_DOWN = ("down_proj", "down_proj.weight")
+STACKED_GATE_UP = ("experts.gate_up_proj", "input_linear.weight")
+STACKED_DOWN = ("experts.down_proj", "experts.down_proj.weight", "output_linear.weight")
+MOE_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer")
+ROUTERS = ("gate", "router.layer", "router")
+ROUTER_BIASES = ("expert_bias", "gate.e_score_correction_bias")
+
+
+def shared_expert_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
+    """The tensors of the expert that all tokens use. ours, theirs: prefixes of the layer."""
+    moe, hidden = spec.moe, spec.hidden_size
+    assert moe is not None
+    size = moe.shared_size
+    if not spec.mlp.is_gated:
+        block = f"{theirs}{spec.names.mlp}.shared_experts."
+        yield from plain_mlp_targets(f"{ours}shared_", block, (size, hidden), spec.mlp.bias)
+        return
+    block, granite = f"{theirs}mlp.shared_expert", f"{theirs}shared_mlp."
+    halves = tuple(whole(f"{block}.{half}.weight", size, hidden) for half in GATE_UP[0])
+    both = (whole(f"{granite}input_linear.weight", 2 * size, hidden),)
+    yield target(f"{ours}shared_gate_up", (2 * size, hidden), halves, both)
+    downs = (f"{block}.down_proj.weight", f"{granite}output_linear.weight")
+    ways = ((whole(name, hidden, size),) for name in downs)
+    yield target(f"{ours}shared_down", (hidden, size), *ways)
+    if moe.shared_is_gated:
+        yield simple(f"{ours}shared_gate", f"{block}_gate.weight", 1, hidden)
 
 
 def expert_parts(

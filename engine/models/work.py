@@ -63,12 +63,25 @@ class Shapes:
         if delta is not None:
             window = (delta.taps - 1) * delta.conv_width * cell
             total += self._mixers["gated_delta"] * (window + 4 * self.matrix_numbers())
+        mamba = self.spec.mamba
+        if mamba is not None:
+            window = (mamba.taps - 1) * mamba.conv_width * cell
+            total += self._mixers["mamba"] * (window + 4 * mamba.width * mamba.state_size)
         return total
 
     def matrix_numbers(self) -> int:
         """Numbers in the matrices of the gated delta rule of one sequence and layer."""
         delta = self.spec.gated_delta
         return 0 if delta is None else delta.value_heads * delta.key_dim * delta.value_dim
+
+    def state_operations(self) -> float:
+        """Operations with which one token advances the states of all layers."""
+        mamba = self.spec.mamba
+        of_scans = 0 if mamba is None else mamba.width * mamba.state_size
+        return (
+            7.0 * self._mixers["gated_delta"] * self.matrix_numbers()
+            + 5.0 * self._mixers["mamba"] * of_scans
+        )
 
     def work(
         self,
@@ -95,7 +108,7 @@ class Shapes:
             + cells[1] * 2 * self.spec.attention.kv_width * keys
             + LOGIT_BYTES * num_logits * self.spec.vocab_size,
             2.0 * num_tokens * self._each
-            + 7.0 * num_tokens * self._mixers["gated_delta"] * self.matrix_numbers()
+            + num_tokens * self.state_operations()
             + 2.0 * num_logits * head
             + 4.0 * self.spec.attention.q_width * pairs,
         )

@@ -49,6 +49,14 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return out
 
 
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0) ** 2 of a contiguous tensor."""
+    out, num = torch.empty_like(x), x.numel()
+    threads = num_threads() if num >= _ENOUGH else 1
+    RELU_SQUARED[x.element_size()].run(threads, x.data_ptr(), out.data_ptr(), num)
+    return out
+
+
 def grouped_gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -141,6 +149,23 @@ def _norm_body(cell: int):
     return body
 
 
+def _relu_squared_body(cell: int):
+    def body(row):
+        p = i64(row, (4,))
+        while True:
+            first = next_item(row) * _CHUNK
+            if first >= p[3]:
+                break
+            count = min(_CHUNK, p[3] - first)
+            x = elements(p[1] + first * cell, (count,), cell)
+            out = elements(p[2] + first * cell, (count,), cell)
+            for i in range(count):
+                value = get(x, i)
+                put(out, i, _ZERO if value < _ZERO else value * value)
+
+    return body
+
+
 @njit(**INLINE)
 def _open(y, gate):
     """Multiply y by silu(gate) in place."""
@@ -227,5 +252,6 @@ def _join_body(cell: int):
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
+RELU_SQUARED = {cell: Kernel(_relu_squared_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
 JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

@@ -11,7 +11,13 @@ from kernels.reference.attention import (
 )
 from kernels.reference.causal_conv import causal_conv
 from kernels.reference.delta_rule import gated_delta_rule, sigmoid_mul
-from kernels.reference.pointwise import act_mul, add_rms_norm, grouped_gated_norm, rms_norm
+from kernels.reference.pointwise import (
+    act_mul,
+    add_rms_norm,
+    grouped_gated_norm,
+    relu_squared,
+    rms_norm,
+)
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 from kernels.reference.selective_scan import channel_scan, head_scan
 from kernels.reference.states import short_conv
@@ -31,6 +37,7 @@ __all__ = [
     "head_scan",
     "paged_attention",
     "qkv_rope_write",
+    "relu_squared",
     "rms_norm",
     "short_conv",
     "sigmoid_mul",

@@ -68,3 +68,8 @@ def grouped_gated_norm(
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
         y = parts.flatten(-2) * wide(weight)
     return (y * opened if norm_first else y).to(x.dtype)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0) ** 2 of x [N, F]."""
+    return F.relu(x).square()

@@ -2,7 +2,7 @@
 :mod:`kernels.reference`."""
 
 from kernels.reference.logits import are_sound
-from kernels.triton.activation import act_mul
+from kernels.triton.activation import act_mul, relu_squared
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
@@ -47,6 +47,7 @@ __all__ = [
     "qkv_rope_write",
     "quantize_rows",
     "reads_fp8",
+    "relu_squared",
     "remember",
     "rms_norm",
     "sample",

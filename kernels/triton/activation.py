@@ -76,8 +76,34 @@ def act_mul_launch(gate_up: torch.Tensor, out: torch.Tensor, act: str) -> Launch
     return Launch(act_mul_kernel, (num_rows, triton.cdiv(width // 2, TILE)), args, 4, 1)
 
 
+@triton.jit(do_not_specialize=["num"])
+def relu_squared_kernel(x, out, num, TILE: tl.constexpr):
+    """One program per block of TILE elements: out = max(x, 0) ** 2."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    values = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
+    values = tl.where(values < 0.0, 0.0, values * values)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=place < num)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """See kernels.ops.relu_squared."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        relu_squared_launch(x, out).run()
+    return out
+
+
+def relu_squared_launch(x: torch.Tensor, out: torch.Tensor) -> Launch:
+    """The launch of `relu_squared_kernel` for contiguous tensors."""
+    args = {"x": x, "out": out, "num": x.numel(), "TILE": TILE}
+    return Launch(relu_squared_kernel, (triton.cdiv(x.numel(), TILE),), args, 4, 1)
+
+
 def configurations() -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for act in ACTS:
             gate_up = torch.empty((64, 2 * 3072), dtype=dtype, device="meta")
             yield act_mul_launch(gate_up, gate_up[:, :3072], act)
+        rows = torch.empty((64, 3072), dtype=dtype, device="meta")
+        yield relu_squared_launch(rows, rows)

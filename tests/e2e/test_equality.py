@@ -37,7 +37,18 @@ NATIVE = [
     "qwen3-moe-mixed",
     "llama-bf16",
 ]
-WITH_STATES = ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
+WITH_STATES = [
+    "lfm2",
+    "lfm2-moe",
+    "granite-hybrid-moe",
+    "bamba",
+    "falcon-h1",
+    "nemotron-h-moe",
+    "jamba-moe",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
+]
 GENERAL = [
     "gpt2",
     "gpt-neox",

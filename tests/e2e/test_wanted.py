@@ -11,8 +11,11 @@ from engine.config.model import ModelConfig, read_model_info
 from engine.models.load import load_model
 from engine.worker.batches import wanted_rows
 
+NAMES = ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2"]
+WITH_MAMBA = ["bamba", "falcon-h1", "nemotron-h", "nemotron-h-moe", "jamba"]
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2"])
+
+@pytest.mark.parametrize("name", [*NAMES, *WITH_MAMBA])
 def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, name):
     path = tiny_models.path(name)
     model = load_model(

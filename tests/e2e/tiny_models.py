@@ -44,6 +44,37 @@ SHARED_MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
 }
 SMALL_MLP = {"block_multiple_of": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+GRANITE_HYBRID = {
+    **MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 96,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+}
+FALCON = {
+    **MAMBA,
+    "mamba_d_ssm": 128,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.8, 1.7],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.5, 0.6],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.8,
+}
+NEMOTRON = ["linear_attention", "mlp", "full_attention", "mlp", "moe", "linear_attention"]
+NEMOTRON_SIZES = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "head_dim": 16,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -293,6 +324,71 @@ CASES: dict[str, Case] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granite-hybrid": Case("GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "granite-hybrid-moe": Case(
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+        },
+    ),
+    "bamba": Case(
+        "Bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], "mlp_bias": True, **MAMBA}
+    ),
+    "bamba-limits": Case(
+        "Bamba",
+        {
+            **MAMBA,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 2,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "falcon-h1": Case("FalconH1", {"num_hidden_layers": 2, **FALCON}),
+    "falcon-h1-norm": Case(
+        "FalconH1",
+        {
+            **FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+        },
+    ),
+    "nemotron-h": Case(
+        "NemotronH", {"layers_block_type": NEMOTRON[:4], "num_hidden_layers": 4, **NEMOTRON_SIZES}
+    ),
+    "nemotron-h-moe": Case(
+        "NemotronH",
+        {
+            "layers_block_type": NEMOTRON,
+            "num_hidden_layers": 6,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            **NEMOTRON_SIZES,
+        },
+    ),
+    "jamba": Case("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
+    "jamba-moe": Case(
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
         },
     ),
     "lfm2-moe-plain": Case(

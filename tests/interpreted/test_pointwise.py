@@ -98,6 +98,13 @@ def test_gated_norms(body: str, dtype: torch.dtype, group: int, norm_first: bool
     close(got, wanted, dtype)
 
 
+@by_dtype
+@pytest.mark.parametrize("body", ACTS)
+def test_squares_of_positive_numbers(body: str, dtype: torch.dtype) -> None:
+    x = random(3, 500, dtype=dtype)
+    close(ACTS[body].relu_squared(x), reference.relu_squared(x.double()), dtype)
+
+
 @by_body
 def test_unknown_activation_is_named(body: str) -> None:
     with pytest.raises(ValueError, match="'swish'"):

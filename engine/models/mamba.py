@@ -1,0 +1,83 @@
+"""Builds the Mamba layers of a decoder from its spec and weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.kv.layout import RecurrentState, StateTensor
+from engine.layers.interface import Linear, Mixer
+from engine.layers.mamba import ChannelMamba, Convolution, HeadMamba, OutputGate, StepNorms
+from engine.models.spec import ChannelMambaSpec, DecoderSpec, HeadMambaSpec
+from kernels.reference.selective_scan import ChannelScan, HeadScan
+
+
+class Parts(Protocol):
+    """Provides the tensors of one decoder."""
+
+    spec: DecoderSpec
+
+    def linear(self, name: str, has_bias: bool = False) -> Linear: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
+def make_mamba(parts: Parts, index: int) -> Mixer:
+    """Build the Mamba mixer of a layer."""
+    mamba = parts.spec.mamba
+    assert mamba is not None
+    project = parts.linear(f"{index}.mamba_in", mamba.bias)
+    weight = parts.tensor(f"{index}.conv").flatten(1)
+    bias = parts.tensor(f"{index}.conv_bias") if mamba.conv_bias else None
+    conv = Convolution(weight, bias)
+    if isinstance(mamba, HeadMambaSpec):
+        return _by_heads(parts, index, mamba, project, conv)
+    return _by_channels(parts, index, mamba, project, conv)
+
+
+def _floats(parts: Parts, name: str) -> torch.Tensor:
+    return parts.tensor(name).float().contiguous()
+
+
+def _by_heads(
+    parts: Parts, index: int, mamba: HeadMambaSpec, project: Linear, conv: Convolution
+) -> HeadMamba:
+    decay = -_floats(parts, f"{index}.a_log").exp()
+    skip, dt_bias = (_floats(parts, f"{index}.{name}") for name in ("skip", "dt_bias"))
+    weight = parts.tensor(f"{index}.gate_norm") if mamba.has_norm else None
+    group = mamba.norm_group or mamba.width // mamba.num_groups
+    gate = OutputGate(weight, parts.spec.norm.eps, group, mamba.norm_first)
+    out = parts.linear(f"{index}.mamba_out", mamba.out_bias)
+    return HeadMamba(project, conv, HeadScan(decay, skip, dt_bias, mamba.dt_limits), gate, out)
+
+
+def _by_channels(
+    parts: Parts, index: int, mamba: ChannelMambaSpec, project: Linear, conv: Convolution
+) -> ChannelMamba:
+    decay = -_floats(parts, f"{index}.a_log").exp().T.contiguous()
+    skip = _floats(parts, f"{index}.skip")
+    parameters, steps = (parts.linear(f"{index}.{name}") for name in ("parameters", "steps"))
+    scan = ChannelScan(decay, skip, _floats(parts, f"{index}.dt_bias"))
+    norms = None
+    if mamba.norms == "stored":
+        dt, b, c = (parts.tensor(f"{index}.{name}_norm") for name in ("dt", "b", "c"))
+        norms = StepNorms((dt, b, c), mamba.norm_eps)
+    elif mamba.norms == "plain":
+        ones = conv.weight.new_ones(max(mamba.rank, mamba.state_size))
+        b = ones[: mamba.state_size]
+        norms = StepNorms((ones[: mamba.rank], b, b), mamba.norm_eps)
+    out = parts.linear(f"{index}.mamba_out", mamba.out_bias)
+    return ChannelMamba(project, conv, parameters, steps, norms, scan, out)
+
+
+def mamba_state(spec: DecoderSpec, dtype: torch.dtype) -> RecurrentState:
+    """What a Mamba layer keeps for each request: inputs of the convolution, in the dtype of
+    activations, and the state of the scan in float32."""
+    mamba = spec.mamba
+    assert mamba is not None
+    conv = StateTensor((mamba.taps - 1, mamba.conv_width), str(dtype).removeprefix("torch."))
+    if isinstance(mamba, HeadMambaSpec):
+        shape: tuple[int, ...] = (mamba.num_heads, mamba.state_size, mamba.head_dim)
+    else:
+        shape = (mamba.state_size, mamba.width)
+    return RecurrentState(tensors=(conv, StateTensor(shape, "float32")))
