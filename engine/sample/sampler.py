@@ -117,7 +117,13 @@ class Sampler:
     @property
     def wants_largest_only(self) -> bool:
         """True if all sequences are greedy, without edits and log-probabilities."""
-        return not (self._random or self._edited or self._num_logprobs)
+        return self.is_plain and not self._random
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all sequences are without edits and log-probabilities, so that nothing must be
+        done between the forward pass and the choice of tokens."""
+        return not (self._edited or self._num_logprobs)
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
         """Register a sequence that starts or resumes in its slot, replacing any earlier one

@@ -182,7 +182,8 @@ class Batches:
                 num_seqs=platform.zeros((1,), torch.int32),
             )
         self._rooms: dict[tuple[int, int], Room] = {}
-        self._last: Staged | None = None  # the last staged step, if the next may repeat it
+        self.last: Staged | None = None
+        """The last staged step, if its data is right for the next decode of its sequences, too."""
 
     def stage(
         self,
@@ -213,22 +214,8 @@ class Batches:
             num_tokens = len(tokens.slots)
         room = self._room(num_seqs, num_tokens)
         staged = Staged(rows, tokens, room, draws, picked, changes, padding)
-        self._last = staged if self._may_repeat(host, staged) else None
+        self.last = staged if self._may_repeat(host, staged) else None
         return staged
-
-    def restage(self, rows: PlanRows, plan: StepPlan) -> Staged | None:
-        """Stage a step that decodes a further token of each sequence of the last staged step, whose
-        data is still in place; ``None`` if the step is another one."""
-        last, num = self._last, len(rows.slots)
-        if last is None or rows.slots is not last.rows.slots or plan.new or plan.num_tokens != num:
-            return None
-        if rows.drafts is not None or np.count_nonzero(rows.samples) < num:
-            return None
-        positions = rows.starts.astype(np.int64)
-        tokens = StepTokens(last.tokens.slots, positions, last.tokens.query_start)
-        draws = Draws(last.draws.rows, rows.slots, rows.starts + rows.counts)
-        changes = stage_changes(plan, (), self._staging, self._slots)
-        return Staged(rows, tokens, last.room, draws, last.picked, changes, last.padding)
 
     def _may_repeat(self, host: HostColumns, staged: Staged) -> bool:
         """True if the data of a staged step is right for its sequences' next decodes, too: it stays

@@ -32,7 +32,9 @@ from engine.worker.batches import (
     draft_tokens,
 )
 from engine.worker.feature import Feature, Machine
+from engine.worker.platform import Mark
 from engine.worker.prompt_scores import PromptScores
+from engine.worker.repeats import Repeats
 from engine.worker.roofline import REPORT_SECONDS, REPORT_STEPS, Measured, Roofline
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
@@ -69,11 +71,18 @@ class Driver:
         self._measured_seconds = 0.0
         self._undrawn: ForwardedBatch | Exception | None = None  # the step that waits for masks
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step: run the forward pass and, unless the step waits for masks, sample."""
+        began = self.runner.machine.platform.mark()
+        done = self.runner.repeats.run(plan)
+        if done is None:
+            return self._launch(plan, began)
+        return Pending(plan, [(began, self.runner.machine.platform.mark())], [done])
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan, began: Mark) -> Pending:
+        """Start a step that does not only repeat the last one."""
         runner, platform = self.runner, self.runner.machine.platform
-        began = platform.mark()
         specs, rows = runner.begin(plan), self._rows_of(plan)
         staged = [runner.stage(rows, plan, specs)]
         pending = Pending(plan, [])
@@ -287,6 +296,7 @@ class Runner:
         self._graphed: BySize[GraphedStep] = BySize()
         self._mixed: BySize[MixedGraph] = BySize()
         self._prompt_scores = PromptScores(machine.model.logits)
+        self.repeats = Repeats(machine)
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
@@ -309,11 +319,7 @@ class Runner:
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
         """Copy these rows' input to the device. Apply the changes of ``plan``, if given."""
-        batches, staged = self.machine.batches, None
-        if plan is not None:
-            staged = batches.restage(rows, plan)
-        if staged is None:
-            staged = batches.stage(rows, plan, specs, self._padding_for(rows))
+        staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
         return staged

@@ -33,7 +33,6 @@ from engine.worker.batches import (
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched, Graph, Mark
 from engine.worker.prompt_scores import PromptScores
-from kernels.cpu.recording import Recording, Repeated
 from kernels.slots import Drawn, Rows
 
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -41,7 +40,6 @@ PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the step they ca
 
 
 NO_SCORES: PromptLogprobs = MappingProxyType({})
-NO_LOGITS = torch.empty((0, 0))
 NO_ROWS = PlanRows(EMPTY, EMPTY, EMPTY, EMPTY)
 
 
@@ -84,7 +82,6 @@ class EagerStep:
         self._graph = graph
         only_largest = may_take_largest and machine.sampler.wants_largest_only
         self._wanted: Output = "largest" if only_largest else "logits"
-        self._replayed: Recording | None = None  # if this step replays all of it
         self._computed: torch.Tensor | None = None  # ``Hidden.output``
         self._largest: torch.Tensor | None = None
         self._early: torch.Tensor | None = None  # tokens sampled before the masks were known
@@ -120,13 +117,11 @@ class EagerStep:
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
         """Sample the step's tokens and store them in the slots. Returns tokens [R] int32."""
-        if self._replayed is None or self._early is not None or not self._is_plain(drawing):
-            return self._advance(self._tokens(drawing))
-        if self._replayed.draw is None:
-            found = self._replayed.draw = Repeated(self._draw_computed)
-            return found.result.clone()
-        # A copy, since a later step overwrites the tokens.
-        return torch.from_numpy(self._replayed.draw().numpy().copy())
+        step, picked = self._staged.step, self._picked
+        tokens = self._tokens(drawing)
+        drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
+        self._machine.slots.advance(step.slots, step.query_start, drawn)
+        return tokens
 
     def notify(self, drawn: torch.Tensor) -> None:
         """Pass hidden states and sampled tokens to the features. Does nothing in a step of dummy
@@ -135,29 +130,9 @@ class EagerStep:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
 
-    def _is_plain(self, drawing: Drawing | None) -> bool:
-        """True if the tokens depend only on what the replayed step has computed."""
-        if self._wanted == "largest":
-            return self._largest is not None
-        return drawing is None or drawing.masks is None
-
-    def _draw_computed(self) -> torch.Tensor:
-        """Sample from what the step has computed, and advance the slots."""
-        if self._largest is not None:
-            return self._advance(self._largest)
-        return self._advance(self._machine.sampler.draw(self.rows))
-
-    def _advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Store sampled tokens in the slots. Returns the tokens; those after a rejected draft are
-        marked."""
-        step, picked = self._staged.step, self._picked
-        drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
-        self._machine.slots.advance(step.slots, step.query_start, drawn)
-        return tokens
-
     def _tokens(self, drawing: Drawing | None) -> torch.Tensor:
         if self._largest is not None:
-            return self._largest.clone()  # a later step overwrites what is recorded
+            return self._largest
         sampler, early, rows = self._machine.sampler, self._early, self.rows
         edited, masks = ([], None) if drawing is None else (drawing.edited, drawing.masks)
         if early is None:
@@ -171,11 +146,6 @@ class EagerStep:
         """Run the model. Returns the hidden states of the tokens whose logits are needed, or those
         of all tokens if prompt log-probabilities are wanted."""
         machine, staged = self._machine, self._staged
-        self._replayed = self._recording()
-        if self._replayed is not None:
-            staged.room.prepare()
-            hidden, self._computed = self._replayed.repeat(int(staged.draws.positions.max()))
-            return hidden
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
         if self._graph is not None:
@@ -186,16 +156,6 @@ class EagerStep:
         self._computed = self._hidden.output
         return self._hidden.last
 
-    def _recording(self) -> Recording | None:
-        """A recording of the whole step, which needs no batch to be built; ``None`` if there is
-        none, or if a feature may change the step."""
-        machine, staged = self._machine, self._staged
-        if machine.recorder is None or machine.features or self._is_made_up or self._is_scored:
-            return None
-        if self._picked is not staged.room.decodes:
-            return None
-        return machine.recorder.of_decodes(staged.room.num_seqs, self._wanted)
-
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V] from hidden states. Returns [0, V] if the sampler needs only the
         argmax and the model found it without storing logits."""
@@ -204,8 +164,8 @@ class EagerStep:
             largest = model.largest(hidden) if computed is None else computed
             # A negative entry is an invalid row; its logits are then needed for the error message.
             if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
-                self._largest = largest
-                return NO_LOGITS
+                self._largest = largest.clone()  # a later step overwrites what is recorded
+                return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
         elif computed is not None:
             return computed
         return model.logits(hidden)
@@ -347,6 +307,7 @@ class PendingStep(NamedTuple):
     fetched: Fetched  # tokens; validity of checked rows, if any; three tensors for each group
     prompt_logprobs: PromptLogprobs = NO_SCORES
     barred: Collection[int] = ()  # rows with an error whose own parameters forbid all tokens
+    tokens: Column | None = None  # the sampled tokens, if they are on the host already
 
 
 @dataclass(slots=True)
@@ -438,7 +399,7 @@ def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, C
     part.fetched.done.synchronize()
     draws, columns = part.draws, iter(part.fetched.tensors)
     rows = draws.rows + np.int32(part.first) if part.first else draws.rows
-    drawn = next(columns).numpy()
+    drawn = next(columns).numpy() if part.tokens is None else part.tokens
     valid = next(columns).tolist() if part.checked else []
     accepted = drawn >= 0
     all_accepted = np.count_nonzero(accepted) == len(accepted)

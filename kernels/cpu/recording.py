@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,21 +72,34 @@ _ALIGNED = 64  # bytes
 _NEW = {"empty", "empty_like", "new_empty"}
 
 
-class Repeated:
-    """Kernel launches of a function, recorded during its first call and repeated by later calls.
+class Launches:
+    """Recorded kernel launches, which can be repeated. All tensors must be at fixed addresses."""
 
-    Unlike in a recorded step, all tensors must be at fixed addresses."""
+    def __init__(self, jobs: NDArray[np.int64]) -> None:
+        self.jobs = jobs
+        self._place = self.jobs.ctypes.data, len(self.jobs)
 
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
-        """Call ``work`` and record its launches."""
+    @classmethod
+    def of(cls, work: Callable[[], T]) -> tuple[T, Launches]:
+        """Call ``work`` and record its launches. Returns its result and the launches."""
         with noted() as launches:
-            self.result = work()
-        self._jobs = _jobs_of(launches)
+            result = work()
+        return result, cls(_jobs_of(launches))
 
-    def __call__(self) -> torch.Tensor:
-        """Repeat the launches. Returns the tensor that the first call returned, with new values."""
-        launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
-        return self.result
+    def repeat(self) -> None:
+        """Run the launches again."""
+        launch_all(TEAM.control, TEAM.syscall, *self._place)
+
+    def joined(self, others: Sequence[Launches]) -> Launches:
+        """These launches and others after them."""
+        return Launches(np.concatenate([self.jobs, *(other.jobs for other in others)]))
+
+
+class WholeStep(NamedTuple):
+    """All launches of a decode step, with those that prepare its inputs and sample its tokens."""
+
+    launches: Launches
+    tokens: NDArray[np.int32]  # [N]: the sampled tokens, which the next step overwrites
 
 
 @dataclass(slots=True)
@@ -99,22 +112,15 @@ class Recording:
     has_embed: bool  # the embedding is among the launches
     has_output: bool  # the output stage, if there is one, is among the launches
     plans: list[AttentionPlan]
-    jobs: NDArray[np.int64]
+    launches: Launches
     num_bytes: int  # of the arena that embedding and layers use
     meta: AttentionMeta  # of the recorded step
-    draw: Repeated | None = None  # what the worker launches after a whole step, to sample tokens
+    whole: WholeStep | None = None  # if the worker has made it
 
-    @property
-    def is_whole(self) -> bool:
-        """True if all stages are among the launches."""
-        return self.has_embed and self.has_output
-
-    def repeat(self, max_seq_len: int) -> Computed:
-        """Replay a whole step of single tokens from the memory of the recorded step, in which the
-        caller has entered the new step. max_seq_len: the largest number of keys of a sequence."""
-        self.meta.max_seq_len = max_seq_len
-        self.launch(self.meta)
-        return self.computed
+    def has_room(self, num_seqs: int, max_seq_len: int) -> bool:
+        """True if the launches have the memory for a step of single tokens of ``num_seqs``
+        sequences of up to ``max_seq_len`` keys."""
+        return all(plan.has_room(num_seqs, max_seq_len) for plan in self.plans)
 
     def replay(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute the step for another input. The next step overwrites the returned tensors."""
@@ -131,7 +137,7 @@ class Recording:
         """Run the launches for the input that is in ``given``."""
         for plan in self.plans:
             plan.renew(meta)
-        launch_all(TEAM.control, TEAM.syscall, self.jobs.ctypes.data, len(self.jobs))
+        self.launches.repeat()
 
 
 class Recorder:
@@ -158,10 +164,12 @@ class Recorder:
         self._unfit: set[_Kind] = set()
 
     def of_decodes(self, num_tokens: int, output: str) -> Recording | None:
-        """The recording of a step of single tokens with this output stage, if there is one and it
-        has all stages."""
+        """The recording of a step of single tokens with this output stage, if there is one and all
+        stages are among its launches."""
         recording = self._kept.get(_Kind(output, num_tokens, True, False))
-        return recording if recording is not None and recording.is_whole else None
+        if recording is None or not (recording.has_embed and recording.has_output):
+            return None
+        return recording
 
     def run(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute a step from its token ids [N], directly or by replaying a recording. Stages must
@@ -230,10 +238,9 @@ def record(
     num_bytes, launches = watch.num_bytes, launches + more
     output, more = watch.observe(stages.output_of, hidden)
     has_output = watch.is_fit and (output is not None or stages.output is None)
-    jobs = _jobs_of(launches + more if has_output else launches)
-    computed = Computed(hidden, output)
-    whole = has_embed, has_output
-    return computed, Recording(given, computed, *whole, plans, jobs, num_bytes, meta)
+    recorded = Launches(_jobs_of(launches + more if has_output else launches))
+    computed, has = Computed(hidden, output), (has_embed, has_output)
+    return computed, Recording(given, computed, *has, plans, recorded, num_bytes, meta)
 
 
 class _Watch(TorchDispatchMode):

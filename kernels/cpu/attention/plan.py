@@ -78,17 +78,21 @@ class AttentionPlan:
         """Number of rows of the output that are written."""
         return int(self.header[_NUM_ROWS])
 
+    def has_room(self, num_seqs: int, max_seq_len: int) -> bool:
+        """True if there is memory for single tokens of ``num_seqs`` sequences of up to
+        ``max_seq_len`` keys."""
+        parts = -(-max_seq_len // STRETCH)
+        return num_seqs <= self._num_seqs and num_seqs * parts <= self._num_items
+
     def renew(self, meta: AttentionMeta) -> None:
         """Plan another step: allocate memory, and split its chunks. `find_singles` must follow."""
         header, num_seqs = self.header, len(meta.seq_lens)
         header[_STARTS], header[_LENS] = meta.query_start.data_ptr(), meta.seq_lens.data_ptr()
         header[_NUM_SEQS] = num_seqs
-        if num_seqs * -(-meta.max_seq_len // STRETCH) > self._num_items:
+        if not self.has_room(num_seqs, meta.max_seq_len):
             needed = int((-(-meta.seq_lens.numpy() // STRETCH)).sum())
             if needed > self._num_items or num_seqs > self._num_seqs:
                 self._grow(needed, num_seqs)
-        elif num_seqs > self._num_seqs:
-            self._grow(self._num_items, num_seqs)
         if meta.max_query_len > 1 or len(self._chunks):
             self._chunks = _chunks(meta, self._window, self._tokens)
             header[CHUNKS], header[CHUNKS + 1] = self._chunks.ctypes.data, len(self._chunks)
