@@ -126,6 +126,27 @@ def test_sampling_after_replayed_steps_is_the_same(
         assert replayed == [sampled(engine, params)] * 2
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_invalid_logits_of_replayed_steps_are_explained(tmp_path: Path, temperature: float) -> None:
+    """Requests fail with the cause, and later ones are computed as before."""
+    path = str(make_tiny_model("llama", tmp_path, torch.bfloat16))
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+    with engine_for(path) as engine:
+        wanted = sampled(engine, [params] * 3)
+        for name in ("a", "b"):
+            engine.add_request(name, {"prompt_token_ids": [3, 4, 5]}, params)
+        for _ in range(9):
+            engine.step()
+        for layer in engine.session.client.core.executor.driver.runner.machine.kv:
+            layer.fill_(torch.nan)
+        errors = {output.request_id: output.outputs[0].error for output in engine.step()}
+        assert errors.keys() == {"a", "b"} and all("hold NaN" in why for why in errors.values())
+        for layer in engine.session.client.core.executor.driver.runner.machine.kv:
+            layer.zero_()
+        engine.reset_prefix_cache()
+        assert sampled(engine, [params] * 3) == wanted
+
+
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_steps_with_drafts_are_replayed_too(
     tmp_path: Path, name: str, sizes: set[tuple[int, int, int]], seed: int
