@@ -196,7 +196,7 @@ class Batches:
         if given, makes to slots. ``specs``: sampling options of the plan's new sequences."""
         tokens, (kind, size) = locate(rows), padding
         num_seqs, num_tokens = len(rows.counts), max(len(tokens.slots), size)
-        host = self._staging.open(num_tokens)
+        host, self.last = self._staging.open(num_tokens), None
         self._fill(host, rows, tokens, padding)
         if kind is PaddingKind.DECODE_GRAPH:
             num_seqs = max(num_seqs, size)

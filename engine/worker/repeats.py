@@ -45,11 +45,14 @@ class Repeats:
             return None
         lengths = plan.starts + plan.counts
         longest = max(lengths.tolist())
+        if not recording.make_room(len(lengths), longest):
+            return None
         with section("forward"):
-            if recording.whole is not None and recording.has_room(len(lengths), longest):
+            if recording.whole is not None:
                 recording.whole.launches.repeat()
-            else:
-                recording.whole = self._first(recording, last, wanted, longest)
+            elif not self._try_first(recording, last, wanted, longest):
+                return None
+        assert recording.whole is not None
         draws, tokens = Draws(last.draws.rows, plan.slots, lengths), recording.whole.tokens.copy()
         errors = {}
         if min(tokens.tolist()) < 0:
@@ -70,6 +73,16 @@ class Repeats:
             and not live.has_scored(plan.slots)
             and bool(np.count_nonzero(plan.samples) == num)
         )
+
+    def _try_first(self, recording: Recording, last: Staged, wanted: Output, longest: int) -> bool:
+        """Compute a step like `_first`. Returns False after an error; the step must then be
+        computed otherwise, which finds the rows that fail."""
+        try:
+            recording.whole = self._first(recording, last, wanted, longest)
+        except Exception:
+            logger.exception("a decode step cannot be replayed as a whole")
+            self._may_repeat = False
+        return recording.whole is not None
 
     def _first(self, recording: Recording, last: Staged, wanted: Output, longest: int) -> WholeStep:
         """Compute a step in three parts, and join their launches for later steps. longest: the

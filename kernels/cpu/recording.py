@@ -117,10 +117,10 @@ class Recording:
     meta: AttentionMeta  # of the recorded step
     whole: WholeStep | None = None  # if the worker has made it
 
-    def has_room(self, num_seqs: int, max_seq_len: int) -> bool:
-        """True if the launches have the memory for a step of single tokens of ``num_seqs``
-        sequences of up to ``max_seq_len`` keys."""
-        return all(plan.has_room(num_seqs, max_seq_len) for plan in self.plans)
+    def make_room(self, num_seqs: int, max_seq_len: int) -> bool:
+        """Allocate memory for a step of single tokens of ``num_seqs`` sequences of up to
+        ``max_seq_len`` keys, unless it is much. Returns whether there is memory for them."""
+        return all(plan.make_room(num_seqs, max_seq_len) for plan in self.plans)
 
     def replay(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute the step for another input. The next step overwrites the returned tensors."""

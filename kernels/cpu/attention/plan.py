@@ -12,7 +12,7 @@ from kernels.cpu.native import Kernel, i32, i64
 from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
-
+_MUCH = 1 << 26  # bytes of partial sums; only written pages take memory
 
 # Indices in the header, the int64 addresses and numbers that bodies read. The address of a plan's
 # header stays the same for later steps.
@@ -50,6 +50,7 @@ class AttentionPlan:
         self.header[_WINDOW] = window
         self.chunk_work = 0
         self._window, self._heads, self._tokens = window, heads, tokens
+        self._bytes_an_item = heads.num * (heads.size + TAIL) * 4  # of partial sums
         self._num_items = self._num_seqs = 0  # for which there is memory
         self._owned: tuple[NDArray[np.generic], ...] = ()
         self._chunks = np.empty((0, ITEM_FIELDS), np.int32)
@@ -78,18 +79,22 @@ class AttentionPlan:
         """Number of rows of the output that are written."""
         return int(self.header[_NUM_ROWS])
 
-    def has_room(self, num_seqs: int, max_seq_len: int) -> bool:
-        """True if there is memory for single tokens of ``num_seqs`` sequences of up to
-        ``max_seq_len`` keys."""
-        parts = -(-max_seq_len // STRETCH)
-        return num_seqs <= self._num_seqs and num_seqs * parts <= self._num_items
+    def make_room(self, num_seqs: int, max_seq_len: int) -> bool:
+        """Allocate memory for single tokens of any ``num_seqs`` sequences of up to ``max_seq_len``
+        keys, unless it is much. Returns whether there is memory for them."""
+        if not self._has_room(num_seqs, max_seq_len):
+            needed = num_seqs * -(-max_seq_len // STRETCH)
+            if needed * self._bytes_an_item > _MUCH:
+                return False
+            self._grow(needed, num_seqs)
+        return True
 
     def renew(self, meta: AttentionMeta) -> None:
         """Plan another step: allocate memory, and split its chunks. `find_singles` must follow."""
         header, num_seqs = self.header, len(meta.seq_lens)
         header[_STARTS], header[_LENS] = meta.query_start.data_ptr(), meta.seq_lens.data_ptr()
         header[_NUM_SEQS] = num_seqs
-        if not self.has_room(num_seqs, meta.max_seq_len):
+        if not self._has_room(num_seqs, meta.max_seq_len):
             needed = int((-(-meta.seq_lens.numpy() // STRETCH)).sum())
             if needed > self._num_items or num_seqs > self._num_seqs:
                 self._grow(needed, num_seqs)
@@ -102,12 +107,18 @@ class AttentionPlan:
         """Find the items of sequences with one query token. A recorded step repeats this launch."""
         SINGLE_ITEMS.run(1, self.address(0))
 
+    def _has_room(self, num_seqs: int, max_seq_len: int) -> bool:
+        """True if there is memory for any sequences as in `make_room`."""
+        parts = -(-max_seq_len // STRETCH)
+        return num_seqs <= self._num_seqs and num_seqs * parts <= self._num_items
+
     def _grow(self, num_items: int, num_seqs: int) -> None:
         """Allocate memory for at least this many items and sequences."""
         heads = self._heads
-        self._num_items, self._num_seqs = 2 * num_items, num_seqs
+        self._num_items = max(2 * num_items, self._num_items)
+        self._num_seqs = num_seqs = max(num_seqs, self._num_seqs)
         items = np.empty((self._num_items, ITEM_FIELDS), np.int32)
-        room = np.empty(self._num_items * heads.num * (heads.size + TAIL), np.float32)
+        room = np.empty(self._num_items * self._bytes_an_item, np.uint8)
         arrivals = np.zeros(num_seqs * (heads.num // heads.group), np.int64)
         first_items = np.empty(num_seqs, np.int64)
         self._owned = items, room, arrivals, first_items
