@@ -104,8 +104,9 @@ def make_run(
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     made_here = [] if make_feature is None else [make_feature(config)]
     features = (*features, *made_here)
-    layout = one_group(SumModel.cache_spec, BLOCK)
-    machine = make_machine(model or SumModel(), platform, config, layout, features)
+    layers = SumModel.cache_spec
+    layout = one_group(layers, BLOCK)
+    machine = make_machine(model or SumModel(), platform, config, layers, layout, features)
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads
     for feature in made_here:
