@@ -39,7 +39,7 @@ FAMILIES: dict[str, Case] = {
             *("llama", "llama-mha-tied-biased", "llama-mqa-head-dim", "llama-llama3"),
             *("llama-linear", "llama-yarn", "llama-bf16", "mistral", "qwen2", "qwen3"),
             *("gemma2", "gemma3", "gemma3-linear", "phi3", "phi3-longrope"),
-            *("olmo2", "olmo2-mqa", "granite", "granite-biased", "mixtral"),
+            *("olmo2", "olmo2-mqa", "granite", "granite-biased", "mixtral", "lfm2"),
         )
     },
     "llama-3.1": Case(
@@ -90,6 +90,7 @@ FAMILIES: dict[str, Case] = {
             "head_dim": 16,
         },
     ),
+    "lfm2-moe": Case("Lfm2Moe", {**CASES["lfm2-moe"].options, "routed_scaling_factor": 1.0}),
     # Rows of 256 elements, which all types of tensors can store.
     "wide-llama": Case("Llama", WIDE),
     "wide-gemma3": Case(
@@ -109,6 +110,15 @@ FAMILIES: dict[str, Case] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 256,
             "norm_topk_prob": True,
+        },
+    ),
+    "wide-lfm2": Case(
+        "Lfm2",
+        {
+            **WIDE,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 256,
         },
     ),
 }

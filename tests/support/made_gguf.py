@@ -67,6 +67,8 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe",
     "granitemoe": "granitemoe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 PERMUTED = ("llama", "granite", "smollm3", "granitemoe", "arcee", "mistral3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
@@ -125,6 +127,7 @@ class MadeGguf:
                 continue
             theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, name
+            theirs += ".bias" if name.endswith(".expert_bias") else ""
             self.twin[name] = self._add(theirs, name, stored[name])
         for merged, parts in experts.items():
             theirs = names.get_name(merged, try_suffixes=(".weight",))
@@ -135,7 +138,9 @@ class MadeGguf:
 
     def _add(self, theirs: str, name: str, values: Array) -> Array:
         """Add a tensor to the file; returns what a reader should find in it."""
-        heads = self._permuted_heads(name)
+        heads, whole = self._permuted_heads(name), values.shape
+        if name.endswith("conv.conv.weight"):
+            values = values.squeeze(1)
         if heads:
             shape = values.shape
             pairs = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:])
@@ -157,7 +162,7 @@ class MadeGguf:
         if heads:
             pairs = found.reshape(heads, found.shape[0] // heads // 2, 2, *found.shape[1:])
             found = pairs.swapaxes(1, 2).reshape(found.shape)
-        return np.ascontiguousarray(found)
+        return np.ascontiguousarray(found).reshape(whole)
 
     def _add_halves(self, names: gguf.TensorNameMap, name: str, values: Array) -> None:
         """Add the gate and up matrices of all experts, which are one tensor in the checkpoint."""
@@ -224,11 +229,16 @@ class MadeGguf:
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
         writer.add_block_count(config["num_hidden_layers"])
-        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_feed_forward_length(self._mlp_size())
         writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        if "rms_norm_eps" in config:
-            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        kv_heads = config["num_key_value_heads"]
+        if "conv_L_cache" in config:
+            kinds = config["layer_types"]
+            kv_heads = [0 if kind == "conv" else kv_heads for kind in kinds]
+            writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_head_count_kv(kv_heads)
+        if "rms_norm_eps" in config or "norm_eps" in config:
+            writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
         if "layer_norm_eps" in config or "norm_epsilon" in config:
             writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
         writer.add_vocab_size(config["vocab_size"])
@@ -248,6 +258,11 @@ class MadeGguf:
         for name in ("bos", "eos", "pad"):
             if isinstance(config.get(f"{name}_token_id"), int):
                 getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])
+
+    def _mlp_size(self) -> int:
+        """Rows of the gate matrix of a dense layer."""
+        stored = self.twin.get("model.layers.0.feed_forward.w1.weight")
+        return int(self.config["intermediate_size"]) if stored is None else len(stored)
 
     def _add_scaling(self, writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
         kind = rope.get("rope_type")
@@ -280,6 +295,9 @@ class MadeGguf:
             writer.add_expert_used_count(config["num_experts_per_tok"])
         if config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if config["model_type"] == "lfm2_moe":
+            writer.add_leading_dense_block_count(config["num_dense_layers"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if config.get("shared_expert_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
