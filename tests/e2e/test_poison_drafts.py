@@ -118,7 +118,7 @@ def vulnerable(
         model = load(*args, **options)
         embedding = model.embedding
 
-        def embed(ids: torch.Tensor, embeds: Any) -> torch.Tensor:
+        def embed(ids: torch.Tensor, embeds: Any = None) -> torch.Tensor:
             hurt.update(token for token in (raises, nan) if (ids == token).any())
             if (ids == raises).any():
                 raise RuntimeError(f"cannot bear {raises}")

@@ -98,6 +98,12 @@ DIRECTORIES = {
         keep_some,
     ),
     "awq-experts": Directory("mixtral", awq(32), AWQ, lambda m: m.endswith("gate") or keep_head(m)),
+    "awq-lfm2": Directory("lfm2", awq(32), AWQ),
+    "gptq-lfm2": Directory("lfm2-biased", gptq(4, 32, desc_act=True), {**GPTQ, "desc_act": True}),
+    "fp8-blocks-lfm2": Directory("lfm2", fp8("block", scale_name="weight_scale_inv"), BLOCKS),
+    "ct-w4a16-lfm2": Directory(
+        "lfm2", packed(4, 32), compressed("pack-quantized", integers(4, "group"))
+    ),
     "gptq": Directory("qwen3", gptq(4, 32), GPTQ),
     "gptq-ordered-by-head": Directory("qwen3-next", gptq(4, 32), GPTQ, keep_gates),
     "gptq-8": Directory("llama", gptq(8, 32, sym=False), {**GPTQ, "bits": 8, "sym": False}),

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.references import engine_for, prompts
 from e2e.test_ngram import NGRAM
-from e2e.tiny_models import TinyModels
+from e2e.test_poison_drafts import vulnerable
+from e2e.tiny_models import CASES, Case, TinyModels, config_of, random_model, save
 
-from engine import SamplingParams
+from engine import LLM, SamplingParams, StructuredOutputsParams
+from engine.assets import BOX_MODEL
+from engine.core.replay import replay
+from engine.worker import worker
 
-FAMILIES = [pytest.param("lfm2"), pytest.param("lfm2-biased", marks=pytest.mark.slow)]
-SEEDED = [
-    SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=20, ignore_eos=True, n=n)
-    for seed, n in ((1, 1), (2, 3), (3, 1), (4, 2), (5, 1), (6, 1))
+FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "lfm2"))
+    for name in CASES
+    if CASES[name].family.startswith("Lfm2")
 ]
+# Few tokens are allowed, so that some drafts are right.
+SEEDED = [
+    SamplingParams(
+        temperature=0.7, seed=n, max_tokens=40, ignore_eos=True, n=n, allowed_token_ids=[5, 6, 7]
+    )
+    for n in (1, 3, 1, 2, 1, 1)
+]
+TIGHT = {"num_kv_blocks": 36, "async_scheduling": True}
 WAYS: dict[str, dict[str, Any]] = {
-    "one-by-one": {"max_num_seqs": 1, "enforce_eager": True},
-    "together": {},
-    "chunks-of-5": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
-    "two-in-flight": {"async_scheduling": True, "max_num_batched_tokens": 33},
-    "preempted": {"num_kv_blocks": 30, "async_scheduling": True},
-    "drafts": NGRAM,
-    "drafts-preempted": {**NGRAM, "num_kv_blocks": 30, "max_num_batched_tokens": 17},
-    "own-process": {"multiprocess": True},
+    "chunks, preempted, two in flight": {**TIGHT, "max_num_batched_tokens": 17},
+    "drafts, preempted": {**NGRAM, **TIGHT},
 }
+MORE_WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks of 5": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
+    "two in flight": {"async_scheduling": True, "max_num_batched_tokens": 33},
+    "drafts in chunks": {**NGRAM, "max_num_batched_tokens": 13, "async_scheduling": True},
+    "core in a process": {"multiprocess": True},
+}
+RAISES, NAN = 291, 292
+DIGITS = r"[0-9]{2,6}(-[a-f]{3})?"
 
 
 def texts() -> list[list[int]]:
-    """Prompts that repeat themselves, so that drafts are found."""
-    return [(ids * 3)[:45] for ids in prompts()]
+    """Prompts with the allowed tokens in many orders."""
+    return [[*ids[:40], *(5 + (i * i + i // 3) % 3 for i in range(40))] for ids in prompts()]
 
 
-def told(path: str, **options: Any) -> list[list[list[int]]]:
-    """The tokens of each answer of each seeded request, all added at once."""
+def told(path: str, **options: Any) -> tuple[list[list[list[int]]], dict[str, float]]:
+    """The tokens of each answer of each seeded request, all added at once; and the counters."""
     with engine_for(path, dtype="float32", **options) as engine:
         for number, (ids, params) in enumerate(zip(texts(), SEEDED, strict=True)):
             engine.add_request(str(number), ids, params)
@@ -42,14 +61,109 @@ def told(path: str, **options: Any) -> list[list[list[int]]]:
         while engine.has_unfinished_requests():
             for out in engine.step():
                 last[int(out.request_id)] = out
-        return [[list(one.token_ids) for one in last[n].outputs] for n in sorted(last)]
+        stats = engine.stats()
+        counters = {**stats.counters, "preemptions": stats.num_preemptions}
+    return [[list(one.token_ids) for one in last[n].outputs] for n in sorted(last)], counters
+
+
+def check_ways(path: str, ways: dict[str, dict[str, Any]]) -> None:
+    right, _ = told(path, max_num_seqs=1, enforce_eager=True)
+    assert [len(answers) for answers in right] == [params.n for params in SEEDED]
+    for way, options in ways.items():
+        tokens, counters = told(path, **options)
+        assert tokens == right, way
+        assert "preempted" not in way or counters["preemptions"] > 0
+        if "drafts" in way:
+            accepted = counters["drafts.num_accepted_tokens"]
+            assert 0 < accepted < counters["drafts.num_draft_tokens"], way
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_seeded_requests_sample_the_same_in_every_way(name: str, tiny_models: TinyModels) -> None:
-    path = str(tiny_models.path(name))
-    first, *others = WAYS
-    right = told(path, **WAYS[first])
-    assert [len(answers) for answers in right] == [params.n for params in SEEDED]
-    for way in others:
-        assert told(path, **WAYS[way]) == right, way
+    check_ways(str(tiny_models.path(name)), WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_seeded_requests_sample_the_same_in_more_ways(name: str, tiny_models: TinyModels) -> None:
+    check_ways(str(tiny_models.path(name)), MORE_WAYS)
+
+
+def test_a_run_replays_to_identical_plans(tiny_models: TinyModels, tmp_path: Path) -> None:
+    log = tmp_path / "steps.log"
+    told(str(tiny_models.path("lfm2")), step_log=log, **NGRAM, **TIGHT)
+    outcome = replay(log)
+    assert outcome.difference is None and outcome.num_steps > 20
+
+
+@pytest.mark.parametrize("options", [{}, {**NGRAM, "async_scheduling": True}], ids=["", "drafts"])
+def test_requests_that_fail_hurt_no_others(
+    options: dict[str, Any], tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One raises, so that its step is computed again in halves; one leaves NaN in its state, whose
+    slot another request takes over."""
+    path, hurt = str(tiny_models.path("lfm2")), Counter[int]()
+    healthy = texts()
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=list(range(3, 290))
+    )
+    with engine_for(path, dtype="float32", max_num_seqs=1) as engine:
+        right = [told_greedy(engine, [ids], params)[0] for ids in healthy]
+    loaded = vulnerable(worker.load_model, RAISES, NAN, hurt)
+    monkeypatch.setattr(worker, "load_model", loaded)
+    sick = [[5, 6, 7, RAISES, 9], [8, NAN, 4, 4], [*range(3, 30), NAN], [RAISES]]
+    mixed = [ids for pair in zip(healthy, [*sick, *sick[:2]], strict=True) for ids in pair]
+    with engine_for(path, dtype="float32", max_num_seqs=4, **options) as engine:
+        found = told_greedy(engine, mixed, params)
+    assert found[::2] == right
+    assert found[1::2] == [None] * len(healthy)
+    assert hurt[RAISES] and hurt[NAN]
+
+
+def told_greedy(
+    engine: Any, asked: list[list[int]], params: SamplingParams
+) -> list[list[int] | None]:
+    """The tokens of each prompt; ``None`` for a request that failed."""
+    last = {}
+    for number, ids in enumerate(asked):
+        engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        last |= {int(out.request_id): out.outputs[0] for out in engine.step()}
+    while engine.has_unfinished_requests():
+        last |= {int(out.request_id): out.outputs[0] for out in engine.step()}
+    outs = [last[number] for number in range(len(asked))]
+    return [None if out.finish_reason == "error" else list(out.token_ids) for out in outs]
+
+
+@pytest.fixture(scope="module")
+def model_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LFM2 with the tokenizer of the model in the package."""
+    path = tmp_path_factory.mktemp("lfm2") / "model"
+    tokenizer = BOX_MODEL / "tokenizer.json"
+    size = LLM(str(BOX_MODEL), log_level="error").get_tokenizer().vocab_size
+    case = CASES["lfm2"]
+    options = {**case.options, "vocab_size": size}
+    save(random_model(config_of(Case(case.family, options)), seed=3), path)
+    shutil.copy(tokenizer, path)
+    if (BOX_MODEL / "tokenizer_config.json").exists():
+        shutil.copy(BOX_MODEL / "tokenizer_config.json", path)
+    return path
+
+
+def test_texts_follow_grammars_with_and_without_drafts(model_with_texts: Path) -> None:
+    structured = StructuredOutputsParams(regex=DIGITS)
+    asked = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=24, structured_outputs=structured)
+        for seed in range(6)
+    ]
+    said = []
+    for options in (
+        {},
+        {"speculative_config": {"method": "grammar", "num_speculative_tokens": 3}},
+        {**NGRAM, "async_scheduling": True},
+    ):
+        sizes = {"max_model_len": 128, "num_kv_blocks": 64, "num_threads": 1}
+        with LLM(str(model_with_texts), log_level="error", **sizes, **options) as llm:
+            outs = llm.generate(["Some digits: "] * len(asked), asked)
+        said.append([out.outputs[0].text for out in outs])
+    assert said[1] == said[0] == said[2]
+    assert all(re.fullmatch(DIGITS, text) for text in said[0])
