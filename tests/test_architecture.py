@@ -80,7 +80,7 @@ FEATURES = tuple(
 COMPUTES = "compute"
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
-NAMES_FEATURES = ("engine.core.build", "policylab.verify.simulation")  # which assemble engines
+NAMES_FEATURES = ("engine.core.build", "policylab.verify.simulation", "policylab.sim.run")
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")

@@ -179,6 +179,11 @@ class BlockPool:
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
 
+    @property
+    def evicts(self) -> bool:
+        """True if the next block that is taken loses its cached content."""
+        return self.cache.hashes[self._next[0]] is not None
+
     def take(self, count: int) -> list[int]:
         """Take ``count`` blocks from the head of the free list and drop their cached content.
 

@@ -91,7 +91,9 @@ class KVManager:
             raise ConfigError("a KV source cannot load the states of a model with recurrent layers")
         if self.caching:
             snapshots = self._prefix_index.snapshots = Snapshots(self.pool, snapshot_blocks)
-            self.states = RequestStates(snapshots, self._prefix_index, self._allocation)
+            self.states = RequestStates(
+                snapshots, self._prefix_index, self._allocation, self.block_size
+            )
 
     # -- queries
 

@@ -8,34 +8,58 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.snapshots import Snapshot, Snapshots, StateMarks
 from engine.kv.tables import Allocation, KVRequest, PrefixHit
 
+MOST_USED = 1 << 16  # hashes that are remembered
+MOST_BLOCKS = 256  # before a hit, in which an earlier snapshot is looked for
+
 
 class RequestStates:
     """Gives requests the snapshots of their prefix hits, and publishes those that they make.
 
     ``allocation_of`` returns a request's allocation. A number of tokens after which a snapshot is
-    taken is a multiple of the block size."""
+    taken is a multiple of ``block_size``. Those after a multiple of ``interval`` tokens are only
+    evicted, never dropped; 0: there are no such ones."""
 
     def __init__(
         self,
         snapshots: Snapshots,
         index: PrefixIndex,
         allocation_of: Callable[[KVRequest], Allocation],
+        block_size: int,
     ) -> None:
         self.snapshots = snapshots
+        self.interval = 0
         self._index = index
+        self._block_size = block_size
+        self._used: dict[bytes, None] = {}  # hashes of snapshots from which requests have started
         self._allocation_of = allocation_of
 
     def adopt(self, allocation: Allocation, hit: PrefixHit) -> None:
         """Record the prefix hit with which a request gets its blocks."""
-        marks = allocation.states = StateMarks(hit.snapshot, hit.num_beyond)
+        allocation.states = StateMarks(hit.snapshot, hit.num_beyond)
         if hit.num_tokens:
-            marks.hashes[hit.num_tokens] = allocation.chain[len(hit.blocks) - 1]
+            self._use(allocation.chain[: len(hit.blocks)])
 
     def release(self, allocation: Allocation) -> None:
         """Keep the snapshots of a request that loses its blocks longer than these blocks, which
         could not be used without them."""
         if allocation.states is not None:
             self.snapshots.touch(allocation.states.deepest_first())
+
+    def _use(self, hashes: Sequence[bytes]) -> None:
+        """Record that a request starts from the snapshot after these blocks. If blocks are evicted
+        at present, the nearest one before it is dropped if no request has started from it: most
+        likely the request continues an answer to the prompt at whose end that one was taken."""
+        self.snapshots.touch(hashes[-1:])
+        self._used[hashes[-1]] = None
+        if len(self._used) > MOST_USED:
+            del self._used[next(iter(self._used))]
+        if not self.snapshots.is_pool_full:
+            return
+        first = max(0, len(hashes) - 1 - MOST_BLOCKS)
+        near = first + self.snapshots.deepest(hashes[first:-1], len(hashes) - 1 - first)
+        stays = self.interval > 0 and near * self._block_size % self.interval == 0
+        if near > first and not stays and hashes[near - 1] not in self._used:
+            self.snapshots.drop(hashes[near - 1])
 
     def to_load(self, req: KVRequest) -> Sequence[int]:
         """The blocks of the snapshot at the end of the prefix hit with which a request has just
@@ -74,3 +98,5 @@ class RequestStates:
             former = marks.enter(num_tokens, block_hash, None if stays else published)
             if former is not None:
                 self.snapshots.discard(former)
+            # The KV before its other snapshots is held, so they should not be evicted either.
+            self.snapshots.touch(marks.deepest_first())

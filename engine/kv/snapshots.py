@@ -62,6 +62,11 @@ class Snapshots:
         self._cache = pool.cache
         self._numbers = count()
 
+    @property
+    def is_pool_full(self) -> bool:
+        """True if each further block that is taken evicts another one's content."""
+        return self._pool.evicts
+
     def find(self, block_hash: bytes) -> list[int]:
         """The blocks of the snapshot after the tokens with this hash; [] if there is none."""
         find, blocks = self._cache.find, []
@@ -119,6 +124,10 @@ class Snapshots:
         for block in blocks:
             self._cache.rename(block, None)
         self._pool.release(blocks)
+
+    def drop(self, block_hash: bytes) -> None:
+        """Empty the blocks of the snapshot with this hash; they are the next to be taken."""
+        self.discard(Snapshot(self.find(block_hash), self._keys(block_hash)))
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Make the snapshots with these hashes the last ones to be evicted; of two snapshots, the

@@ -64,6 +64,7 @@ class StateSnapshots(Resource):
         self._kv = scheduler.kv
         assert self._kv.states is not None
         self._states: RequestStates = self._kv.states
+        self._states.interval = self._interval
         self._is_chunked = scheduler.config.enable_chunked_prefill
 
     def watches(self, req: Request) -> bool:

@@ -28,6 +28,7 @@ from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
+from engine.states.decide import StateSnapshots
 from policylab.sim.demand import DemandSample, drawn, served_per_second
 from policylab.sim.history import History, ProcessedWork
 from policylab.sim.job import Job
@@ -79,6 +80,9 @@ class Engine:
     enable_prefix_caching: bool = True
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of the model's layers by sliding window; all take their blocks from one pool."""
+    snapshot_blocks: int = 0
+    """Blocks of a snapshot of the model's recurrent states; 0: it has no states. Steps are then
+    never jumped over."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Further options of ``SchedulerConfig``."""
     cost: StepCost | Profile = field(default_factory=StepCost)
@@ -430,6 +434,10 @@ class _SimulatedRun:
             groups=engine.groups,
         )
         chosen = choose(config)
+        if engine.snapshot_blocks:
+            self._kv.keep_states(engine.snapshot_blocks)
+        if self._kv.states is not None:
+            chosen = chosen._replace(resources=(*chosen.resources, StateSnapshots()))
         self._policy_class = type(chosen.policy)
         scheduler = make_scheduler(
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
@@ -438,7 +446,7 @@ class _SimulatedRun:
         self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
-        jumps = engine.stretches and not keeps_steps
+        jumps = engine.stretches and not keeps_steps and not engine.snapshot_blocks
         self._core = JumpingCore(
             scheduler, self._worker, engine.depth, clock=self._clock, jumps=jumps
         )

@@ -82,9 +82,13 @@ def with_states(case: Case, seed: int) -> Case:
     rng = Random(f"states of {seed}")
     if rng.random() >= STATEFUL or "remote" in case.setup.needs:
         return case
+    setup, size = case.setup, rng.choice((1, 2, 3, case.setup.block_size))
+    size = min(size, setup.block_size)  # small blocks have many hits
     setup = msgspec.structs.replace(
-        case.setup,
-        snapshot_blocks=rng.choice((1, 1, 1, 2, 3)),
+        setup,
+        block_size=size,
+        num_blocks=setup.num_blocks * setup.block_size // size + rng.choice((0, 0, 10, 60)),
+        snapshot_blocks=rng.choice((1, 1, 1, 2, 4, 9)),
         snapshot_interval=rng.choice((0, 0, 0, 1, 2, 5)),
     )
     return msgspec.structs.replace(case, setup=setup)

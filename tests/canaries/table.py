@@ -493,12 +493,6 @@ CANARIES = (
         "            if block is None:\n                block = 0\n",
     ),
     Canary(
-        "publish the snapshot of a row that failed",
-        STATES,
-        "        if save.place in result.errors:\n            return None\n",
-        "",
-    ),
-    Canary(
         "publish a snapshot that could not be saved",
         STATES,
         "if index in lost or later is None or",
@@ -511,12 +505,6 @@ CANARIES = (
         "not req.is_finished",
     ),
     Canary(
-        "leave snapshots of what failed in the cache",
-        HASHING,
-        "            self.snapshots.withdraw(hashes)\n",
-        "            pass\n",
-    ),
-    Canary(
         "find a prefix without a snapshot at its end",
         HASHING,
         "prefix if snapshots is None else prefix[: snapshots.deepest(hashes, len(prefix))]",
@@ -527,11 +515,5 @@ CANARIES = (
         HASHING,
         "            limit = snapshots.deepest(hashes, limit)\n",
         "            pass\n",
-    ),
-    Canary(
-        "adopt blocks without a snapshot when parked",
-        KV,
-        "        allocation.hit = PrefixHit(0, self._empty(req).tables)\n",
-        "",
     ),
 )

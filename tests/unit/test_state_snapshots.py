@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.holders import fill, holder
 from support.simulate import Run, expected, make_request, make_run
 
 from engine.errors import ConfigError
@@ -146,6 +147,62 @@ def test_prompts_that_may_not_be_split_are_not_split_for_a_snapshot():
     run = make_run(snapshot_blocks=1, enable_chunked_prefill=False, max_num_batched_tokens=2048)
     assert [serve(run, name, PROMPT[:544]) for name in "ab"] == [0, 0]
     assert run.plans[0] == {"a": 544}
+
+
+def kept(kv: KVManager, row: int, num_tokens: int) -> None:
+    """A request that was computed, has left a snapshot after ``num_tokens`` tokens, and ended."""
+    req = holder(row, PROMPT[:100])
+    fill(kv, req)
+    (written,) = kv.states.snapshots.reserve(1)
+    kv.states.publish(req, num_tokens, written, stays=True)
+    kv.finish(req)
+
+
+def test_a_parked_request_with_blocks_starts_without_a_hit():
+    """Its snapshot could be evicted before it starts."""
+    kv = KVManager(40, 16)
+    kv.keep_states(2)
+    kept(kv, 0, 64)
+    req = holder(1, PROMPT[:100])
+    assert kv.lookup(req).num_tokens == 64
+    assert kv.hold(req, 100)
+    assert (kv.ready(req), kv.num_adopted(req), list(kv.states.to_load(req))) == (0, 0, [])
+    kv.finish(req)
+    assert kv.reserve(holder(2, PROMPT[:100]), 100)
+
+
+def test_withdrawn_tokens_take_their_snapshots_along():
+    kv = KVManager(40, 16)
+    kv.keep_states(2)
+    kept(kv, 0, 32)
+    kept(kv, 0, 80)
+    bad = holder(1, PROMPT[:100])
+    fill(kv, bad)
+    kv.revoke(bad, 50, [bad])
+    kv.finish(bad)
+    assert kv.lookup(holder(2, PROMPT[:100])).num_tokens == 32
+    fill(kv, holder(3, PROMPT[:100]))
+    assert kv.lookup(holder(2, PROMPT[:100])).num_tokens == 32
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_snapshot_of_a_prompt_is_dropped_when_its_answer_is_continued(is_full, is_used):
+    """It is dropped in a full pool, unless a request has started from it."""
+    kv = KVManager(60, 16)
+    kv.keep_states(1)
+    kept(kv, 0, 32)
+    if is_used:
+        fill(kv, again := holder(1, PROMPT[:48]))
+        kv.finish(again)
+    kept(kv, 0, 64)
+    if is_full:
+        empty = [b for b in kv.pool.free_order() if kv.cache.hash_of(b) is None]
+        fill(kv, other := holder(2, OTHER[: 16 * len(empty)]))
+        kv.finish(other)
+    fill(kv, turn := holder(3, PROMPT[:100]))
+    assert kv.ready(turn) == 64
+    assert kv.lookup(holder(4, PROMPT[:40])).num_tokens == (0 if is_full and not is_used else 32)
 
 
 def test_a_kv_source_is_refused():
