@@ -487,12 +487,6 @@ CANARIES = (
         "        loads, self._loads = self._loads[:-1], self._loads[-1:]\n",
     ),
     Canary(
-        "load a snapshot of which a block was given away",
-        SNAPSHOTS,
-        "            if block is None:\n                return []\n",
-        "            if block is None:\n                block = 0\n",
-    ),
-    Canary(
         "publish a snapshot that could not be saved",
         STATES,
         "if index in lost or later is None or",

@@ -171,6 +171,20 @@ def test_a_parked_request_with_blocks_starts_without_a_hit():
     assert kv.reserve(holder(2, PROMPT[:100]), 100)
 
 
+def test_a_snapshot_of_which_a_block_was_taken_is_not_found():
+    kv = KVManager(40, 16)
+    kv.keep_states(3)
+    kept(kv, 0, 32)
+    kept(kv, 0, 80)
+    hit = kv.lookup(holder(1, PROMPT[:100]))
+    assert (hit.num_tokens, len(hit.snapshot)) == (80, 3)
+    kv.cache.unpublish(hit.snapshot[2])
+    hit = kv.lookup(holder(1, PROMPT[:100]))
+    assert (hit.num_tokens, len(hit.snapshot)) == (32, 3)
+    kv.cache.unpublish(hit.snapshot[0])
+    assert kv.lookup(holder(1, PROMPT[:100])).num_tokens == 0
+
+
 def test_withdrawn_tokens_take_their_snapshots_along():
     kv = KVManager(40, 16)
     kv.keep_states(2)
