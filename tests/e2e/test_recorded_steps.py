@@ -52,7 +52,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, int]]:
     ("name", "dtype"),
     [
         ("llama", torch.float32),
-        *((name, torch.bfloat16) for name in ("qwen3-moe", "gemma2")),
+        *((name, torch.bfloat16) for name in ("qwen3-moe", "gemma2", "qwen3.5")),
         *(
             pytest.param(name, torch.bfloat16, marks=pytest.mark.slow)
             for name in ("mistral-window", "granite")
@@ -83,7 +83,7 @@ def test_replayed_steps_compute_the_same(
     with engine_for(str(path), max_model_len=320) as engine:
         replayed = scores(engine, requests)
     # Of the others torch computes a part: routes, multipliers.
-    assert (len(sizes) > 1) == (name in ("llama", "mistral-window", "gemma2"))
+    assert (len(sizes) > 1) == (name in ("llama", "mistral-window", "gemma2", "qwen3.5"))
     sizes.clear()
     with engine_for(str(path), max_model_len=320, enforce_eager=True) as engine:
         assert scores(engine, requests) == replayed and not sizes

@@ -11,7 +11,7 @@ from engine.config.model import ModelConfig, read_model_info
 from engine.models.load import load_model
 from engine.worker.batches import wanted_rows
 
-NAMES = ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2"]
+NAMES = ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2", "qwen3-next"]
 WITH_MAMBA = ["bamba", "falcon-h1", "nemotron-h", "nemotron-h-moe", "jamba"]
 
 

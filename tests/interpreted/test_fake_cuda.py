@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from e2e.tiny_models import CASES, FULL, LINEAR, Case, config_of, random_model, save
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
 
@@ -121,6 +121,21 @@ def test_a_model_of_several_kv_groups_is_in_order_too(mode, tmp_path):
     with FakeCuda() as cuda, llm_for(tmp_path, **MODES[mode]) as llm:
         assert len(llm.llm_engine.stats().kv_groups) == 3
         assert tokens(run(llm, 3, 12)) == expected
+    assert not cuda.faults
+
+
+@pytest.mark.parametrize("mode", ["recorded", "drafts"])
+def test_a_model_with_recurrent_states_is_in_order_too(mode, tmp_path):
+    """They are read and written by the steps in flight, one after the other."""
+    sizes = {**SHAPE, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
+    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    case = CASES["qwen3.5"]
+    save(random_model(config_of(Case(case.family, {**case.options, **sizes})), seed=0), tmp_path)
+    with llm_for(tmp_path, device="cpu") as llm:
+        expected = tokens(run(llm, 3, 5))
+    with FakeCuda() as cuda, llm_for(tmp_path, **MODES[mode]) as llm:
+        assert tokens(run(llm, 3, 5)) == expected
+        assert cuda.num_replays > 5
     assert not cuda.faults
 
 
