@@ -19,10 +19,11 @@ from engine.assets import BOX_MODEL
 from engine.core.replay import replay
 from engine.worker import worker
 
+WITH_STATES = ("Lfm2", "Qwen3Next", "Qwen3_5")
 FAMILIES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != "lfm2"))
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lfm2", "qwen3.5")))
     for name in CASES
-    if CASES[name].family.startswith("Lfm2")
+    if CASES[name].family.startswith(WITH_STATES)
 ]
 # Few tokens are allowed, so that some drafts are right.
 SEEDED = [
