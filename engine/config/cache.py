@@ -39,6 +39,9 @@ class CacheConfig:
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
     """Hash of cached blocks. fast takes a third of the time, and is secure while its seed is
     secret."""
+    state_snapshot_interval: int | None = None
+    """Tokens between further snapshots of the states of a model with recurrent layers, a multiple
+    of block_size. Default: snapshots only where prompts, outputs and cached prefixes end."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
@@ -51,7 +54,7 @@ class CacheConfig:
         check_types(self)
         check_range(self, 1, 1024, "block_size")
         check_range(self, 2, MAX_BLOCKS, "num_kv_blocks")
-        check_range(self, 1, None, "kv_cache_memory_bytes")
+        check_range(self, 1, None, "kv_cache_memory_bytes", "state_snapshot_interval")
         check_range(self, 1, MAX_EVENTS_STEPS, "kv_events_buffer_steps")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")

@@ -65,8 +65,8 @@ class Decided:
     """Optional parts of a plan that the worker supports (``engine.messages.step.PARTS``)."""
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of layers that share a block table."""
-    state_bytes: int = 0
-    """Bytes of one copy of one request's recurrent states; 0: the model keeps none."""
+    snapshot_blocks: int = 0
+    """Blocks for a copy of a request's recurrent states; 0: the model keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class ModelFacts:
     """Bytes of one KV block over all layers of a group."""
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of layers; the layers of a group share a block table."""
-    state_bytes: int = 0
-    """Bytes of one copy of one request's recurrent states; 0: the model keeps none."""
+    snapshot_blocks: int = 0
+    """Blocks for a copy of a request's recurrent states; 0: the model keeps none."""
 
 
 def resolve(
@@ -106,7 +106,18 @@ def resolve(
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
+    check_interval(config.cache.state_snapshot_interval, block_size)
     return part(ResolvedConfig, config, device=device, scheduler=scheduler, block_size=block_size)
+
+
+def check_interval(interval: int | None, block_size: int) -> None:
+    """Raise ``ConfigError`` if ``state_snapshot_interval`` is not a multiple of the block size."""
+    if interval is not None and interval % block_size:
+        nearest = max(1, round(interval / block_size)) * block_size
+        raise ConfigError(
+            f"state_snapshot_interval is {interval}, must be a multiple of block_size "
+            f"({block_size}): use {nearest}"
+        )
 
 
 def decide(
@@ -141,7 +152,7 @@ def decide(
         model=info.name,
         capabilities=capabilities,
         kv_groups=facts.kv_groups,
-        state_bytes=facts.state_bytes,
+        snapshot_blocks=facts.snapshot_blocks,
     )
 
 

@@ -41,6 +41,7 @@ from engine.spec.ngram import NgramProposer
 from engine.spec.payoff import Payoff
 from engine.spec.worker_drafts import WorkerDrafts
 from engine.spec.worth import Worth
+from engine.states.decide import StateSnapshots
 from engine.structured.decide import (
     CompiledAtOnce,
     GrammarCompiler,
@@ -78,6 +79,7 @@ def build_core(
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
+    chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
     decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
@@ -153,7 +155,6 @@ def wire(
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
     failures = failures or Failures()
-    config = without_prefix_cache(config, decided)
     kv = make_kv_manager(config, decided, clock=clock, failures=failures)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
@@ -167,15 +168,6 @@ def wire(
         else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock, failures)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
-
-
-def without_prefix_cache(config: EngineConfig, decided: Decided) -> EngineConfig:
-    """Turn the prefix cache off for a model with recurrent states: its KV blocks have no state with
-    which a request could begin after them."""
-    if not (decided.state_bytes and config.cache.enable_prefix_caching):
-        return config
-    logger.info("the prefix cache is off: layers of this model keep a recurrent state")
-    return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
 
 
 def choose_all(config: SchedulerOptions) -> Chosen:
@@ -226,6 +218,16 @@ def with_grammars(
     may_cut = config.step_log is None
     resources = following_grammars(chosen.resources, compiler, vocab_size, may_cut=may_cut)
     return chosen._replace(resources=resources)
+
+
+def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> Chosen:
+    """Add the resource for snapshots of recurrent states, for a model that has states.
+    ``snapshot_blocks``: KV blocks of a snapshot, 0 for a model without states."""
+    if not (snapshot_blocks and cache.enable_prefix_caching):
+        return chosen
+    return chosen._replace(
+        resources=(*chosen.resources, StateSnapshots(cache.state_snapshot_interval or 0))
+    )
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
@@ -286,10 +288,15 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """The features to add to the worker: the draft model, or none. info: facts about the main
-    model; drafting: the draft model's configuration, if there is one."""
+    """The features to add to the worker: snapshots of states, and a draft model if there is one.
+    info: facts about the main model; drafting: the draft model's configuration."""
+    features: list[Feature] = []
+    if config.cache.enable_prefix_caching:
+        from engine.states.compute import StateCopies
+
+        features.append(StateCopies())
     if drafting is None:
-        return []
+        return features
     from engine.spec.compute import DraftModel
 
     options = config.scheduler.speculative_config
@@ -305,7 +312,7 @@ def computing_halves(
             f"the model has {info.vocab_size}, but the numbers must be equal: give a draft "
             "model of the same family"
         )
-    return [DraftModel(drafting, own, config, num_drafts)]
+    return [*features, DraftModel(drafting, own, config, num_drafts)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
@@ -383,7 +390,7 @@ def make_kv_manager(
         )
         logger.info("KV cache events are published at %s", publisher.endpoint)
         events = EventLog(publisher, block_size=decided.block_size, clock=clock)
-    return KVManager(
+    kv = KVManager(
         decided.num_kv_blocks,
         decided.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
@@ -391,6 +398,9 @@ def make_kv_manager(
         hasher=make_hasher(cache, config.model.seed),
         events=events,
     )
+    if decided.snapshot_blocks:
+        kv.keep_states(decided.snapshot_blocks)
+    return kv
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from engine.config.cache import CacheConfig
 from engine.config.kv_groups import FULL, Group
 from engine.config.sched import SchedulerConfig
-from engine.core.build import choose_all, make_hasher, with_checked_grammars
+from engine.core.build import choose_all, make_hasher, with_checked_grammars, with_snapshots
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
@@ -143,9 +143,12 @@ class Replay:
             hasher=make_hasher(cache, header.seed),
             groups=groups_of(header),
         )
+        if header.snapshot_blocks:
+            self.kv.keep_states(header.snapshot_blocks)
         self._outputs = outputs
         self._clock = ReplayClock()
         chosen = with_checked_grammars(choose_all(config))
+        chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )

@@ -47,6 +47,10 @@ class Feature:
         """Methods that clients may call by name, such as loading an adapter."""
         return {}
 
+    def is_needed_by(self, model: Model) -> bool:
+        """False if a model has no use for the feature, which is then left out."""
+        return True
+
     def attach(self, machine: Machine) -> None:
         """Load the feature's own weights. Called after the model is loaded and before memory for KV
         is measured; ``machine.kv`` is still empty. Raises ``ConfigError``."""

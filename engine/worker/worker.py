@@ -137,6 +137,7 @@ class ModelWorker:
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
         self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
+        self._features = tuple(one for one in self._features if one.is_needed_by(model))
         self._layers, self._layout = self._lay_out(model)
         with explain_shortage(platform, "room was made for the requests"):
             parts = self._layers, self._layout
@@ -150,7 +151,7 @@ class ModelWorker:
             vocab_size=model.vocab_size,
             block_bytes=self._block_bytes(),
             kv_groups=self.layout.groups,
-            state_bytes=state_bytes(self._layers),
+            snapshot_blocks=-(-state_bytes(self._layers) // self.layout.block_bytes),
         )
 
     def measure(self) -> int:

@@ -1,0 +1,152 @@
+"""StateCopies: copies recurrent states between the slots of sequences and blocks of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.kv.layout import RecurrentState
+from engine.messages.step import SnapshotPart, StepPlan, StepResult
+from engine.models.model import Model
+from engine.worker.batches import PlanRows
+from engine.worker.feature import Feature, Machine
+from engine.worker.memory import tensors_of
+from engine.worker.slots import LiveSeqs
+
+
+class Piece(NamedTuple):
+    """Bytes of a state, and the bytes of a snapshot's block that hold them."""
+
+    states: torch.Tensor  # [rows, n], the same bytes of all rows
+    pool: torch.Tensor  # [blocks, n], the same bytes of all blocks
+    block: int  # index of the block in the snapshot
+
+
+class StateCopies(Feature):
+    """Loads snapshots of recurrent states into slots before a step, and saves others after it.
+
+    A block that has held a snapshot is zeroed before KV is written to it: attention multiplies
+    values of positions that are not written yet, so they must not be NaN."""
+
+    part = "snapshots"
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._pool: list[torch.Tensor] = []
+        self._is_used = np.zeros(0, dtype=np.bool_)  # by block: held a snapshot since it held KV
+        self._part: SnapshotPart | None = None  # of the newest step
+        self._is_saved: dict[int, np.ndarray] = {}  # by step, for each of its snapshots
+        self._step = 0  # number of the newest step
+
+    def is_needed_by(self, model: Model) -> bool:
+        return any(isinstance(layer, RecurrentState) for layer in model.cache_spec)
+
+    def attach(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def allocate(self, num_blocks: int) -> None:
+        machine = self._machine
+        self._is_used = np.zeros(num_blocks, dtype=np.bool_)
+        self._pool = list(pool_bytes(tensors_of(machine.kv), num_blocks))
+        states = [rows_of_bytes(one) for layer in machine.states for one in layer]
+        self._pieces = list(divide(states, self._pool))
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        part = self._part = plan.snapshots
+        self._step = plan.step
+        if part is not None and part.load_slots.size:
+            self._load(part)
+        if part is not None and part.save_slots.size:
+            self._is_saved[plan.step] = np.zeros(len(part.save_slots), dtype=np.bool_)
+        self._clean(plan)
+        return None
+
+    def follow(self, rows: PlanRows) -> None:
+        part = self._part
+        if part is None or not part.save_slots.size:
+            return
+        places = np.isin(part.save_slots, rows.slots).nonzero()[0]
+        if places.size:
+            self._save(part, places)
+            self._is_saved[self._step][places] = True
+
+    def report(self, result: StepResult) -> None:
+        is_saved = self._is_saved.pop(result.step, None)
+        if is_saved is not None and not is_saved.all():
+            result.lost_snapshots = (~is_saved).nonzero()[0].astype(np.int32)
+
+    # -- helpers
+
+    def _load(self, part: SnapshotPart) -> None:
+        """Copy snapshots into the first copy of their slots' states."""
+        slots = self._upload(part.load_slots)
+        blocks = self._upload(part.load_blocks).view(-1, part.num_blocks)
+        state = self._machine.slots.state
+        rows = slots * state.num_copies
+        for piece in self._pieces:
+            found = piece.pool.index_select(0, blocks[:, piece.block])
+            piece.states.index_copy_(0, rows, found)
+        assert state.copy is not None
+        state.copy[slots] = 0
+
+    def _save(self, part: SnapshotPart, places: np.ndarray) -> None:
+        """Copy the states of slots into snapshots. ``places``: which of the plan's snapshots. If
+        the last tokens of one are rejected drafts, its content is arbitrary."""
+        blocks_of = part.save_blocks.reshape(-1, part.num_blocks)[places]
+        slots, lengths = map(self._upload, (part.save_slots[places], part.save_lengths[places]))
+        blocks = self._upload(blocks_of.reshape(-1)).view(-1, part.num_blocks)
+        state = self._machine.slots.state
+        assert state.copy is not None
+        num_back = state.num_computed[slots] - lengths
+        copies = (state.copy[slots] - num_back).remainder(state.num_copies)
+        rows = slots * state.num_copies + copies
+        for piece in self._pieces:
+            piece.pool.index_copy_(0, blocks[:, piece.block], piece.states.index_select(0, rows))
+        self._is_used[blocks_of] = True
+
+    def _clean(self, plan: StepPlan) -> None:
+        """Zero the blocks that the plan gives to sequences, if they have held a snapshot."""
+        blocks = plan.block_ids
+        if not blocks.size or not (is_used := self._is_used[blocks]).any():
+            return
+        blocks = blocks[is_used]
+        self._is_used[blocks] = False
+        indices = self._upload(blocks)
+        for pool in self._pool:
+            pool.index_fill_(0, indices, 0)
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return self._machine.platform.upload(values.astype(np.int64))
+
+
+def rows_of_bytes(states: torch.Tensor) -> torch.Tensor:
+    """A state tensor as [rows, bytes] uint8."""
+    return states.view(len(states), -1).view(torch.uint8)
+
+
+def pool_bytes(kv: Sequence[torch.Tensor], num_blocks: int) -> Iterator[torch.Tensor]:
+    """The memory of the KV pool, as tensors [blocks, bytes of a block] uint8. ``kv``: the tensors
+    of the layers, some of which share memory."""
+    storages = {one.untyped_storage().data_ptr(): one for one in kv if one.numel()}
+    for one in storages.values():
+        whole = torch.empty(0, dtype=torch.uint8, device=one.device)
+        yield whole.set_(one.untyped_storage()).view(num_blocks, -1)
+
+
+def divide(states: Sequence[torch.Tensor], pool: Sequence[torch.Tensor]) -> Iterator[Piece]:
+    """Divide the bytes of a request's states among the blocks of a snapshot, in order."""
+    block, places = 0, [(one, 0) for one in pool]
+    for state in states:
+        begin, size = 0, state.shape[1]
+        while begin < size:
+            if not places:
+                block, places = block + 1, [(one, 0) for one in pool]
+            memory, first = places.pop(0)
+            num = min(size - begin, memory.shape[1] - first)
+            yield Piece(state[:, begin : begin + num], memory[:, first : first + num], block)
+            begin += num
+            if first + num < memory.shape[1]:
+                places.insert(0, (memory, first + num))
