@@ -178,8 +178,8 @@ class RequestMetrics(msgspec.Struct, gc=False):
     prefix_end: str = ""
     """Why no more of the prompt was found in the prefix cache when the request first started:
     ``never seen`` (or forgotten long ago), ``evicted``, ``another cache salt``, ``another
-    adapter``, ``other media``, ``window gone``, ``prefix caching off`` or ``prompt_logprobs``.
-    Empty if all full blocks were found, and until it starts."""
+    adapter``, ``other media``, ``window gone``, ``no snapshot there``, ``prefix caching off`` or
+    ``prompt_logprobs``. Empty if all full blocks were found, and until it starts."""
     prefix_evicted: float | None = None
     """Seconds before that start at which the missing blocks were evicted, if they were."""
     counters: dict[str, int] = {}
