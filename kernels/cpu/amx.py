@@ -2,7 +2,7 @@
 
 A tile's number is a literal. If the literal `soft` is true, the operations are emulated, so that
 code on tiles can be tested on any processor: slowly, but bit for bit as Intel's manual defines
-TDPBF16PS (except for denormal numbers, which the instruction treats as zero), TDPBUSD and TDPBSUD.
+TDPBF16PS (except for denormal numbers, which the instruction treats as zero) and TDPBUSD.
 
 `state` is the address of STATE bytes that belong to the thread. A thread calls `begin` before its
 first tile operation and `end` after its last; in between, context switches save the tiles."""
@@ -145,19 +145,16 @@ def dot(typing_context, state, total, left, right, soft):
     return _operation(_soft_dot, (state, *numbers, soft), (*numbers, soft), emit)
 
 
-def _byte_dot(instruction: str, soft_body: Any) -> Any:
-    """Make the intrinsic for one instruction that multiplies tiles of bytes."""
+@intrinsic(prefer_literal=True)
+def dot_unsigned_signed(typing_context, state, total, left, right, soft):
+    """Multiply tiles: total [16, 16] int32 += left [16, 64] @ right [16 quads, 16, 4], unsigned and
+    signed bytes."""
+    numbers = (total, left, right)
 
-    @intrinsic(prefer_literal=True)
-    def dot(typing_context, state, total, left, right, soft):
-        numbers = (total, left, right)
+    def emit(builder, args):
+        _call(builder, "llvm.x86.tdpbusd", *map(_number, numbers))
 
-        def emit(builder, args):
-            _call(builder, f"llvm.x86.{instruction}", *map(_number, numbers))
-
-        return _operation(soft_body, (state, *numbers, soft), (*numbers, soft), emit)
-
-    return dot
+    return _operation(_soft_unsigned_signed, (state, *numbers, soft), (*numbers, soft), emit)
 
 
 @njit(inline="always")
@@ -227,35 +224,16 @@ def _soft_dot(state, total, left, right):
             sums[m, n] = in_order(sums[m, n] + in_order(in_order(even) + in_order(odd)))
 
 
-def _soft_bytes(left_sign: int, right_sign: int) -> Any:
-    """Make the emulated product of tiles of bytes. left_sign, right_sign: 128 for signed bytes, 0
-    for unsigned ones."""
-
-    def soft(state, total, left, right):
-        sums = i32(state + total * _TILE, (ROWS, _FLOATS))
-        a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
-        b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
-        for m in range(ROWS):
-            for n in range(_FLOATS):
-                for k in range(_FLOATS):
-                    for i in range(4):
-                        one = (np.int32(a[m, k, i]) ^ left_sign) - left_sign
-                        other = (np.int32(b[k, n, i]) ^ right_sign) - right_sign
-                        sums[m, n] += np.int32(one * other)
-
-    return soft
-
-
-# Instructions that multiply tiles of bytes, by the signs on the left and right, with an emulation.
-_BYTE_DOTS = {
-    "unsigned signed": ("tdpbusd", _soft_bytes(0, 128)),
-    "signed unsigned": ("tdpbsud", _soft_bytes(128, 0)),
-    "signed signed": ("tdpbssd", _soft_bytes(128, 128)),
-}
-
-# dot_unsigned_signed(state, total, left, right, soft): total [16, 16] int32 += left [16, 64] @
-# right [16 quads, 16, 4].
-dot_unsigned_signed = _byte_dot(*_BYTE_DOTS["unsigned signed"])
+def _soft_unsigned_signed(state, total, left, right):
+    sums = i32(state + total * _TILE, (ROWS, _FLOATS))
+    a = u8(state + left * _TILE, (ROWS, _FLOATS, 4))
+    b = u8(state + right * _TILE, (_FLOATS, _FLOATS, 4))
+    for m in range(ROWS):
+        for n in range(_FLOATS):
+            for k in range(_FLOATS):
+                for i in range(4):
+                    other = (np.int32(b[k, n, i]) ^ 128) - 128
+                    sums[m, n] += np.int32(np.int32(a[m, k, i]) * other)
 
 
 class Emitter(NamedTuple):
@@ -273,12 +251,14 @@ class Emitter(NamedTuple):
     def load(self, tile: int, address: Any, stride: Any) -> None:
         self._emit("tileloadd64", _soft_load, (tile,), address, stride)
 
+    def load_once(self, tile: int, address: Any, stride: Any) -> None:
+        self._emit("tileloaddt164", _soft_load, (tile,), address, stride)
+
     def store(self, tile: int, address: Any, stride: Any) -> None:
         self._emit("tilestored64", _soft_store, (tile,), address, stride)
 
-    def dot_bytes(self, total: int, left: int, right: int, signs: str) -> None:
-        """Emit total += left @ right. signs: a key of _BYTE_DOTS."""
-        self._emit(*_BYTE_DOTS[signs], (total, left, right))
+    def dot(self, total: int, left: int, right: int) -> None:
+        self._emit("tdpbf16ps", _soft_dot, (total, left, right))
 
     def _emit(self, name: str, soft_body: Any, tiles: tuple[int, ...], *place: Any) -> None:
         if self.soft:

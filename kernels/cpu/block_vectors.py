@@ -27,11 +27,9 @@ _UNITS_AHEAD = 8  # scales are prefetched this many units in advance
 
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
-_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
-_LEAST = 0x0D800000  # 2 ** -100 as bits of a float32
-_LARGEST = 127.0
-_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000  # 1.5 * 2 ** 23: adding it rounds to an integer
-_HALF_SPAN = 16
+_INFINITY = 0x7F800000
+LARGEST = 127.0  # of quantised inputs
+HALF_SPAN = 16
 WIDENS_FLOAT16 = isa.widens_float16()
 
 
@@ -75,7 +73,8 @@ def _function(builder, name, result, *kinds):
     return found
 
 
-def _call(builder, name, result, *args):
+def call(builder, name, result, *args):
+    """Emit the call of a function, which is declared if it is not."""
     return builder.call(_function(builder, name, result, *(arg.type for arg in args)), args)
 
 
@@ -96,21 +95,21 @@ def same(kind, number):
 
 def _vnni(builder, total, weights, row, largest):
     lanes, kind = total.type.count, total.type
-    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{lanes * 32}", kind, total, weights, row)
+    return call(builder, f"llvm.x86.avx512.vpdpbusd.{lanes * 32}", kind, total, weights, row)
 
 
 def _pairs(builder, name, left, right, count, lanes):
     """Emit a multiplication of `left` and `right` that adds pairs of products. count, lanes: the
     elements of an operand and of the result."""
     operand, result = (ir.VectorType(ir.IntType(256 // n), n) for n in (count, lanes))
-    return _call(
+    return call(
         builder, name, result, builder.bitcast(left, operand), builder.bitcast(right, operand)
     )
 
 
 def _avx2(builder, total, weights, row, largest):
     kind = total.type
-    if 2 * largest * _LARGEST < 1 << 15:
+    if 2 * largest * LARGEST < 1 << 15:
         pairs = _pairs(builder, "llvm.x86.avx2.pmadd.ub.sw", weights, row, 32, 16)
         ones = same(pairs.type, 1)
         return builder.add(total, _pairs(builder, "llvm.x86.avx2.pmadd.wd", pairs, ones, 16, 8))
@@ -164,7 +163,7 @@ def _lookup(builder, way, codebook, indices):
             result = builder.select(is_it, splat(builder, one, count), result)
     else:
         name = "llvm.x86.avx512.pshuf.b.512" if way == VNNI_512 else "llvm.x86.avx2.pshuf.b"
-        result = _call(builder, name, bytes_, codes, at)
+        result = call(builder, name, bytes_, codes, at)
     return builder.bitcast(result, kind)
 
 
@@ -309,7 +308,7 @@ class _Scales(NamedTuple):
         """Emit the scales of a unit, or of half of it, for the outputs from ``first`` on."""
         builder = self.builder
         place = builder.add(self._group(unit), _I64(self._bytes(half * PANEL + first)))
-        value = _wide(builder, place, self.kind, lanes)
+        value = wide(builder, place, self.kind, lanes)
         if self.kind != INT8:
             return value
         outer = builder.mul(builder.lshr(unit, self.shifts[1]), _I64(PANEL * 4))
@@ -450,10 +449,10 @@ def decode_scales(typing_context, source, outer, target, kind, has_outer):
         return None
 
     def build(context, builder, signature, args):
-        floats = ir.VectorType(_F32, _HALF_SPAN)
-        for first in range(0, PANEL, _HALF_SPAN):
+        floats = ir.VectorType(_F32, HALF_SPAN)
+        for first in range(0, PANEL, HALF_SPAN):
             place = builder.add(args[0], _I64(first * _BYTES[kind.literal_value]))
-            value = _wide(builder, place, kind.literal_value)
+            value = wide(builder, place, kind.literal_value)
             if has_outer.literal_value:
                 factor = load(builder, builder.add(args[1], _I64(first * 4)), floats)
                 value = builder.fmul(value, factor)
@@ -463,7 +462,7 @@ def decode_scales(typing_context, source, outer, target, kind, has_outer):
     return types.void(*[types.intp] * 3, kind, has_outer), build
 
 
-def _wide(builder, place, kind, lanes=_HALF_SPAN):
+def wide(builder, place, kind, lanes=HALF_SPAN):
     """Emit the load of scales as a vector of float32. kind: FLOAT32, FLOAT16, ..."""
     floats, words = (ir.VectorType(one, lanes) for one in (_F32, _I32))
     if kind == FLOAT32:
@@ -490,61 +489,3 @@ def _float_of_half(builder, halves):
     is_special = builder.icmp_unsigned(">=", magnitude, same(words, 0x7C00 << 13))
     special = builder.or_(magnitude, same(words, _INFINITY))
     return builder.bitcast(builder.or_(builder.select(is_special, special, scaled), sign), floats)
-
-
-@intrinsic(prefer_literal=True)
-def quantize_unit(typing_context, source, target, units, unit, zero, halves, cell):  # noqa: PLR0913
-    """Quantise the 32 inputs at `source` as unit number `unit` of a row of `units` at `target`.
-    zero: the zero point of the weights; halves and cell (bytes of an input) are literals."""
-    literals = (halves, cell)
-    if not all(isinstance(one, types.Literal) for one in literals):
-        return None
-    numbers = [one.literal_value for one in literals]
-
-    def build(context, builder, signature, args):
-        _emit_quantized(builder, args[:5], *numbers)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5, *literals), build
-
-
-def _emit_quantized(builder, args, halves, cell):
-    source, target, units, unit, zero = args
-    floats, words = (ir.VectorType(one, _HALF_SPAN) for one in (_F32, _I32))
-    kind = FLOAT32 if cell == 4 else BFLOAT16
-    places = (builder.add(source, _I64(first * cell)) for first in (0, _HALF_SPAN))
-    inputs = [_wide(builder, place, kind) for place in places]
-    # Without the sign bit, floats are ordered like their bits, and NaN is the largest.
-    bits = [builder.and_(builder.bitcast(one, words), same(words, _MAGNITUDE)) for one in inputs]
-    larger = builder.select(builder.icmp_signed(">", *bits), *bits)
-    most = _call(builder, f"llvm.vector.reduce.smax.v{_HALF_SPAN}i32", _I32, larger)
-    is_used = builder.and_(
-        builder.icmp_signed(">=", most, _I32(_LEAST)),
-        builder.icmp_signed("<", most, _I32(_INFINITY)),
-    )
-    largest = builder.bitcast(most, _F32)
-    inverse = builder.fdiv(ir.Constant(_F32, _LARGEST), largest)
-    scale = builder.fdiv(largest, ir.Constant(_F32, _LARGEST))
-    sums = []
-    for number, one in enumerate(inputs):
-        scaled = builder.fmul(one, splat(builder, inverse, _HALF_SPAN))
-        rounded = builder.bitcast(builder.fadd(scaled, same(floats, _ROUND)), words)
-        integers = builder.sub(rounded, same(words, _ROUND_BITS))
-        integers = builder.select(is_used, integers, same(words, 0))
-        place = builder.add(builder.mul(unit, _I64(UNIT)), _I64(number * _HALF_SPAN))
-        bytes_ = builder.trunc(integers, ir.VectorType(_I8, _HALF_SPAN))
-        store(builder, bytes_, builder.add(target, place), 1)
-        sums.append(_call(builder, f"llvm.vector.reduce.add.v{_HALF_SPAN}i32", _I32, integers))
-
-    def put(value, at, index):
-        start = builder.add(target, builder.mul(units, _I64(at)))
-        store(builder, value, builder.add(start, builder.mul(index, _I64(4))))
-
-    put(scale, SCALES_AT, unit)
-    if halves == 1:
-        sums = [builder.add(*sums)]
-    minus = builder.sub(_I32(0), builder.trunc(zero, _I32))
-    for half, total in enumerate(sums):
-        index = builder.add(builder.mul(unit, _I64(halves)), _I64(half))
-        put(builder.mul(total, minus), STARTS_AT, index)
-        put(builder.fmul(scale, builder.sitofp(total, _F32)), shares_at(halves), index)

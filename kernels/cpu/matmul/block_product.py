@@ -48,7 +48,6 @@ from kernels.cpu.matmul.block_rows import (
     JOB_SCALES,
     JOB_SHIFT,
     JOB_SIZE,
-    JOB_TURNED,
     JOB_UNITS,
     JOB_VALUES,
     JOB_ZERO,
@@ -72,13 +71,15 @@ from kernels.cpu.matmul.block_rows import (
     form_of,
     quantize_row,
     quantized_rows,
+    quantized_tiles,
     table_of,
+    tile_bytes,
 )
-from kernels.cpu.matmul.block_tiles import ROWS, tile_panel_body, turn_rows, turned_floats
+from kernels.cpu.matmul.block_tiles import ROWS, tile_panel_body
 from kernels.cpu.matmul.blocks import PANEL, BlockWeight
 from kernels.cpu.matmul.float32 import panels_an_item
 from kernels.cpu.matmul.outputs import Target, finish, gate, largest_ids
-from kernels.cpu.native import EXACT, Kernel, i64, next_item
+from kernels.cpu.native import EXACT, Kernel, f32, i64, next_item
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
 
@@ -86,7 +87,8 @@ NUM_PARAMETERS = 17
 _ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _FEW = 8  # up to this many rows, each thread quantises them itself
 _MOST, _BYTES = 288, 3 << 18  # maximum rows of an item, and bytes of them, which stay in the cache
-_FROM = 15  # rows from which tiles are faster
+_TILE_BYTES = 5 << 18  # the same for tiles
+_FROM, _FROM_OF_BYTES = 15, 32  # rows from which tiles are faster; the latter for 8 bits
 _AHEAD = 5  # units whose values are prefetched in advance
 _LINE = 2 * 64  # bytes of a row of a unit
 
@@ -145,21 +147,23 @@ class _Plan(NamedTuple):
 def _plan(x: torch.Tensor, weight: BlockWeight, num_out: int, body: str | None) -> _Plan:
     num = len(x)
     threads = num_threads() if x.numel() * weight.num_outputs >= _ENOUGH else 1
-    size, panels = row_bytes(weight.units, weight.halves), -(-num_out // PANEL)
-    rows = max(1, min(num, _MOST, _BYTES // size))
-    way = BODIES[body or (TILES_BODY if num >= _FROM else BODY)]
+    enough = _FROM_OF_BYTES if weight.bits == 8 else _FROM
+    panels, way = -(-num_out // PANEL), BODIES[body or (TILES_BODY if num >= enough else BODY)]
     if way in _TILES:
-        rows = -(-rows // ROWS) * ROWS
+        rows = max(1, min(-(-num // ROWS), _MOST // ROWS, _TILE_BYTES // tile_bytes(weight))) * ROWS
+    else:
+        rows = max(1, min(num, _MOST, _BYTES // row_bytes(weight.units, weight.halves)))
     return _Plan(
         way, num_out, threads, rows, panels_an_item(panels, -(-num // rows) * panels, threads)
     )
 
 
 def _run(plan: _Plan, x: torch.Tensor, weight: BlockWeight, target: Target) -> None:
-    rows = None
-    if len(x) > _FEW or weight.order is not None:
+    rows, is_tiles = None, plan.way in _TILES
+    if is_tiles:
+        rows = quantized_tiles(x, weight, plan.threads)
+    elif len(x) > _FEW or weight.order is not None:
         rows = quantized_rows(x, weight, plan.threads)
-    is_tiles = plan.way in _TILES
     form = form_of(weight) if is_tiles else direct_form(weight)
     PRODUCT.run(
         plan.threads,
@@ -177,7 +181,7 @@ def _run(plan: _Plan, x: torch.Tensor, weight: BlockWeight, target: Target) -> N
         target.ids,
         target.gates,
         target.act,
-        row_bytes(weight.units, weight.halves),
+        tile_bytes(weight) if is_tiles else row_bytes(weight.units, weight.halves),
         panel_function(form, plan.way).address,
         int(is_tiles),
     )
@@ -191,12 +195,13 @@ def _product_body(row):
     num, num_out, most, per = p[5], p[8], p[9], p[10]
     panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
     groups, floats = (panels + per - 1) // per, decoded_floats(t)
-    shape, high = (t[UNITS], t[HALVES]), (most + ROWS - 1) // ROWS * ROWS
-    scales = np.empty(floats, np.float32)
-    offsets = np.empty(floats if t[OFFSETS] else 1, np.float32)
-    sums = np.empty((2 * high, PANEL), np.float32)
-    own = np.empty(1 if p[7] else (num + ROWS - 1) // ROWS * ROWS * p[15], np.uint8)
-    turned = np.zeros(high * turned_floats(*shape) if p[17] else 1, np.float32)
+    high = (most + ROWS - 1) // ROWS * ROWS
+    decoded = np.empty(floats * (2 if t[OFFSETS] else 1) + 16, np.float32)
+    scales = (decoded.ctypes.data + 63) & -64
+    offsets = scales + floats * 4
+    scratch = np.empty(2 * high * PANEL + 16, np.float32)
+    sums = f32((scratch.ctypes.data + 63) & -64, (2 * high, PANEL))
+    own = np.empty(1 if p[7] else num * p[15], np.uint8)
     job = np.empty(JOB, np.int64)
     is_first = p[7] == 0
     while True:
@@ -209,13 +214,10 @@ def _product_body(row):
         block = item // groups
         first, start = block * most, (item - block * groups) * per
         count, end = min(most, num - first), min(start + per, panels)
-        rows = (p[7] if p[7] else own.ctypes.data) + first * p[15]
-        if p[17]:
-            turn_rows(rows, p[15], count, shape, turned.ctypes.data)
+        rows = (p[7] if p[7] else own.ctypes.data) + (first // ROWS if p[17] else first) * p[15]
         for panel in range(start, end):
-            job[JOB_ROWS], job[JOB_TURNED] = rows, turned.ctypes.data
-            job[JOB_SIZE], job[JOB_COUNT] = p[15], count
-            job[JOB_SCALES], job[JOB_OFFSETS] = scales.ctypes.data, offsets.ctypes.data
+            job[JOB_ROWS], job[JOB_SIZE], job[JOB_COUNT] = rows, p[15], count
+            job[JOB_SCALES], job[JOB_OFFSETS] = scales, offsets
             job[JOB_OUT] = sums.ctypes.data
             _panel(p, t, job, panel)
             if p[13]:
@@ -223,6 +225,8 @@ def _product_body(row):
                 _panel(p, t, job, panel + p[13])
                 gate(p, sums, sums[high:], count)
             finish(p, sums, first, count, panel)
+    # Numba frees an array that is not named any more.
+    decoded[0] = scratch[0] = 0
 
 
 @njit(**EXACT)
@@ -317,7 +321,7 @@ BODIES = {
 def runs_here(body: str) -> bool:
     """True if this process may use the instructions of a body, a key of BODIES."""
     if body == "tiles":
-        return isa.LEVEL == "amx" and isa.has("amx-int8")
+        return isa.LEVEL == "amx"
     if body == "vnni512":
         return isa.has("avx512vnni")
     if body == "vnni256":

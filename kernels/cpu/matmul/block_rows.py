@@ -9,7 +9,13 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from kernels.cpu.amx import ROWS
+from kernels.cpu.block_inputs import (
+    RECORD_SHARES,
+    TILE_ROWS,
+    quantize_for_tiles,
+    quantize_unit,
+    record_bytes,
+)
 from kernels.cpu.block_vectors import (
     BFLOAT16,
     FLOAT16,
@@ -17,7 +23,6 @@ from kernels.cpu.block_vectors import (
     INT8,
     Form,
     decode_scales,
-    quantize_unit,
     row_bytes,
 )
 from kernels.cpu.matmul.blocks import PANEL, UNIT, BlockWeight
@@ -38,11 +43,11 @@ TABLE = 23
 
 # Parameters of a function that multiplies by one panel: the rows' address, bytes and number; the
 # panel's values, decoded scales and offsets; the sums; units, shift, codebook and zero point as in
-# the table; for tiles, the rows' scales and shares by blocks of 16 rows.
+# the table. For tiles, the bytes are those of 16 rows.
 JOB_ROWS, JOB_SIZE, JOB_COUNT, JOB_VALUES, JOB_SCALES, JOB_OFFSETS, JOB_OUT = range(7)
-JOB_UNITS, JOB_SHIFT, JOB_CODEBOOK, JOB_ZERO, JOB_TURNED = range(7, 12)
-JOB_OUTER_SCALES, JOB_OUTER_OFFSETS, JOB_OUTER_SHIFT = range(12, 15)
-JOB = 15
+JOB_UNITS, JOB_SHIFT, JOB_CODEBOOK, JOB_ZERO = range(7, 11)
+JOB_OUTER_SCALES, JOB_OUTER_OFFSETS, JOB_OUTER_SHIFT = range(11, 14)
+JOB = 14
 
 _KINDS = {
     torch.float32: FLOAT32,
@@ -222,11 +227,83 @@ QUANTIZE = Kernel(_quantize_body, exact=True)
 
 def quantized_rows(x: torch.Tensor, weight: BlockWeight, threads: int) -> torch.Tensor:
     """Quantise x [M, K] (contiguous, float32 or bfloat16) for a product with a weight: [M, bytes]
-    uint8 in the layout of ``kernels.cpu.block_vectors``, inputs in the order of its columns. Tiles
-    may read up to a multiple of 16 rows."""
-    high = -(-len(x) // ROWS) * ROWS
-    rows = x.new_empty((high, row_bytes(weight.units, weight.halves)), dtype=torch.uint8)[: len(x)]
+    uint8 in the layout of ``kernels.cpu.block_vectors``, inputs in the order of its columns."""
+    rows = x.new_empty((len(x), row_bytes(weight.units, weight.halves)), dtype=torch.uint8)
     QUANTIZE.run(
+        threads,
+        x.data_ptr(),
+        table_of(weight),
+        rows.data_ptr(),
+        len(x),
+        x.element_size(),
+        rows.shape[1],
+    )
+    return rows
+
+
+def tile_bytes(weight: BlockWeight) -> int:
+    """Returns the bytes of 16 quantised rows for tiles."""
+    return (weight.units + 1) // 2 * 2 * record_bytes(weight.halves)
+
+
+@njit(inline="always")
+def _quantize_tile_row(source, cell, num_in, target, shape, halves):
+    """Quantise a row of `num_in` inputs of `cell` bytes at `source` for tiles, as row shape[0] of
+    16 rows of shape[1] records at `target`. halves: a literal."""
+    (row, records), whole = shape, num_in // UNIT
+    size = RECORD_SHARES + halves * (TILE_ROWS * 4)
+    if cell == 4:
+        for unit in range(whole):
+            quantize_for_tiles(source + unit * UNIT * 4, target + unit * size, row, halves, 4)
+    else:
+        for unit in range(whole):
+            quantize_for_tiles(source + unit * UNIT * 2, target + unit * size, row, halves, 2)
+    last = np.zeros(UNIT * 4, np.uint8)
+    bytes_ = u8(source + whole * UNIT * cell, ((num_in - whole * UNIT) * cell,))
+    for i in range(bytes_.shape[0]):
+        last[i] = bytes_[i]
+    for unit in range(whole, records):
+        if cell == 4:
+            quantize_for_tiles(last.ctypes.data, target + unit * size, row, halves, 4)
+        else:
+            quantize_for_tiles(last.ctypes.data, target + unit * size, row, halves, 2)
+        last[:] = 0
+
+
+def _quantize_tiles_body(row):
+    # Parameters: 1 rows of inputs, 2 table, 3 quantised rows, 4 number of rows, 5 bytes of an
+    # input, 6 bytes of 16 quantised rows.
+    p = i64(row, (7,))
+    t = i64(p[2], (TABLE,))
+    num, cell, num_in = p[4], p[5], t[NUM_IN]
+    ordered = np.empty(num_in * 4 if t[ORDER] else 1, np.uint8)
+    records = (t[UNITS] + 1) // 2 * 2
+    while True:
+        block = next_item(row)
+        if block * TILE_ROWS >= num:
+            break
+        target = p[3] + block * p[6]
+        for i in range(TILE_ROWS):
+            n = block * TILE_ROWS + i
+            # Rows that are missing have no inputs.
+            source, count = p[1] + n * num_in * cell, num_in if n < num else 0
+            if t[ORDER] and count:
+                _in_order(source, cell, i32(t[ORDER], (num_in,)), ordered.ctypes.data)
+                source = ordered.ctypes.data
+            if t[HALVES] == 1:
+                _quantize_tile_row(source, cell, count, target, (i, records), 1)
+            else:
+                _quantize_tile_row(source, cell, count, target, (i, records), 2)
+
+
+QUANTIZE_TILES = Kernel(_quantize_tiles_body, exact=True)
+
+
+def quantized_tiles(x: torch.Tensor, weight: BlockWeight, threads: int) -> torch.Tensor:
+    """Quantise x [M, K] like `quantized_rows` for tiles: [blocks of 16 rows, bytes] uint8."""
+    blocks = -(-len(x) // TILE_ROWS)
+    rows = x.new_empty((blocks, tile_bytes(weight)), dtype=torch.uint8)
+    QUANTIZE_TILES.run(
         threads,
         x.data_ptr(),
         table_of(weight),

@@ -1,9 +1,12 @@
-"""Products with packed weights of 2 to 8 bits by AMX: 16 quantised rows by 16 outputs at a time.
+"""Products with packed weights of 2 to 8 bits by AMX: 16 quantised rows by 32 outputs at a time.
 
-Weights of some units are unpacked to bytes, from which the zero point is subtracted. Tiles multiply
-one group of inputs of a unit at a time, so that each sum can be scaled. Sums are stored by the
-tiles' unit and scaled by the vector unit, which works on a group while tiles multiply the next one.
-The bits are those of ``kernels.cpu.block_vectors``."""
+Tiles multiply whole numbers in bfloat16: quantised inputs, and unpacked weights minus their zero
+point. These numbers are exact in bfloat16 and the sums of a group are exact in float32, so results
+have the bits of ``kernels.cpu.block_vectors``, and sums need not be converted to be scaled.
+
+Tiles multiply one group of inputs at a time and store its sums, which vector code scales and adds.
+Tiles are AHEAD groups ahead, since a product and its stored sums take long. Unpacked weights and
+stored sums stay in the L1 cache."""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kernels.cpu import amx
+from kernels.cpu.block_inputs import RECORD_SCALES, RECORD_SHARES
 from kernels.cpu.block_vectors import (
     LANES,
     PLAIN,
-    SCALES_AT,
     VNNI_512,
     Form,
     Quads,
@@ -37,290 +40,340 @@ from kernels.cpu.matmul.block_rows import (
     JOB_SCALES,
     JOB_SHIFT,
     JOB_SIZE,
-    JOB_TURNED,
     JOB_UNITS,
     JOB_VALUES,
     JOB_ZERO,
 )
-from kernels.cpu.matmul.blocks import LINE, PANEL, QUADS, UNIT
-from kernels.cpu.native import EXACT, f32, i64
+from kernels.cpu.matmul.blocks import LINE, PANEL, QUADS
+from kernels.cpu.native import EXACT, bits_of_float, f32, i64, u8, u16
 from kernels.cpu.vectors import fma, splat
 
 ROWS = amx.ROWS
 WIDTH = 16  # outputs of a tile
-PASS = 32  # units that are unpacked at a time: their bytes stay in the L1 cache
-LEAD = 4  # groups by which tiles precede the vector unit, which waits for stored sums
-_UNIT_BYTES = QUADS * LINE  # of 16 unpacked outputs
-_SIDE = PASS * _UNIT_BYTES  # bytes of 16 outputs in a pass
-_SUMS = ROWS * WIDTH * 4  # bytes of the sums of a group
-_FLOAT, _WORDS = ir.FloatType(), ir.VectorType(ir.IntType(32), WIDTH)
-_FLOATS = ir.VectorType(_FLOAT, WIDTH)
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+AHEAD = 2  # groups that are scaled at a time, and by which tiles precede
+PASS = 8  # units that are unpacked at a time: their values stay in the L1 cache
+_HIGH = 8  # rows that are scaled at a time
+_TILE = ROWS * LINE  # bytes of a tile, and of the values of a unit of 16 rows or outputs
+_SUMS = ROWS * PANEL * 4  # bytes of the sums of a group
+_CODES = 64  # entries of the table of values; lookups read the first 32 for up to 5 bits
+_FLOAT, _FLOATS = ir.FloatType(), ir.VectorType(ir.FloatType(), WIDTH)
+_I16, _I32, _I64 = (ir.IntType(size) for size in (16, 32, 64))
 
 
-@njit(**EXACT)
-def turned_floats(units, halves):
-    """Returns the float32 of `turn_rows` per row: a scale for each unit and a share for each
-    group."""
-    return units * (1 + halves)
-
-
-@njit(**EXACT)
-def turn_rows(rows, size, count, shape, target):
-    """Copy the scales and shares of quantised rows to `target`: for each block of 16 rows, scales
-    [units, 16], then shares [groups, 16]. rows: address of the first row; size: bytes of a row;
-    shape: (units, groups of a unit)."""
-    units, halves = shape
-    groups = units * halves
-    per = (units + groups) * ROWS
-    for first in range(0, count, ROWS):
-        out = f32(target + first // ROWS * per * 4, (units + groups, ROWS))
-        for row in range(min(ROWS, count - first)):
-            start = rows + (first + row) * size
-            scales = f32(start + units * SCALES_AT, (units,))
-            shares = f32(start + units * (SCALES_AT + 4 + 4 * halves), (groups,))
-            for unit in range(units):
-                out[unit, row] = scales[unit]
-            for group in range(groups):
-                out[units + group, row] = shares[group]
-
-
-class _Sums(NamedTuple):
-    """Emits the product of 16 rows with 16 outputs over the units of a pass."""
+class _Step(NamedTuple):
+    """Emits the product of one group of 16 rows with 32 outputs, and scales sums of 8 rows of AHEAD
+    earlier groups. Addresses are LLVM values."""
 
     builder: ir.IRBuilder
     form: Form
     tiles: amx.Emitter
-    a: tuple[Any, Any]  # address of the first row's integers of the pass, bytes of a row
-    b: Any  # address of the unpacked weights of the 16 outputs
-    scales: tuple[Any, Any]  # addresses of the decoded scales and offsets of the 16 outputs
-    turned: tuple[Any, Any]  # addresses of the rows' scales and shares of the pass
-    units: tuple[Any, Any]  # first unit of the pass, number of units
-    shift: Any  # unit >> shift is the number of its group
-    place: tuple[Any, Any]  # addresses of the results [16, 32] and of memory for LEAD sums
+    place: tuple[Any, Any, Any]  # addresses of the rows' and weights' group, and for older sums
+    sums: Any  # address of the sums to scale
+    scales: tuple[Any, ...]  # addresses of the weights' scales of each group
+    offsets: tuple[Any, ...]  # addresses of the weights' offsets of each group
+    turned: tuple[Any, ...]  # addresses of the rows' scales of each group
+    shares: tuple[Any, ...]  # addresses of the rows' shares of each group
+    out: Any  # address of the results [8, 32]
 
     def emit(self) -> None:
-        builder, first = self.builder, self.units[0]
-        is_fresh = builder.icmp_signed("==", first, _I64(0))
-        places = [builder.add(self.place[0], _I64(row * PANEL * 4)) for row in range(ROWS)]
-        sums = [
-            builder.select(is_fresh, same(_FLOATS, 0.0), load(builder, place, _FLOATS))
-            for place in places
-        ]
-        total = builder.mul(self.units[1], _I64(self.form.halves))
-        rest = builder.sub(total, _I64(LEAD))
-        is_short = builder.icmp_signed("<", rest, _I64(0))
-        rest = builder.select(is_short, _I64(0), rest)
-        lead = builder.select(is_short, total, _I64(LEAD))
+        places = [self._at(self.out, part * LINE) for part in range(2 * _HIGH)]
+        totals = [load(self.builder, place, _FLOATS) for place in places]
+        for group in range(AHEAD):
+            # Older sums are stored first, because a product takes long.
+            _multiply_side(self.builder, self.tiles, self.place, group)
+            totals = self._scale(group, totals)
+        for place, total in zip(places, totals, strict=True):
+            store(self.builder, total, place)
 
-        def begin(group, sums):
-            self._multiply(group)
-            self._keep(group)
-            return sums
-
-        def both(group, sums):
-            # First the sums that are ready; the vector unit works while tiles multiply.
-            self._keep(builder.add(group, _I64(LEAD - 1)))
-            self._multiply(builder.add(group, _I64(LEAD)))
-            return self._scale(group, sums)
-
-        before = builder.sub(lead, _I64(1))
-        self._loop((_I64(0), before), [], begin)
-        self._multiply(before)
-        sums = self._loop((_I64(0), rest), sums, both)
-        self._keep(builder.sub(total, _I64(1)))
-        sums = self._loop((rest, total), sums, self._scale)
-        for place, value in zip(places, sums, strict=True):
-            store(builder, value, place)
-
-    def _loop(self, span: tuple[Any, Any], sums: list[Any], step: Any) -> list[Any]:
-        """Emit ``sums = step(group, sums)`` for the groups from span[0] to span[1]; returns the
-        last sums."""
+    def _scale(self, group: int, totals: list[Any]) -> list[Any]:
+        """Emit the totals after the sums of a group are added, scaled."""
         builder = self.builder
-        before = builder.block
-        loop, done = (builder.append_basic_block(name) for name in ("group", "done"))
-        builder.cbranch(builder.icmp_signed("<", *span), loop, done)
-        builder.position_at_end(loop)
-        group, *inner = (builder.phi(kind) for kind in [_I64] + [_FLOATS] * len(sums))
-        added = step(group, inner)
-        following = builder.add(group, _I64(1))
-        for phi, one, more in zip(
-            (group, *inner), (span[0], *sums), (following, *added), strict=True
-        ):
-            phi.add_incoming(one, before)
-            phi.add_incoming(more, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, span[1]), loop, done)
-        end = builder.block
-        builder.position_at_end(done)
-        results = [builder.phi(_FLOATS) for _ in sums]
-        for phi, one, more in zip(results, sums, added, strict=True):
-            phi.add_incoming(one, before)
-            phi.add_incoming(more, end)
-        return results
-
-    def _sums_of(self, group: Any) -> Any:
-        """Emit the address of the integer sums of a group, in a ring of LEAD groups."""
-        slot = self.builder.and_(group, _I64(LEAD - 1))
-        return self.builder.add(self.place[1], self.builder.mul(slot, _I64(_SUMS)))
-
-    def _multiply(self, group: Any) -> None:
-        """Emit the integer sums of a group of the pass, in tile 0."""
-        builder, halves = self.builder, self.form.halves
-        a = builder.add(self.a[0], builder.mul(group, _I64(UNIT // halves)))
-        b = builder.add(self.b, builder.mul(group, _I64(_UNIT_BYTES // halves)))
-        self.tiles.zero(0)
-        self.tiles.load(4, a, self.a[1])
-        self.tiles.load(6, b, _I64(LINE))
-        signs = "signed signed" if self.form.has_zero else "signed unsigned"
-        self.tiles.dot_bytes(0, 4, 6, signs)
-
-    def _keep(self, group: Any) -> None:
-        """Emit the store of the sums of a group, which are in tile 0."""
-        self.tiles.store(0, self._sums_of(group), _I64(WIDTH * 4))
-
-    def _scale(self, group: Any, sums: list[Any]) -> list[Any]:
-        """Emit the sums after a group of the pass is added, scaled."""
-        builder, form = self.builder, self.form
-        unit, number = group, builder.add(self.units[0], group)
-        if form.halves == 2:
-            unit = builder.lshr(group, _I64(1))
-            number = builder.add(builder.shl(self.units[0], _I64(1)), group)
-        else:
-            number = builder.lshr(number, self.shift)
-        at = builder.mul(number, _I64(PANEL * 4))
-        weights = load(builder, builder.add(self.scales[0], at), _FLOATS)
-        scales = builder.add(self.turned[0], builder.mul(unit, _I64(ROWS * 4)))
-        offsets = shares = None
-        if form.has_offsets:
-            offsets = load(builder, builder.add(self.scales[1], at), _FLOATS)
-            shares = builder.add(self.turned[1], builder.mul(group, _I64(ROWS * 4)))
-        totals = self._sums_of(group)
+        weights = self._sides(self.scales[group])
+        offsets = self._sides(self.offsets[group]) if self.form.has_offsets else None
         added = []
-        for row, total in enumerate(sums):
-            words = load(builder, builder.add(totals, _I64(row * WIDTH * 4)), _WORDS)
-            factor = builder.fmul(weights, self._every(scales, row))
-            value = fma(builder, builder.sitofp(words, _FLOATS), factor, total)
-            if offsets is not None:
-                value = fma(builder, offsets, self._every(shares, row), value)
-            added.append(value)
+        for row in range(_HIGH):
+            scale = self._every(self.turned[group], row)
+            share = self._every(self.shares[group], row) if offsets else None
+            for side in range(2):
+                part = 2 * row + side
+                at = self._at(self.sums, group * _SUMS + part * LINE)
+                factor = builder.fmul(weights[side], scale)
+                value = fma(builder, load(builder, at, _FLOATS), factor, totals[part])
+                if offsets:
+                    value = fma(builder, offsets[side], share, value)
+                added.append(value)
         return added
+
+    def _sides(self, address: Any) -> list[Any]:
+        """Emit the loads of 32 floats as two vectors."""
+        return [load(self.builder, self._at(address, side * LINE), _FLOATS) for side in range(2)]
 
     def _every(self, address: Any, row: int) -> Any:
         """Emit a vector whose elements all are the row's float at an address."""
-        place = self.builder.add(address, _I64(row * 4))
-        return splat(self.builder, load(self.builder, place, _FLOAT), WIDTH)
+        return splat(self.builder, load(self.builder, self._at(address, row * 4), _FLOAT), WIDTH)
+
+    def _at(self, address: Any, size: int) -> Any:
+        return self.builder.add(address, _I64(size))
+
+
+def _multiply_side(builder: ir.IRBuilder, tiles: amx.Emitter, place: Any, side: int) -> None:
+    """Emit the store of a side's older sums (if their address is not None) and the product of 16
+    rows with its 16 outputs. place: as in `_Step`."""
+    left, right, sums = place
+    if side == 0:
+        tiles.load_once(4, left, _I64(LINE))
+    tiles.load(6 + side, builder.add(right, _I64(side * _TILE)), _I64(LINE))
+    if sums is not None:
+        tiles.store(side, builder.add(sums, _I64(side * LINE)), _I64(PANEL * 4))
+    tiles.zero(side)
+    tiles.dot(side, 4, 6 + side)
+
+
+def _parts(builder: ir.IRBuilder, value: Any) -> tuple[Any, ...]:
+    return tuple(builder.extract_value(value, i) for i in range(value.type.count))
+
+
+_PAIR, _TRIPLE = (types.UniTuple(types.intp, count) for count in (2, 3))
 
 
 @intrinsic(prefer_literal=True)
-def _add_pass(typing_context, own, left, b, scales, turned, span, place, form, soft):  # noqa: PLR0913
-    """Add the product of 16 rows with 16 outputs over a pass of units to the results. own: the
-    thread's tiles; left, scales, turned, place: as in `_Sums`; span: (first unit, number of units,
-    shift); form (a code of Form), soft: literals."""
+def _multiply(typing_context, own, place, is_first, soft):
+    """Multiply a group of 16 rows by 32 outputs. place: addresses of rows, weights and sums, to
+    which the sums of the last such group are stored; own: the thread's tiles; is_first (1 if there
+    are none), soft: literals."""
+    literals = (is_first, soft)
+    if not all(isinstance(one, types.Literal) for one in literals):
+        return None
+    first, is_soft = (bool(one.literal_value) for one in literals)
+
+    def build(context, builder, signature, args):
+        left, right, sums = _parts(builder, args[1])
+        tiles = amx.Emitter(context, builder, args[0], is_soft)
+        for side in range(2):
+            _multiply_side(builder, tiles, (left, right, None if first else sums), side)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, _TRIPLE, *literals), build
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_and_scale(  # noqa: PLR0913
+    typing_context, own, place, sums, scales, offsets, turned, shares, out, form, soft
+):
+    """Multiply a group as `_multiply` does, and add scaled sums of AHEAD older groups to 8 rows of
+    results. Arguments: as in `_Step`; form (a code of Form), soft: literals."""
     literals = (form, soft)
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     code, is_soft = (one.literal_value for one in literals)
 
     def build(context, builder, signature, args):
-        own, left, b, scales, turned, span, place = args[:7]
-
-        def parts(value, count=2):
-            return tuple(builder.extract_value(value, i) for i in range(count))
-
-        first, number, shift = parts(span, 3)
-        _Sums(
-            builder,
-            Form.of(code),
-            amx.Emitter(context, builder, own, bool(is_soft)),
-            parts(left),
-            b,
-            parts(scales),
-            parts(turned),
-            (first, number),
-            shift,
-            parts(place),
-        ).emit()
+        place, scales, offsets, turned, shares = (_parts(builder, args[i]) for i in (1, 3, 4, 5, 6))
+        tiles = amx.Emitter(context, builder, args[0], bool(is_soft))
+        form = Form.of(code)
+        _Step(builder, form, tiles, place, args[2], scales, offsets, turned, shares, args[7]).emit()
         return context.get_dummy_value()
 
-    pair, triple = (types.UniTuple(types.intp, count) for count in (2, 3))
-    kinds = (types.intp, pair, types.intp, pair, pair, triple, pair)
+    kinds = (types.intp, _TRIPLE, types.intp, *[_PAIR] * 4, types.intp)
     return types.void(*kinds, *literals), build
 
 
 @intrinsic(prefer_literal=True)
-def _unpack_unit(typing_context, source, target, zero, codebook, form, way):
-    """Unpack a unit of 32 outputs to bytes minus `zero`: quads of the first 16 outputs at `target`,
-    those of the others at target + _SIDE. form (a code of Form), way: literals."""
+def _unpack_unit(typing_context, source, target, zero, codebook, table, form, way):  # noqa: PLR0913
+    """Unpack a unit of 32 outputs to pairs of bfloat16, minus `zero`: those of the first 16 outputs
+    at `target`, the others' at target + _TILE. Of a quad, inputs 0 and 2 are a pair, and inputs 1
+    and 3. table: address of the bfloat16 of each value; form (a code of Form), way: literals."""
     literals = (form, way)
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     code, how = (one.literal_value for one in literals)
 
     def build(context, builder, signature, args):
-        source, target, zero, codebook = args[:4]
+        source, target, zero, codebook, table = args[:5]
         form, lanes = Form.of(code), LANES[how]
+        find = None
+        if lanes == WIDTH and form.bits < 8:
+            find = _Lookup.of(builder, table, form.bits)
         codes = None
-        if form.has_codebook:
-            four = load(builder, codebook, ir.VectorType(ir.IntType(32), 4))
-            every = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [i % 4 for i in range(lanes)])
-            codes = builder.shuffle_vector(four, four, every)
-        less = splat(builder, builder.trunc(zero, _I8), lanes * 4)
-        quads = Quads(builder, form, how, source, codes)
+        if form.has_codebook and find is None:
+            codes = load(builder, codebook, ir.VectorType(_I32, 4))
+        stored = form if find is None else form._replace(has_codebook=False)
+        quads = Quads(builder, stored, how, source, codes)
         for quad in range(QUADS):
             for column in range(0, PANEL, lanes):
-                value = quads.load(quad, column)
-                if form.has_zero:
-                    bytes_ = builder.bitcast(value, less.type)
-                    value = builder.bitcast(builder.sub(bytes_, less), value.type)
+                bytes_ = quads.load(quad, column)
                 side, rest = divmod(column, WIDTH)
-                at = side * _SIDE + quad * LINE + rest * 4
-                store(builder, value, builder.add(target, _I64(at)))
+                at = side * _TILE + quad * 2 * LINE + rest * 4
+                for pair in range(2):
+                    if find is None:
+                        value = _converted_pair(builder, bytes_, pair, zero)
+                    else:
+                        value = find.pair(bytes_, pair)
+                    store(builder, value, builder.add(target, _I64(at + pair * LINE)))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 4, *literals), build
+    return types.void(*[types.intp] * 5, *literals), build
+
+
+def _converted_pair(builder: ir.IRBuilder, bytes_: Any, pair: int, zero: Any) -> Any:
+    """Emit the bfloat16 of inputs `pair` and pair + 2 of quads, minus zero, as 32 bits."""
+    words = bytes_.type
+    halves = []
+    for byte in (pair, pair + 2):
+        moved = builder.lshr(bytes_, same(words, 8 * byte)) if byte else bytes_
+        value = builder.and_(moved, same(words, 255))
+        value = builder.sub(value, splat(builder, builder.trunc(zero, _I32), words.count))
+        value = builder.sitofp(value, ir.VectorType(_FLOAT, words.count))
+        halves.append(builder.bitcast(value, words))
+    low = builder.lshr(halves[0], same(words, 16))
+    return builder.or_(low, builder.and_(halves[1], same(words, 0xFFFF0000)))
+
+
+class _Lookup(NamedTuple):
+    """Emits lookups in a table of the bfloat16 of each value."""
+
+    builder: ir.IRBuilder
+    parts: list[Any]  # the table, 32 entries in a vector
+
+    @classmethod
+    def of(cls, builder: ir.IRBuilder, address: Any, bits: int) -> _Lookup:
+        """Returns the lookups for values of up to 6 bits in the table at an address."""
+        kind = ir.VectorType(_I16, 32)
+        parts = [
+            load(builder, builder.add(address, _I64(first * 2)), kind)
+            for first in range(0, 1 << max(bits, 5), 32)
+        ]
+        return cls(builder, parts)
+
+    def pair(self, bytes_: Any, pair: int) -> Any:
+        """Emit the entries of bytes `pair` and pair + 2 of each 32 bits."""
+        builder, kind = self.builder, self.parts[0].type
+        index = builder.bitcast(bytes_, kind)
+        if pair:
+            index = builder.lshr(index, same(kind, 8))
+        # An instruction ignores the upper bits of an index.
+        args = (
+            (self.parts[0], index)
+            if len(self.parts) == 1
+            else (self.parts[0], index, self.parts[1])
+        )
+        name = "permvar" if len(self.parts) == 1 else "vpermi2var"
+        function = f"llvm.x86.avx512.{name}.hi.512"
+        found = builder.module.globals.get(function)
+        if found is None:
+            found = ir.Function(builder.module, ir.FunctionType(kind, [kind] * len(args)), function)
+        return builder.call(found, args)
+
+
+@njit(**EXACT)
+def _fill_table(table, zero, codebook, bits):
+    """Store the bfloat16 of each value of up to 6 bits. codebook: its address, or 0."""
+    values, codes = u16(table, (_CODES,)), u8(codebook, (16,))
+    for i in range(_CODES):
+        value = i & ((1 << bits) - 1)
+        number = np.float32(np.int64(codes[value & 15] if codebook else value) - zero)
+        values[i] = np.uint16((bits_of_float(number) >> 16) & 0xFFFF)
 
 
 def tile_panel_body(form: Form, soft: int) -> Callable[[int], None]:
     """Make the function that multiplies quantised rows by one panel. It reads and writes whole
     blocks of 16 rows. soft: 1 to emulate AMX."""
-    code, halves = form.code, form.halves
-    bits_bytes = form.bits * 2 * LINE
+    code, halves, bits, has_zero = form.code, form.halves, form.bits, int(form.has_zero)
+    unit_bytes = bits * 2 * LINE
     way = PLAIN if soft else VNNI_512
-    depth = UNIT // halves
+    depth = LINE // halves
 
     def body(row):
         job = i64(row, (JOB,))
-        units, count, size = job[JOB_UNITS], job[JOB_COUNT], job[JOB_SIZE]
+        units, blocks = job[JOB_UNITS], (job[JOB_COUNT] + ROWS - 1) // ROWS
         state = np.empty(amx.STATE + 64, np.uint8)
-        scratch = np.empty(2 * _SIDE + LEAD * _SUMS + 64, np.uint8)
-        own, bytes_ = (state.ctypes.data + 63) & -64, (scratch.ctypes.data + 63) & -64
-        sums = bytes_ + 2 * _SIDE
+        scratch = np.empty(PASS * 2 * _TILE + 2 * AHEAD * _SUMS + _CODES * 2 + 64, np.uint8)
+        own, values = (state.ctypes.data + 63) & -64, (scratch.ctypes.data + 63) & -64
+        ring = values + PASS * 2 * _TILE
+        table = ring + 2 * AHEAD * _SUMS
+        zero, codebook = job[JOB_ZERO] * has_zero, job[JOB_CODEBOOK]
+        _fill_table(table, zero, codebook, bits)
+        out = f32(job[JOB_OUT], (blocks * ROWS * PANEL,))
+        for i in range(out.shape[0]):
+            out[i] = 0.0
         amx.begin_deep(own, depth, soft)
         for first in range(0, units, PASS):
             num = min(PASS, units - first)
             for unit in range(num):
-                source = job[JOB_VALUES] + (first + unit) * bits_bytes
-                target = bytes_ + unit * _UNIT_BYTES
-                _unpack_unit(source, target, job[JOB_ZERO], job[JOB_CODEBOOK], code, way)
-            for side in range(2):
-                shift = side * WIDTH * 4
-                scales = job[JOB_SCALES] + shift, job[JOB_OFFSETS] + shift
-                for r in range(0, count, ROWS):
-                    turned = job[JOB_TURNED] + r * units * (1 + halves) * 4
-                    shares = turned + (units + first * halves) * ROWS * 4
-                    _add_pass(
-                        own,
-                        (job[JOB_ROWS] + r * size + first * UNIT, size),
-                        bytes_ + side * _SIDE,
-                        scales,
-                        (turned + first * ROWS * 4, shares),
-                        (first, num, job[JOB_SHIFT]),
-                        (job[JOB_OUT] + r * PANEL * 4 + shift, sums),
-                        code,
-                        soft,
-                    )
+                source = job[JOB_VALUES] + (first + unit) * unit_bytes
+                _unpack_unit(source, values + unit * 2 * _TILE, zero, codebook, table, code, way)
+            if num * halves % AHEAD:
+                padding = i64(values + num * 2 * _TILE, (2 * _TILE // 8,))
+                for i in range(padding.shape[0]):
+                    padding[i] = 0
+            _add_pass(job, own, (values, ring), (first, num, blocks), halves, code, soft)
         amx.end(own, soft)
         # Numba frees an array that is not named any more.
         state[0] = scratch[0] = 0
 
     return body
+
+
+@njit(inline="always")
+def _add_pass(job, own, scratch, span, halves, code, soft):
+    """Add the product of blocks of 16 rows with a pass of units to the results. scratch: addresses
+    of the unpacked weights and of the ring of sums; span: (first unit, number of units,
+    number of blocks)."""
+    (values, ring), (first, num, blocks) = scratch, span
+    shift, size, record = job[JOB_SHIFT], job[JOB_SIZE], RECORD_SHARES + halves * (ROWS * 4)
+    total = (num * halves + AHEAD - 1) // AHEAD * AHEAD
+    last, start = job[JOB_UNITS] * halves - 1, first * halves
+    rows = job[JOB_ROWS] + first * record
+    place = (rows, values, size, record)
+    at = (0, 0)  # block and group that are multiplied next
+    _multiply(own, _place(place, at, ring, halves), 1, soft)
+    at = _after(at, total, blocks)
+    for slot in range(AHEAD):
+        _multiply(own, _place(place, at, ring + slot * _SUMS, halves), 0, soft)
+        at = _after(at, total, blocks)
+    side = 0  # of the ring, whose sums are scaled
+    for block in range(blocks):
+        for group in range(0, total, AHEAD):
+            one, two = start + group, min(start + group + 1, last)
+            one, two = (one >> shift) * (PANEL * 4), (two >> shift) * (PANEL * 4)
+            scales = job[JOB_SCALES] + one, job[JOB_SCALES] + two
+            offsets = job[JOB_OFFSETS] + one, job[JOB_OFFSETS] + two
+            sums, other = ring + side * (AHEAD * _SUMS), ring + (1 - side) * (AHEAD * _SUMS)
+            one = rows + block * size + group // halves * record
+            two = one if halves == 2 else one + record
+            shares = one + RECORD_SHARES, two + RECORD_SHARES + (halves - 1) * (ROWS * 4)
+            for half in range(2):
+                high = half * (_HIGH * 4)
+                _multiply_and_scale(
+                    own,
+                    _place(place, at, other + half * _SUMS, halves),
+                    sums + half * (_HIGH * PANEL * 4),
+                    scales,
+                    offsets,
+                    (one + RECORD_SCALES + high, two + RECORD_SCALES + high),
+                    (shares[0] + high, shares[1] + high),
+                    job[JOB_OUT] + (block * ROWS + half * _HIGH) * (PANEL * 4),
+                    code,
+                    soft,
+                )
+                at = _after(at, total, blocks)
+            side = 1 - side
+
+
+@njit(**EXACT)
+def _after(at, total, blocks):
+    """Returns the block and group that follow; after the last, the first."""
+    block, group = at
+    group += 1
+    if group < total:
+        return block, group
+    return (block + 1 if block + 1 < blocks else 0), 0
+
+
+@njit(inline="always")
+def _place(place, at, sums, halves):
+    """Returns the addresses of rows, weights and sums of a product."""
+    (rows, values, size, record), (block, group) = place, at
+    unit, half = group // halves, group % halves
+    left = rows + block * size + unit * record + half * (LINE // 2)
+    return left, values + unit * (2 * _TILE) + half * (_TILE // 2), sums
