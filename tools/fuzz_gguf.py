@@ -38,7 +38,8 @@ from engine.text.tokenizer import load_tokenizer
 
 HIDDEN, FEED, HEADS, HEAD_DIM, VOCAB, EXPERTS = 32, 64, 2, 16, 40, 2
 FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
-WITH_EXPERTS = ("qwen3moe", "qwen2moe", "olmoe", "granitemoe", "gpt-oss")
+WITH_EXPERTS = ("qwen3moe", "qwen2moe", "olmoe", "granitemoe", "gpt-oss", "lfm2moe")
+WITH_CONVOLUTION = ("lfm2", "lfm2moe")
 ROWS = HEADS * HEAD_DIM
 USUAL_SHAPES: dict[str, tuple[int, ...]] = {
     "attn_norm": (HIDDEN,),
@@ -53,7 +54,7 @@ USUAL_SHAPES: dict[str, tuple[int, ...]] = {
 }
 MORE_SHAPES: tuple[tuple[tuple[str, ...], dict[str, tuple[int, ...]]], ...] = (
     (
-        ("qwen3", "qwen3moe", "gemma3", "exaone4"),
+        ("qwen3", "qwen3moe", "gemma3", "exaone4", "lfm2", "lfm2moe"),
         {"attn_q_norm": (HEAD_DIM,), "attn_k_norm": (HEAD_DIM,)},
     ),
     (("olmo2", "olmoe"), {"attn_q_norm": (ROWS,), "attn_k_norm": (HEAD_DIM,)}),
@@ -74,6 +75,11 @@ MORE_SHAPES: tuple[tuple[tuple[str, ...], dict[str, tuple[int, ...]]], ...] = (
     ),
 )
 """Shapes of tensors that only some architectures have."""
+CONVOLUTION: dict[str, tuple[int, ...]] = {
+    "shortconv.conv": (HIDDEN, 3),
+    "shortconv.in_proj": (3 * HIDDEN, HIDDEN),
+    "shortconv.out_proj": (HIDDEN, HIDDEN),
+}
 WITHOUT: dict[str, tuple[str, ...]] = {
     "olmo2": ("attn_norm", "ffn_norm"),
     "exaone4": ("attn_norm", "ffn_norm"),
@@ -88,6 +94,7 @@ WITHOUT: dict[str, tuple[str, ...]] = {
 }
 """Tensors that an architecture does not have."""
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
+ATTENTION = (*PROJECTIONS, "attn_q_norm", "attn_k_norm")
 WITH_BIASES: dict[str, tuple[str, ...]] = {
     "qwen2": PROJECTIONS[:3],
     "qwen2moe": PROJECTIONS[:3],
@@ -240,6 +247,10 @@ def valid(architecture: str) -> File:
     if architecture in WITH_EXPERTS:
         for key, value in (("count", EXPERTS), ("used_count", 1), ("feed_forward_length", FEED)):
             values[f"expert_{key}"] = number(value)
+    if architecture in WITH_CONVOLUTION:
+        values["block_count"] = number(2)
+        values["attention.head_count_kv"] = (Type.ARRAY, (Type.INT32, [1, 0]))
+        values["shortconv.l_cache"] = number(3)
     if architecture == "qwen2moe":
         values["expert_shared_feed_forward_length"] = number(FEED)
     metadata: list[tuple[str, Value]] = [
@@ -281,10 +292,15 @@ def vocabulary(has_merges: bool) -> list[tuple[str, Value]]:
 
 
 def tensors_of(architecture: str) -> list[Stored]:
-    """The tensors of a model of one layer."""
+    """The tensors of a model of one layer, or of a second one with a convolution."""
+    layers = [shapes_of_layer(architecture)]
+    if architecture in WITH_CONVOLUTION:
+        others = {name: shape for name, shape in layers[0].items() if name not in ATTENTION}
+        layers.append(others | CONVOLUTION)
     found = [
-        Stored(f"blk.0.{name}.weight", shape)
-        for name, shape in shapes_of_layer(architecture).items()
+        Stored(f"blk.{index}.{name}.weight", shape)
+        for index, layer in enumerate(layers)
+        for name, shape in layer.items()
     ]
     with_bias = WITH_BIASES.get(architecture, ())
     found += [
@@ -292,7 +308,8 @@ def tensors_of(architecture: str) -> list[Stored]:
         for each in found
         if each.name.split(".")[2] in with_bias
     ]
-    norms = [Stored("output_norm.weight", (HIDDEN,))]
+    final = "token_embd_norm" if architecture in WITH_CONVOLUTION else "output_norm"
+    norms = [Stored(f"{final}.weight", (HIDDEN,))]
     if architecture in ("starcoder2", "stablelm"):
         norms.append(Stored("output_norm.bias", (HIDDEN,)))
     return [Stored("token_embd.weight", (VOCAB, HIDDEN)), *norms, *found]
