@@ -35,6 +35,7 @@ from engine.models.load import load_model, native_spec
 from engine.models.targets import targets
 from engine.models.weights import StoredWeights
 from engine.text.tokenizer import load_tokenizer
+from kernels.cpu.matmul.gguf import TYPES
 
 HIDDEN, FEED, HEADS, HEAD_DIM, VOCAB, EXPERTS = 32, 64, 2, 16, 40, 2
 FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
@@ -154,6 +155,12 @@ GENERAL_KEYS = (
 )
 
 
+IN_SHORT_BLOCKS = tuple(
+    kind for kind in GGMLQuantizationType if kind.name in TYPES and GGML_QUANT_SIZES[kind][0] == 32
+)
+"""Types of packed matrices that rows of 32 elements can have."""
+
+
 @dataclass
 class Stored:
     """One tensor of a file that is being made."""
@@ -225,8 +232,8 @@ def encoded(kind: Type, value: Any) -> bytes:
     return struct.pack(NUMBERS[kind], value)
 
 
-def valid(architecture: str) -> File:
-    """A file that can be read: a model of one layer."""
+def valid(architecture: str, matrices: GGMLQuantizationType = GGMLQuantizationType.F32) -> File:
+    """A file that can be read: a model of few layers. matrices: their type."""
     number: Callable[[int], Value] = lambda value: (Type.UINT32, value)  # noqa: E731
     values: dict[str, Value] = {
         "context_length": number(64),
@@ -259,7 +266,10 @@ def valid(architecture: str) -> File:
         *vocabulary(architecture.startswith("qwen")),
         ("tokenizer.ggml.eos_token_id", number(2)),
     ]
-    return File(metadata, tensors_of(architecture))
+    tensors = tensors_of(architecture)
+    for each in tensors:
+        each.kind = int(matrices if len(each.shape) == 2 else GGMLQuantizationType.F32)
+    return File(metadata, tensors)
 
 
 def vocabulary(has_merges: bool) -> list[tuple[str, Value]]:
@@ -438,8 +448,11 @@ def fuzz(count: int, seed: int) -> Result:
     random, result = Random(seed), Result()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        for name in ARCHITECTURES:  # valid ones first, so that all is imported
-            (root / "valid.gguf").write_bytes(valid(name).encode())
+        # Valid files first, so that everything is imported and all kernels are compiled.
+        good = {name: valid(name) for name in ARCHITECTURES}
+        good |= {kind.name: valid("gemma", kind) for kind in IN_SHORT_BLOCKS}
+        for name, file in good.items():
+            (root / "valid.gguf").write_bytes(file.encode())
             read_whole(root / "valid.gguf", root / f"valid-{name}")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(count):
