@@ -32,6 +32,7 @@ from engine.layers.sublayers import (
 from engine.models.decoder import (
     Block,
     DecoderBlock,
+    IdleBlock,
     JoinedBlock,
     MixerBlock,
     MLPBlock,
@@ -116,6 +117,8 @@ class Assembly:
             entry, leave = (norms.get(f"{role}_{place}") for place in ("in", "out"))
             return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier)
 
+        if layer.mixer == "idle":
+            return IdleBlock()
         if layer.mixer == "none":
             return MLPBlock(self.mlp_of(index), around("mlp"))
         mixer = self.mixer(index)

@@ -127,6 +127,27 @@ class MLPBlock:
         return self.around.leave(self.mlp(x)), residual
 
 
+class IdleBlock:
+    """The last layer of a model without attention, which computes nothing.
+
+    The engine counts each request's tokens in blocks. This layer has them, and they are small."""
+
+    mixer = None
+    mlp = None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: LayerMeta,
+        cache: Any,
+        wanted: Wanted | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns x and residual, only for the rows of ``wanted`` if given."""
+        assert residual is not None
+        return (x, residual) if wanted is None else (x[wanted.rows], residual[wanted.rows])
+
+
 class JoinedBlock(DecoderBlock):
     """A decoder layer whose mixer has the same input as that of the block before, a
     ``MixerBlock``."""
@@ -153,7 +174,7 @@ class JoinedBlock(DecoderBlock):
         return self.around_mlp.leave(self.mlp(y)), residual
 
 
-Block = DecoderBlock | MixerBlock | MLPBlock
+Block = DecoderBlock | MixerBlock | MLPBlock | IdleBlock
 
 
 class NativeDecoder:
@@ -245,7 +266,8 @@ class NativeDecoder:
     @property
     def _num_last(self) -> int:
         """Blocks of the last layer."""
-        return 2 if getattr(self.blocks[-1], "is_joined", False) else 1
+        last = self.blocks[-1]
+        return 2 if getattr(last, "is_joined", False) or isinstance(last, IdleBlock) else 1
 
     def _stages(self, batch: ForwardBatch, kv: LayerCaches) -> Stages:
         """The parts of a step that is recorded or replayed."""

@@ -10,6 +10,7 @@ from engine.errors import ModelError
 from engine.models.families import biased, decoder, granite, mlp
 from engine.models.hf_config import HF, activation, attention, count, layers, rope
 from engine.models.spec import (
+    AttentionSpec,
     ChannelMambaSpec,
     DecoderLayerSpec,
     Factor,
@@ -344,10 +345,82 @@ def jamba(hf: HF) -> Spec:
     )
 
 
+def without_attention(hf: HF, mamba: HeadMambaSpec | ChannelMambaSpec, tied: bool) -> Spec:
+    """The spec of a model whose layers are all Mamba, with an idle layer after them."""
+    num = count(hf, "num_hidden_layers")
+    specs = [DecoderLayerSpec(rope=None, mixer="mamba", has_mlp=False) for _ in range(num)]
+    idle = DecoderLayerSpec(rope=None, mixer="idle", has_mlp=False)
+    return decoder(
+        hf,
+        attention=AttentionSpec(
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=idle_width(num * mamba.width * mamba.state_size),
+            scale=1.0,
+        ),
+        mlp=MLPSpec(intermediate_size=1, activation="silu"),
+        norm=NormSpec(
+            eps=float(hf.get("layer_norm_epsilon", 1e-5)), attention_in="norm", final="norm_f"
+        ),
+        names=NameSpec(mamba="mixer", embedding="embeddings", roots=("backbone", "model")),
+        layers=(*specs, idle),
+        mamba=mamba,
+        tied=bool(hf.get("tie_word_embeddings", tied)),
+    )
+
+
+def idle_width(num_numbers: int) -> int:
+    """Size of a key of the idle layer, for which a snapshot of states with this many numbers takes
+    about 512 blocks of 16 tokens."""
+    return max(16, -(-num_numbers // (2 * 16 * 512 * 16)) * 16)
+
+
+def mamba2(hf: HF) -> Spec:
+    """The spec of Mamba-2, which has no attention."""
+    hf = {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, **hf}
+    bias = bool(hf.get("use_bias", False))
+    mamba = HeadMambaSpec(
+        num_heads=count(hf, "num_heads"),
+        head_dim=count(hf, "head_dim"),
+        state_size=count(hf, "state_size"),
+        num_groups=count(hf, "n_groups"),
+        taps=count({"conv_kernel": 4, **hf}, "conv_kernel"),
+        conv_bias=bool(hf.get("use_conv_bias", True)),
+        bias=bias,
+        out_bias=bias,
+        dt_limits=limits(hf),
+    )
+    return without_attention(hf, checked(mamba), tied=False)
+
+
+def mamba(hf: HF, **differences: Any) -> Spec:
+    """The spec of Mamba, which has no attention."""
+    hf = {"state_size": 16, "conv_kernel": 4, **hf}
+    hidden, rank = count(hf, "hidden_size"), hf.get("time_step_rank", "auto")
+    spec = ChannelMambaSpec(
+        width=int(hf.get("intermediate_size") or hf.get("expand", 2) * hidden),
+        state_size=count(hf, "state_size"),
+        rank=-(-hidden // 16) if rank == "auto" else rank,
+        taps=count(hf, "conv_kernel"),
+        conv_bias=bool(hf.get("use_conv_bias", True)),
+        bias=bool(hf.get("use_bias", False)),
+        **differences,
+    )
+    return without_attention(hf, spec, tied=True)
+
+
+def falcon_mamba(hf: HF) -> Spec:
+    """The spec of Falcon-Mamba: Mamba with norms of time steps, b and c."""
+    return mamba(hf, norms="plain", norm_eps=float(hf.get("mixer_rms_eps", 1e-6)))
+
+
 MAMBA_FAMILIES = {
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "BambaForCausalLM": bamba,
     "FalconH1ForCausalLM": falcon_h1,
     "NemotronHForCausalLM": nemotron_h,
     "JambaForCausalLM": jamba,
+    "Mamba2ForCausalLM": mamba2,
+    "MambaForCausalLM": mamba,
+    "FalconMambaForCausalLM": falcon_mamba,
 }

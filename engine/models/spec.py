@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from engine.layers.rope import RopeSpec
 
-MixerKind = Literal["attention", "short_conv", "gated_delta", "mamba", "none"]
-"""What relates the tokens of a sequence in a layer; "none": the layer has only an MLP."""
+MixerKind = Literal["attention", "short_conv", "gated_delta", "mamba", "none", "idle"]
+"""What relates the tokens of a sequence in a layer; "none": the layer has only an MLP; "idle": the
+layer computes nothing, and stands for attention in a model without it."""
 
 
 class Factor(NamedTuple):

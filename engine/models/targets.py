@@ -115,7 +115,7 @@ def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
 
 def norm_roles(layer: DecoderLayerSpec) -> tuple[str, ...]:
     """The roles in ``NormSpec`` of the norms that a layer has."""
-    of_mixer = () if layer.mixer == "none" else ("attention_in", "attention_out")
+    of_mixer = () if layer.mixer in ("none", "idle") else ("attention_in", "attention_out")
     return of_mixer + (("mlp_in", "mlp_out") if layer.has_mlp else ())
 
 

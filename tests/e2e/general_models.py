@@ -208,11 +208,9 @@ GENERAL_CASES: dict[str, GeneralCase] = {
 
 # Architecture -> configuration class, options, and a word of the reason.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "MambaForCausalLM": ("MambaConfig", {}, "linear_attention"),
     "RwkvForCausalLM": ("RwkvConfig", {}, "recurrent"),
-    "JambaForCausalLM": ("JambaConfig", {}, "linear_attention"),
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", {}, "linear_attention"),
-    "Lfm2ForCausalLM": ("Lfm2Config", {"layer_types": ["conv", FULL, "conv"]}, "conv"),
+    "MiniMaxForCausalLM": ("MiniMaxConfig", {}, "linear_attention"),
+    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}, "linear_attention"),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BloomForCausalLM": ("BloomConfig", {"n_layer": 2, "n_head": 4}, "interface"),
     "BertLMHeadModel": ("BertConfig", {"is_decoder": False}, "mask"),

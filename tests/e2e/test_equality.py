@@ -45,6 +45,8 @@ WITH_STATES = [
     "falcon-h1",
     "nemotron-h-moe",
     "jamba-moe",
+    "mamba2",
+    "falcon-mamba",
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",

@@ -12,7 +12,7 @@ from engine.models.load import load_model
 from engine.worker.batches import wanted_rows
 
 NAMES = ["llama", "gemma3", "olmo2", "mixtral", "granite", "lfm2", "qwen3-next"]
-WITH_MAMBA = ["bamba", "falcon-h1", "nemotron-h", "nemotron-h-moe", "jamba"]
+WITH_MAMBA = ["bamba", "falcon-h1", "nemotron-h", "nemotron-h-moe", "jamba", "mamba2"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *WITH_MAMBA])

@@ -391,6 +391,9 @@ CASES: dict[str, Case] = {
             "mamba_proj_bias": True,
         },
     ),
+    "mamba2": Case("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "mamba": Case("Mamba", {"state_size": 8}),
+    "falcon-mamba": Case("FalconMamba", {"state_size": 8, "use_bias": True}),
     "lfm2-moe-plain": Case(
         "Lfm2Moe",
         {
