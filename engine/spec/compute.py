@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import one_group
+from engine.kv.layout import one_group, state_bytes
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.spec.kept import DraftWork, KeptDrafts, SpareBlocks, first_group
+from engine.spec.kept import DraftWork, KeptDrafts, KeptStates, SpareBlocks, first_group
 from engine.worker.batches import (
     NO_PADDING,
     Batches,
@@ -46,6 +46,7 @@ from engine.worker.memory import apply_kv_dtype, make_kv_cache, stored_as
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
+from engine.worker.states import enter_states, groups_of, make_states, num_bytes
 from engine.worker.steps import BySize, GraphedStep, MixedGraph, advance, record, record_mixed
 from engine.worker.warmup import prepare_kernels, run_all_kinds
 from kernels import slots as on_slots
@@ -71,6 +72,7 @@ class DraftModel(Feature):
         self._model_config = model
         sched = config.scheduler
         self._limit = min(info.max_position_embeddings, sched.max_model_len)
+        self._num_drafts = num_drafts
         self._spare = SpareBlocks(sched.max_num_seqs, num_drafts, config.block_size)
         self._proposals: deque[_Proposals] = deque()  # of steps whose results are not collected yet
         self._has_met_shapes = False
@@ -84,8 +86,13 @@ class DraftModel(Feature):
         self._layers = stored_as(model.cache_spec, self._kv_dtype)
         self._layout = one_group(self._layers, config.block_size)
         self._target = machine
-        slots = machine.slots.twin(platform)
         num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens
+        # After which of the last tokens the next pass begins is known when drafts are verified.
+        self._states = KeptStates(
+            num_seqs, self._num_drafts + 2 if state_bytes(self._layers) else 0
+        )
+        copies = self._states.num_copies
+        slots = machine.slots.twin(platform, copies)
         # Each step stages the inputs of two passes.
         staging = Staging(platform, num_seqs, num_tokens, 2 * sched.num_steps_in_flight)
         own = Machine(
@@ -96,11 +103,16 @@ class DraftModel(Feature):
             slots=slots,
             sampler=Sampler(platform.upload, slots.tables, model.vocab_size),
             batches=Batches(
-                platform, slots, machine.live, staging, layer_groups=self._layout.group_of
+                platform,
+                slots,
+                machine.live,
+                staging,
+                layer_groups=groups_of(self._layers, self._layout),
             ),
             recorder=None if machine.recorder is None else Recorder(),
+            states=make_states(self._layers, num_seqs * copies, platform.zeros) if copies else (),
         )
-        self._passes = Passes(own, machine, self._limit)
+        self._passes = Passes(own, machine, self._limit, self._states)
 
     def load(self, machine: Machine) -> Model:
         """Load the draft model onto the machine's device. Raises ``ConfigError``."""
@@ -121,7 +133,8 @@ class DraftModel(Feature):
 
     @property
     def own_bytes(self) -> int:
-        return self._spare.num_blocks * self._layout.block_bytes
+        states = num_bytes(self._passes.machine.states)
+        return self._spare.num_blocks * self._layout.block_bytes + states
 
     def allocate(self, num_blocks: int) -> None:
         block_size, machine = self._config.block_size, self._passes.machine
@@ -136,10 +149,12 @@ class DraftModel(Feature):
             dtype=self._kv_dtype,
             zeros=machine.platform.zeros,
         )
+        enter_states(machine.kv, machine.states)
         tables = machine.slots.state.block_tables[0]
         self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
         tables.copy_(self._no_blocks)
-        self._kept = KeptDrafts(len(tables), num_blocks, block_size, tables.shape[1])
+        width = tables.shape[1]
+        self._kept = KeptDrafts(len(tables), num_blocks, block_size, width, self._states)
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         Runner(self._passes.machine, self._limit).profile_run(num_tokens, num_seqs)
@@ -187,9 +202,10 @@ class DraftModel(Feature):
 class Passes:
     """The draft model's forward passes, which propose tokens after a step of the main model."""
 
-    def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
+    def __init__(self, machine: Machine, target: Machine, limit: int, states: KeptStates) -> None:
         """machine: runs the draft model; target: runs the model that verifies drafts; limit: the
-        number of positions that the draft model supports."""
+        number of positions that the draft model supports; states: those of the draft model."""
+        self._states = states
         self.machine = machine
         self._target = target
         self._limit = limit
@@ -218,6 +234,7 @@ class Passes:
         if num_more:
             ends, ones = (work.starts + work.counts)[wants], np.ones_like(work.slots[wants])
             rows = PlanRows(work.slots[wants], ends, ones, ones)
+            self._continue_after(work, slots.long(), last)
             drafts += self._further(rows, drafts[0], num_more)
         return torch.stack(drafts)
 
@@ -234,7 +251,8 @@ class Passes:
         padding = NO_PADDING
         if graph is not None:
             padding = Padding(PaddingKind.MIXED_GRAPH, graph.num_rows)
-        staged = machine.batches.stage(rows, padding=padding)
+        kept = self._begin_states(work)
+        staged = machine.batches.stage(rows, padding=padding, kept_states=kept)
         starts = staged.tokens.query_start[seqs] - work.starts[seqs]
         places = upload(starts.astype(np.int64)) + last
         is_single = np.append(work.counts == 1, False)
@@ -255,6 +273,28 @@ class Passes:
             stream = graph.replay(len(staged.tokens.slots))
             return machine.model.last_layer(stream, batch, machine.kv)
         return machine.model.forward(batch, machine.kv).last
+
+    def _begin_states(self, work: DraftWork) -> Column | None:
+        """Choose the states with which the sequences of ``work`` go on. Returns how many states the
+        pass keeps of each; ``None`` if the draft model has none."""
+        copy = self.machine.slots.state.copy
+        if copy is None:
+            return None
+        upload = self.machine.platform.upload
+        copy[upload(work.slots.astype(np.int64))] = upload(self._states.copies(work))
+        return self._states.lengths(work)
+
+    def _continue_after(self, work: DraftWork, slots: torch.Tensor, last: torch.Tensor) -> None:
+        """Choose the states after the positions ``last`` [R], after which the sequences in
+        ``slots`` [R] draft further. ``advance`` then moves on by one copy."""
+        state = self.machine.slots.state
+        if state.copy is None:
+            return
+        wants = work.wanted > 0
+        kept = (self._states.copies(work) + self._states.lengths(work))[wants]
+        ends = (work.starts + work.counts)[wants]
+        shift = self.machine.platform.upload((kept - ends).astype(np.int32))
+        state.copy[slots] = ((shift + last) % state.num_copies).int()
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
         """Draft ``num_more`` further tokens for each of R sequences. Returns ``num_more`` tensors

@@ -23,11 +23,55 @@ class DraftWork(NamedTuple):
     final: Column  # tokens before this position are final
 
 
+class KeptStates:
+    """Records which copies of a slot's recurrent states the draft model has.
+
+    A pass keeps the states after the last tokens of each sequence in consecutive copies, because
+    some of them may be rejected drafts: the next pass begins with an earlier one."""
+
+    def __init__(self, num_slots: int, num_kept: int) -> None:
+        """num_kept: states that a pass keeps of a sequence; 0: the draft model has no states."""
+        self.num_kept = num_kept
+        self.num_copies = num_kept + 1 if num_kept else 0
+        self._end: Column = np.zeros(num_slots, dtype=np.int32)  # tokens after the last pass
+        self._copy: Column = np.zeros(num_slots, dtype=np.int32)  # that has the state after them
+        self._kept: Column = np.zeros(num_slots, dtype=np.int32)  # states of the last pass
+
+    def reachable(self, slots: Column, starts: Column) -> Column:
+        """Return the positions ``starts`` from which the draft model is to go on; 0 where the state
+        there is not kept."""
+        if not self.num_kept:
+            return starts
+        back = self._end[slots] - starts
+        return np.where((back >= 0) & (back < self._kept[slots]), starts, 0).astype(np.int32)
+
+    def copies(self, work: DraftWork) -> Column:
+        """The copy with the state before the first token of each sequence of ``work``."""
+        back = self._end[work.slots] - work.starts
+        found: Column = ((self._copy[work.slots] - back) % self.num_copies).astype(np.int32)
+        return found
+
+    def lengths(self, work: DraftWork) -> Column:
+        """Number of states that a pass over ``work`` keeps of each sequence."""
+        return np.minimum(work.counts, self.num_kept)
+
+    def computed(self, work: DraftWork) -> None:
+        """Record that the draft model has computed the tokens of ``work``."""
+        if self.num_kept:
+            kept = self.lengths(work)
+            self._copy[work.slots] = (self.copies(work) + kept) % self.num_copies
+            self._end[work.slots] = work.starts + work.counts
+            self._kept[work.slots] = kept
+
+
 class KeptDrafts:
     """Records which tokens of each sequence, and which KV blocks, the draft model has computed."""
 
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int, width: int) -> None:
-        """width: number of entries in a block table."""
+    def __init__(
+        self, num_slots: int, num_blocks: int, block_size: int, width: int, states: KeptStates
+    ) -> None:
+        """width: number of entries in a block table; states: of the draft model."""
+        self._states = states
         self._block_size = block_size
         self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # computed tokens, by slot
         self._noted: Column = np.zeros(num_slots, dtype=np.int32)  # of these, those in _has_block
@@ -49,6 +93,9 @@ class KeptDrafts:
         self._has_block[blocks[indices >= self._num_found[slots]]] = False
         for seq in plan.new:
             num = int(self._num_found[seq.slot])
+            if self._states.num_kept:  # blocks have no state with which to continue after them
+                self._upto[seq.slot] = self._noted[seq.slot] = 0
+                continue
             has = self._has_block[self._tables[seq.slot, :num]]
             is_whole = bool(has.all())
             upto = starts[seq.slot] if is_whole else int(has.argmin()) * self._block_size
@@ -65,7 +112,7 @@ class KeptDrafts:
         # All rows that want drafts get as many as the row that wants most.
         reaches = ends + rows.wanted.max(initial=0) <= limit
         wanted = np.where(reaches, rows.wanted, 0)
-        starts = np.minimum(self._upto[rows.slots], rows.starts)
+        starts = self._states.reachable(rows.slots, np.minimum(self._upto[rows.slots], rows.starts))
         # Including the sampled token.
         counts = np.maximum(np.minimum(ends + (wanted > 0), limit) - starts, 0)
         before = np.cumsum(counts) - counts
@@ -77,6 +124,7 @@ class KeptDrafts:
 
     def computed(self, work: DraftWork) -> None:
         """Record that the draft model has computed the tokens of ``work``."""
+        self._states.computed(work)
         upto = work.starts + work.counts - (work.wanted > 0)
         self._upto[work.slots] = upto
         # Whether drafts are accepted is known a step later.

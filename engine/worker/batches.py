@@ -191,9 +191,12 @@ class Batches:
         plan: StepPlan | None = None,
         specs: Sequence[SamplingSpec] = (),
         padding: Padding = NO_PADDING,
+        kept_states: Column | None = None,
     ) -> Staged:
         """Copy a step's rows to the device in one buffer, together with the changes that ``plan``,
-        if given, makes to slots. ``specs``: sampling options of the plan's new sequences."""
+        if given, makes to slots. ``specs``: sampling options of the plan's new sequences;
+        ``kept_states``: for each row that samples nothing, after how many of its last tokens to
+        keep recurrent states."""
         tokens, (kind, size) = locate(rows), padding
         num_seqs, num_tokens = len(rows.counts), max(len(tokens.slots), size)
         host, self.last = self._staging.open(num_tokens), None
@@ -204,6 +207,8 @@ class Batches:
         else:
             draws, starts, read = draws_of(rows, tokens)
             host.draw_starts[: len(starts)] = starts
+            if kept_states is not None:
+                np.cumsum(kept_states, out=host.draw_starts[1 : len(starts)])
             if read is None and rows.drafts is None:
                 picked = self._room(num_seqs, num_tokens).decodes
             else:

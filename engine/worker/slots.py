@@ -103,17 +103,18 @@ class Slots:
             num_prompt=column(torch.int32),
         )
 
-    def twin(self, platform: Platform) -> Slots:
+    def twin(self, platform: Platform, num_copies: int) -> Slots:
         """Return a table of the same sequences for a second model (drafts) with one group of
-        layers and no recurrent states. Lengths and block tables are separate; tokens and sampling
-        parameters are shared."""
+        layers. Lengths, block tables and copies of states are separate; tokens and sampling
+        parameters are shared. num_copies: of each recurrent state of that model."""
         other, state = copy(self), self.state
         lengths, tables, windows = (
             platform.zeros(tuple(column.shape), column.dtype)
             for column in (state.num_computed, state.block_tables[:1], state.windows[:1])
         )
         other._scales = None
-        other.state = SlotState(lengths, state.history, tables, windows)
+        copies = platform.zeros(tuple(lengths.shape), torch.int32) if num_copies else None
+        other.state = SlotState(lengths, state.history, tables, windows, copies, num_copies)
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:

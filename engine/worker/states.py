@@ -11,6 +11,7 @@ from engine.config.engine import ResolvedConfig
 from engine.config.speculative import SpeculativeConfig
 from engine.kv.layout import KVLayout, LayerCache, RecurrentState
 from engine.messages.step import StepPlan
+from engine.models.model import LayerCaches
 from engine.worker.memory import Zeros
 from kernels.meta import StateMeta
 from kernels.slots import Inputs
@@ -70,6 +71,13 @@ def make_states(layers: Sequence[LayerCache], num_rows: int, zeros: Zeros) -> St
         else ()
         for layer in layers
     )
+
+
+def enter_states(caches: LayerCaches, states: States) -> None:
+    """Enter the state tensors among what the layers keep."""
+    for index, tensors in enumerate(states):
+        if tensors:
+            caches[index] = tensors
 
 
 def num_bytes(states: States) -> int:

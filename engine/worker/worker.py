@@ -55,7 +55,14 @@ from engine.worker.profiler import TorchProfiler
 from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
-from engine.worker.states import check_drafts, groups_of, make_states, num_bytes, num_copies
+from engine.worker.states import (
+    check_drafts,
+    enter_states,
+    groups_of,
+    make_states,
+    num_bytes,
+    num_copies,
+)
 from engine.worker.steps import Pending
 from engine.worker.warmup import (
     SLOW_SECONDS,
@@ -319,9 +326,7 @@ class ModelWorker:
             dtype=self._kv_dtype,
             zeros=self.platform.zeros,
         )
-        for index, states in enumerate(machine.states):
-            if states:
-                machine.kv[index] = states
+        enter_states(machine.kv, machine.states)
         for feature in self._features:
             feature.allocate(num_blocks)
 

@@ -139,6 +139,20 @@ def test_a_model_with_recurrent_states_is_in_order_too(mode, tmp_path):
     assert not cuda.faults
 
 
+@pytest.mark.parametrize("mode", ["recorded", "drafts", "preempted", "draft model"])
+def test_short_convolutions_are_in_order_too(mode, tmp_path):
+    sizes = {**SHAPE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    case = CASES["lfm2"]
+    save(random_model(config_of(Case(case.family, {**case.options, **sizes})), seed=0), tmp_path)
+    with llm_for(tmp_path, device="cpu") as llm:
+        expected = tokens(run(llm))
+    drafting = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    options = MODES.get(mode) or {**RECORDED, "speculative_config": drafting}
+    with FakeCuda() as cuda, llm_for(tmp_path, **options) as llm:
+        assert tokens(run(llm)) == expected
+    assert not cuda.faults
+
+
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
     with FakeCuda() as cuda:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from e2e.paged import PagedRun
-from e2e.tiny_models import FULL, LINEAR, SLIDING, Case, config_of, random_model, reference
+from e2e.tiny_models import CONV, FULL, LINEAR, SLIDING, Case, config_of, random_model, reference
 
 from engine.config.model import ModelConfig, read_model_info
 from engine.models.load import load_model
@@ -65,8 +65,8 @@ def layer_types(dice: random.Random, count: int) -> list[str]:
     return [dice.choice([SLIDING, FULL]) for _ in range(count)]
 
 
-def random_case(dice: random.Random, heads: Heads) -> Case:
-    family = dice.choice(sorted(OPTIONS))
+def random_case(dice: random.Random, heads: Heads, family: str = "") -> Case:
+    family = family or dice.choice(sorted(OPTIONS))
     options = {**sizes(dice, heads), "rope_parameters": rope_of(dice)}
     options.update(OPTIONS[family](dice, options["num_hidden_layers"]))
     return Case(family, options)
@@ -185,10 +185,40 @@ def llama(dice: random.Random, count: int) -> dict[str, Any]:
     return {**biases(dice, count), **pick(dice, hidden_act=["silu", "gelu", "gelu_pytorch_tanh"])}
 
 
+def lfm2(dice: random.Random, count: int) -> dict[str, Any]:
+    kinds = [dice.choice([CONV, CONV, FULL]) for _ in range(count)]
+    kinds[dice.randrange(count)] = FULL
+    sizes = pick(
+        dice,
+        conv_bias=[True, False],
+        conv_L_cache=[2, 3, 4, 5],
+        block_auto_adjust_ff_dim=[True, False],
+        block_multiple_of=[8, 17],
+        block_ffn_dim_multiplier=[None, 1.0, 1.4],
+        norm_eps=[1e-6, 1e-5],
+    )
+    return {**sizes, "layer_types": kinds}
+
+
+def lfm2_moe(dice: random.Random, count: int) -> dict[str, Any]:
+    experts = pick(
+        dice,
+        num_experts=[3, 6],
+        num_experts_per_tok=[1, 3],
+        moe_intermediate_size=[17, 32],
+        norm_topk_prob=[True, False],
+        use_expert_bias=[True, False],
+        routed_scaling_factor=[1.0, 2.5],
+    )
+    return {**lfm2(dice, count), **experts, "num_dense_layers": dice.randrange(count + 1)}
+
+
 OPTIONS = {
     "Gemma2": gemma,
     "Gemma3": gemma3,
     "Granite": granite,
+    "Lfm2": lfm2,
+    "Lfm2Moe": lfm2_moe,
     "Llama": llama,
     "Mistral": uniform_window,
     "Mixtral": mixtral,
@@ -232,3 +262,13 @@ def test_many_random_decoders_equal_transformers(tmp_path: Path, seed: int) -> N
     dice = random.Random(seed)
     for number in range(1000):
         check(random_case(dice, random_heads(dice)), tmp_path / str(number), dice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Lfm2Moe"])
+def test_random_models_with_states_equal_transformers(
+    tmp_path: Path, seed: int, family: str
+) -> None:
+    dice = random.Random(seed)
+    for number in range(12):
+        check(random_case(dice, random_heads(dice), family), tmp_path / str(number), dice)

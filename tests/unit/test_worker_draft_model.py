@@ -26,7 +26,7 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
 from engine.messages.step import DraftPart, StepPlan
 from engine.spec.compute import DraftModel
-from engine.spec.kept import DraftWork, KeptDrafts
+from engine.spec.kept import DraftWork, KeptDrafts, KeptStates
 from engine.spec.worker_drafts import WorkerDrafts
 
 modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
@@ -290,7 +290,7 @@ def step_of(starts, count):
 
 def test_drafts_that_did_not_stand_are_computed_again_though_none_was_wanted_meanwhile():
     """A grammar may force other drafts than those of the draft model, which stand then."""
-    kept, wanted = KeptDrafts(1, 8, LONGEST, 8), np.array([K], dtype=np.int32)
+    kept, wanted = KeptDrafts(1, 8, LONGEST, 8, KeptStates(1, 0)), np.array([K], dtype=np.int32)
     kept.begin(step_of(0, 5))
     plan = step_of(5, 5)  # a token and four drafts, of which none stands
     kept.begin(plan)
