@@ -21,6 +21,7 @@ from kernels.cpu.delta_vectors import BOTH, READ, UPDATE, state_pass
 from kernels.cpu.mathlib import sigmoid
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item
 from kernels.cpu.threads import num_threads
+from kernels.cpu.vectors import prefetch
 from kernels.meta import StateMeta
 from kernels.reference.delta_rule import NORM_EPS
 
@@ -188,6 +189,22 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
 
 
 @njit(**INLINE)
+def _prefetch_token(p, token, head, columns, cell):
+    """Prefetch one head's query and key, and some columns of its values. They are a whole row apart
+    from those of the token before, where the processor prefetches nothing by itself."""
+    size, key_heads, heads, dim = p[15], p[13], p[14], p[16]
+    row = p[1] + token * p[12] * cell
+    query = row + head // (heads // key_heads) * size * cell
+    for line in range(0, size * cell, 64):
+        prefetch(query + line, 1, 16, 4)
+        prefetch(query + key_heads * size * cell + line, 1, 16, 4)
+    values = row + (p[12] - (heads - head) * dim) * cell
+    for line in range(columns[0] * cell, columns[1] * cell, 64):
+        prefetch(values + line, 1, 16, 4)
+    return 0
+
+
+@njit(**INLINE)
 def _columns(p, span, columns, buffers, cell):
     """Compute some columns of one head for all tokens of a sequence. span: (sequence, head);
     columns: (first, end)."""
@@ -203,6 +220,8 @@ def _columns(p, span, columns, buffers, cell):
             gate = p[2] + ((base + t) * 2 * p[14] + head) * cell
             place = query, query + p[13] * size * cell, gate, gate + p[14] * cell
             _prepare(place, scalars, prepared[t - first], cell)
+        for t in range(end, min(end + _TILE, after - base)):
+            _prefetch_token(p, base + t, head, columns, cell)
         column = columns[0]
         while column < columns[1]:
             held = memory + (column - columns[0]) * size * 4, sums, change, value
