@@ -17,7 +17,7 @@ from numba import njit
 from kernels.cpu import isa
 from kernels.cpu.causal_conv import clear_rows, count_written
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
-from kernels.cpu.delta_vectors import BOTH, READ, UPDATE, state_pass
+from kernels.cpu.delta_vectors import BOTH, READ, STREAMED, UPDATE, state_pass
 from kernels.cpu.mathlib import sigmoid
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item
 from kernels.cpu.threads import num_threads
@@ -183,6 +183,9 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
         keys = (key, key + step)
         if t + 1 < end:
             state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, BOTH)
+        # At the next step caches would hold other states; to fill them would read the target first.
+        elif lanes == 16 and total == 1 and target[0] % 64 == 0 and target[1] % 64 == 0:
+            state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, STREAMED)
         else:
             state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, UPDATE)
         source, key = target, key + step

@@ -11,7 +11,9 @@ from kernels.cpu.block_vectors import load, store
 from kernels.cpu.vectors import fma, splat
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
-READ, UPDATE, BOTH = 1, 2, 3  # what a pass does; BOTH: updates and then reads
+# What a pass does. BOTH: it updates and then reads; STREAMED: it updates a target that must be
+# aligned to 64 bytes and is not kept in caches.
+READ, UPDATE, BOTH, STREAMED = 1, 2, 3, 6
 
 
 @intrinsic(prefer_literal=True)
@@ -54,6 +56,7 @@ class _Pass:
         self.vectors = range(vectors)
         self.kind = ir.VectorType(_F32, lanes)
         self.updates, self.reads = bool(does & UPDATE), bool(does & READ)
+        self.streams = does == STREAMED
 
     def emit(self) -> None:
         builder, kind = self.builder, self.kind
@@ -89,7 +92,7 @@ class _Pass:
             for v in self.vectors:
                 decayed = builder.fmul(values[v], self.decays)
                 values[v] = fma(builder, key, self.changes[v], decayed)
-                store(builder, values[v], self._place(target, v))
+                self._store(values[v], self._place(target, v))
         if not self.reads:
             return []
         query = builder.add(row, self.depth)
@@ -99,6 +102,16 @@ class _Pass:
 
     def _place(self, address, vector):
         return self.builder.add(address, _I64(vector * self.kind.count * 4))
+
+    def _store(self, value, address):
+        """Emit the store of a vector, past the caches in a pass that is STREAMED."""
+        builder = self.builder
+        if not self.streams:
+            store(builder, value, address)
+            return
+        place = builder.inttoptr(address, value.type.as_pointer())
+        stored = builder.store(value, place, align=64)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
     def _load(self, address, vector):
         return load(self.builder, self._place(address, vector), self.kind)
