@@ -285,6 +285,7 @@ def lfm2(hf: HF, **differences: Any) -> DecoderSpec:
                 final="embedding_norm",
             ),
             "names": NameSpec(
+                prefix=text_prefix(hf),
                 attention_out="out_proj",
                 q_norm="q_layernorm",
                 k_norm="k_layernorm",
@@ -468,6 +469,7 @@ FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "SmolLM3ForCausalLM": smollm3,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
+    "Lfm2VlForConditionalGeneration": lfm2,
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5,

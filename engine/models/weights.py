@@ -24,7 +24,7 @@ from kernels.pages import allocate
 # Tensors in older checkpoints that can be derived from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Parts that generate no text from text: the encoder of images, and layers that only draft tokens.
-UNREAD = re.compile(r"^(model\.)?visual\.|^mtp\.")
+UNREAD = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.|^mtp\.")
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
 # Numbers of quantised targets read in advance. While such a target is packed it takes up to two

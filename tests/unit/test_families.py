@@ -24,7 +24,7 @@ TEXT = ("Gemma3", "Qwen3_5")
 CONFIG_CLASSES = {
     name: getattr(
         transformers,
-        re.sub("For[A-Za-z]*$", "TextConfig" if name.startswith(TEXT) else "Config", name),
+        re.sub("(Vl)?For[A-Za-z]*$", "TextConfig" if name.startswith(TEXT) else "Config", name),
     )
     for name in FAMILIES
 }
