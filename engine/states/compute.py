@@ -32,6 +32,7 @@ class StateCopies(Feature):
     values of positions that are not written yet, so they must not be NaN."""
 
     part = "snapshots"
+    waits_for_part = True
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []

@@ -40,6 +40,7 @@ class Feature:
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
+    waits_for_part = False  # does nothing in a step without its part of the plan and new blocks
     reads_first_group = False  # uses the first KV group's blocks, which must keep all tokens
 
     @property

@@ -30,7 +30,8 @@ class Repeats:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._may_repeat = machine.recorder is not None and not machine.features
+        are_idle = all(feature.waits_for_part for feature in machine.features)
+        self._may_repeat = machine.recorder is not None and are_idle
 
     def run(self, plan: StepPlan) -> PendingStep | None:
         """Compute a step if it repeats the last one and a step like it was recorded; otherwise do

@@ -16,15 +16,18 @@ from engine.sched.policies import FCFS
 A = [(7 * k) % 281 + 3 for k in range(3000)]
 B = [(11 * k + 5) % 277 + 3 for k in range(3000)]
 NUM_NEW = 8
+OTHERS = ["qwen3-next", "qwen3.5"]
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_model_len": 3200, "num_kv_blocks": 1200}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    """A tiny LFM2 for sequences of up to 4,096 tokens."""
-    case = CASES["lfm2"]
+@pytest.fixture(
+    scope="module", params=["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
+)
+def path(request, tmp_path_factory) -> str:
+    """A tiny model with recurrent states, for sequences of up to 4,096 tokens."""
+    case = CASES[request.param]
     longer = case._replace(options={**case.options, "max_position_embeddings": 4096})
-    directory = tmp_path_factory.mktemp("lfm2")
+    directory = tmp_path_factory.mktemp("states")
     save(random_model(config_of(longer), seed=3), directory)
     return str(directory)
 
