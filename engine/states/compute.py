@@ -86,10 +86,7 @@ class StateCopies(Feature):
         slots = self._upload(part.load_slots)
         blocks = self._upload(part.load_blocks).view(-1, part.num_blocks)
         state = self._machine.slots.state
-        rows = slots * state.num_copies
-        for piece in self._pieces:
-            found = piece.pool.index_select(0, blocks[:, piece.block])
-            piece.states.index_copy_(0, rows, found)
+        load(self._pieces, slots * state.num_copies, blocks)
         assert state.copy is not None
         state.copy[slots] = 0
 
@@ -103,9 +100,7 @@ class StateCopies(Feature):
         assert state.copy is not None
         num_back = state.num_computed[slots] - lengths
         copies = (state.copy[slots] - num_back).remainder(state.num_copies)
-        rows = slots * state.num_copies + copies
-        for piece in self._pieces:
-            piece.pool.index_copy_(0, blocks[:, piece.block], piece.states.index_select(0, rows))
+        save(self._pieces, slots * state.num_copies + copies, blocks)
         self._is_used[blocks_of] = True
 
     def _clean(self, plan: StepPlan) -> None:
@@ -121,6 +116,38 @@ class StateCopies(Feature):
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return self._machine.platform.upload(values.astype(np.int64))
+
+
+def load(pieces: Sequence[Piece], rows: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Copy snapshots into rows [n] of the state tensors. blocks [n, blocks of a snapshot]."""
+    if rows.device.type == "cpu":
+        for source, target in on_host(pieces, rows, blocks):
+            target[:] = source
+        return
+    for piece in pieces:
+        found = piece.pool.index_select(0, blocks[:, piece.block])
+        piece.states.index_copy_(0, rows, found)
+
+
+def save(pieces: Sequence[Piece], rows: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Copy rows [n] of the state tensors into snapshots. blocks [n, blocks of a snapshot]."""
+    if rows.device.type == "cpu":
+        for target, source in on_host(pieces, rows, blocks):
+            target[:] = source
+        return
+    for piece in pieces:
+        piece.pool.index_copy_(0, blocks[:, piece.block], piece.states.index_select(0, rows))
+
+
+def on_host(
+    pieces: Sequence[Piece], rows: torch.Tensor, blocks: torch.Tensor
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Views of the same bytes of a snapshot and of a state, for all pieces and rows. Copying one to
+    the other takes a tenth of the time of torch's indexed copies."""
+    arrays = [(piece.states.numpy(), piece.pool.numpy(), piece.block) for piece in pieces]
+    for row, own in zip(rows.tolist(), blocks.tolist(), strict=True):
+        for states, pool, block in arrays:
+            yield pool[own[block]], states[row]
 
 
 def rows_of_bytes(states: torch.Tensor) -> torch.Tensor:
