@@ -16,7 +16,15 @@ from engine.sched.policies import FCFS
 A = [(7 * k) % 281 + 3 for k in range(3000)]
 B = [(11 * k + 5) % 277 + 3 for k in range(3000)]
 NUM_NEW = 8
-OTHERS = ["qwen3-next", "qwen3.5"]
+OTHERS = [
+    "qwen3-next",
+    "qwen3.5",
+    "bamba",
+    "falcon-h1",
+    "nemotron-h-moe",
+    "jamba-moe",
+    "granite-hybrid-moe",
+]
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_model_len": 3200, "num_kv_blocks": 1200}
 
 
