@@ -235,6 +235,23 @@ def test_layer_types_that_fit_no_layer_are_refused(types: list[str]) -> None:
         FAMILIES["Gemma2ForCausalLM"]({**LLAMA, "layer_types": types})
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"layer_types": ["conv"] * 8}, "linear_attention or full_attention"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ({"linear_num_key_heads": 3}, "multiple of its linear_num_key_heads, 3"),
+        ({"linear_key_head_dim": "wide"}, "linear_key_head_dim is 'wide'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_gated_delta_rules_that_cannot_be_computed_are_refused(change: dict, says: str) -> None:
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        with pytest.raises(ModelError, match=says):
+            FAMILIES[name]({**LLAMA, **change})
+
+
 def test_encoders_are_refused() -> None:
     with pytest.raises(ModelError, match="use_bidirectional_attention"):
         FAMILIES["Gemma3ForCausalLM"]({**LLAMA, "use_bidirectional_attention": True})
