@@ -20,6 +20,7 @@ from kernels.ops import (
     qkv_rope_write,
     relu_squared,
     rms_norm,
+    scale_in_place,
     short_conv,
     sigmoid_mul,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "qkv_rope_write",
     "relu_squared",
     "rms_norm",
+    "scale_in_place",
     "short_conv",
     "sigmoid_mul",
 ]

@@ -51,6 +51,11 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return _bodies(gate_up).act_mul(gate_up, act)
 
 
+def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply x [N, H] by a factor in place. Returns x."""
+    return cpu.scale_in_place(x, factor) if _bodies(x) is cpu else x.mul_(factor)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) ** 2: x [N, F] -> a new [N, F]."""
     return _bodies(x).relu_squared(x)

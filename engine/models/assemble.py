@@ -178,8 +178,9 @@ class Assembly:
         norm = RMSNorm(self.tensor(f"{index}.head_norm"), self.spec.norm.eps)
         return GatedDelta(project, gates, weights, norm, self.linear(f"{index}.out"))
 
-    def mlp(self, prefix: str) -> GatedMLP | PlainMLP:
-        bias = self.spec.mlp.bias
+    def mlp(self, prefix: str, has_bias: bool | None = None) -> GatedMLP | PlainMLP:
+        """Build an MLP. has_bias: ``None``: as ``MLPSpec`` says."""
+        bias = self.spec.mlp.bias if has_bias is None else has_bias
         if not self.spec.mlp.is_gated:
             return PlainMLP(self.linear(f"{prefix}up", bias), self.linear(f"{prefix}down", bias))
         gate_up = self.linear(f"{prefix}gate_up", bias)
@@ -198,7 +199,8 @@ class Assembly:
         if moe.shared_size:
             gate = self.unquantized(f"{index}.shared_gate") if moe.shared_is_gated else None
             shared = self.mlp(f"{index}.shared_"), gate
-        experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
+        has_bias = self.spec.mlp.bias and self.spec.mlp.is_gated
+        experts = [self.mlp(f"{index}.{i}.", has_bias) for i in range(moe.num_experts)]
         routed = MixtureOfExperts(router, experts, moe, bias)
         return routed if shared is None else WithSharedExpert(routed, *shared)
 

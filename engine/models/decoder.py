@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import kernels
 from engine.kv.layout import LayerCache
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.interface import Mixer
@@ -40,7 +41,7 @@ class Sublayer:
         """Apply the output norm and factor, if any, to the sublayer's output x [N, H], in place."""
         if self.norm_out is not None:
             x = self.norm_out(x)
-        return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+        return x if self.multiplier == 1.0 else kernels.scale_in_place(x, self.multiplier)
 
 
 class DecoderBlock:

@@ -235,10 +235,11 @@ def _build(
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     """The spec, untied if the checkpoint has an output layer that differs from the embedding."""
-    stored, table = checkpoint.tensors, f"{spec.names.prefix}embed_tokens.weight"
+    stored, ways = checkpoint.tensors, next(targets(spec)).ways  # of the embedding
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)
-    if not (spec.tied and table in stored and HEAD in stored) or checkpoint.same(table, HEAD):
+    table = next((way[0].name for way in ways if way[0].name in stored), HEAD)
+    if not (spec.tied and table != HEAD and HEAD in stored) or checkpoint.same(table, HEAD):
         return spec
     logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)
     return replace(spec, tied=False)

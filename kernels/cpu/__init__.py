@@ -78,6 +78,10 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return reference.act_mul(gate_up, act)
 
 
+def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return pointwise.scale_in_place(x, factor) if _is_plain(x) else x.mul_(factor)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return pointwise.relu_squared(x) if _is_plain(x) else reference.relu_squared(x)
 

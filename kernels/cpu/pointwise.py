@@ -49,6 +49,14 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     return out
 
 
+def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply a contiguous tensor by a factor."""
+    num = x.numel()
+    threads = num_threads() if num >= _ENOUGH else 1
+    SCALE[x.element_size()].run(threads, x.data_ptr(), num, bits(factor))
+    return x
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) ** 2 of a contiguous tensor."""
     out, num = torch.empty_like(x), x.numel()
@@ -145,6 +153,21 @@ def _norm_body(cell: int):
                 scale = np.float32(1 / np.sqrt(squares / width + eps))
                 for i in range(width):
                     put(y, i, get(x, i) * scale * (get(weight, i) + extra))
+
+    return body
+
+
+def _scale_body(cell: int):
+    def body(row):
+        p, factor = i64(row, (4,)), np.float32(f64(row, (4,))[3])
+        while True:
+            first = next_item(row) * _CHUNK
+            if first >= p[2]:
+                break
+            count = min(_CHUNK, p[2] - first)
+            x = elements(p[1] + first * cell, (count,), cell)
+            for i in range(count):
+                put(x, i, get(x, i) * factor)
 
     return body
 
@@ -252,6 +275,7 @@ def _join_body(cell: int):
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
+SCALE = {cell: Kernel(_scale_body(cell)) for cell in (4, 2)}
 RELU_SQUARED = {cell: Kernel(_relu_squared_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
 JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

@@ -19,9 +19,10 @@ from engine.assets import BOX_MODEL
 from engine.core.replay import replay
 from engine.worker import worker
 
-WITH_STATES = ("Lfm2", "Qwen3Next", "Qwen3_5")
+WITH_STATES = ("Lfm2", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
+WITH_STATES += ("FalconH1", "Jamba", "Mamba", "FalconMamba")
 FAMILIES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lfm2", "qwen3.5")))
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lfm2", "qwen3.5", "bamba")))
     for name in CASES
     if CASES[name].family.startswith(WITH_STATES)
 ]

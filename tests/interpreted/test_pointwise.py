@@ -105,6 +105,13 @@ def test_squares_of_positive_numbers(body: str, dtype: torch.dtype) -> None:
     close(ACTS[body].relu_squared(x), reference.relu_squared(x.double()), dtype)
 
 
+@by_dtype
+def test_scaling_in_place(dtype: torch.dtype) -> None:
+    x = random(3, 500, dtype=dtype)
+    wanted = x * 0.246
+    assert torch.equal(cpu.scale_in_place(x, 0.246), wanted) and torch.equal(x, wanted)
+
+
 @by_body
 def test_unknown_activation_is_named(body: str) -> None:
     with pytest.raises(ValueError, match="'swish'"):

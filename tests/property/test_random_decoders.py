@@ -213,7 +213,144 @@ def lfm2_moe(dice: random.Random, count: int) -> dict[str, Any]:
     return {**lfm2(dice, count), **experts, "num_dense_layers": dice.randrange(count + 1)}
 
 
+def mamba_heads(dice: random.Random) -> dict[str, Any]:
+    """Sizes of Mamba-2 whose heads fill twice the hidden size."""
+    heads, dim = dice.choice([(4, 16), (6, 10), (8, 24), (2, 48)])
+    return {
+        "hidden_size": heads * dim // 2,
+        "mamba_n_heads": heads,
+        "mamba_d_head": dim,
+        **pick(
+            dice,
+            mamba_n_groups=[1, 2],
+            mamba_d_state=[6, 16, 32],
+            mamba_d_conv=[2, 4],
+            mamba_conv_bias=[True, False],
+            mamba_proj_bias=[True, False],
+            time_step_limit=[(0.0, float("inf")), (0.3, 0.9)],
+        ),
+    }
+
+
+def hybrid_kinds(dice: random.Random, count: int) -> list[str]:
+    kinds = [dice.choice([LINEAR, LINEAR, FULL]) for _ in range(count)]
+    kinds[dice.randrange(count)] = FULL
+    return kinds
+
+
+def granite_hybrid(dice: random.Random, count: int) -> dict[str, Any]:
+    more = pick(
+        dice,
+        num_local_experts=[0, 3],
+        num_experts_per_tok=[1, 2],
+        shared_intermediate_size=[24, 57],
+        position_embedding_type=[None, "rope"],
+        attention_bias=[True, False],
+    )
+    kinds = {"layer_types": hybrid_kinds(dice, count)}
+    # Its heads follow from the hidden size.
+    return {**granite(dice, count), **mamba_heads(dice), **more, **kinds}
+
+
+def bamba(dice: random.Random, count: int) -> dict[str, Any]:
+    kinds = hybrid_kinds(dice, count)
+    indices = [index for index, kind in enumerate(kinds) if kind == FULL]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    chosen = {**biases(dice, count), **mamba_heads(dice)}
+    return {**chosen, "attn_layer_indices": indices, "rope_parameters": rope}
+
+
+def falcon_h1(dice: random.Random, count: int) -> dict[str, Any]:
+    def some(num: int) -> list[float]:
+        return [dice.choice([0.5, 0.8, 1.0, 1.7]) for _ in range(num)]
+
+    names = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return {
+        **mamba_heads(dice),
+        **{f"{name}_multiplier": factor for name, factor in zip(names, some(7), strict=True)},
+        **pick(
+            dice,
+            mamba_rms_norm=[True, False],
+            mamba_norm_before_gate=[True, False],
+            projectors_bias=[True, False],
+            mlp_bias=[True, False],
+            attention_bias=[True, False],
+        ),
+        "mamba_d_ssm": None,
+        "ssm_multipliers": some(5),
+        "mlp_multipliers": some(2),
+    }
+
+
+def nemotron_h(dice: random.Random, count: int) -> dict[str, Any]:
+    kinds = [dice.choice([LINEAR, FULL, "mlp", "moe"]) for _ in range(count + 2)]
+    heads, dim = dice.choice([(4, 16), (6, 10), (8, 24)])
+    return {
+        "layers_block_type": [LINEAR, FULL, *kinds],
+        "num_hidden_layers": count + 4,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": dim,
+        **pick(
+            dice,
+            n_groups=[1, 2],
+            ssm_state_size=[7, 16],
+            conv_kernel=[2, 4],
+            use_conv_bias=[True, False],
+            use_bias=[True, False],
+            mlp_bias=[True, False],
+            layer_norm_epsilon=[1e-5, 1e-6],
+            n_routed_experts=[3, 5],
+            num_experts_per_tok=[1, 2],
+            moe_intermediate_size=[16, 33],
+            moe_shared_expert_intermediate_size=[16, 40],
+            norm_topk_prob=[True, False],
+            routed_scaling_factor=[1.0, 2.5],
+        ),
+    }
+
+
+def jamba(dice: random.Random, count: int) -> dict[str, Any]:
+    return pick(
+        dice,
+        attn_layer_period=[2],
+        attn_layer_offset=[0],
+        num_experts=[1, 3],
+        num_experts_per_tok=[1, 2],
+        mamba_d_state=[5, 16],
+        mamba_d_conv=[2, 4],
+        mamba_dt_rank=["auto", 3],
+        mamba_conv_bias=[True, False],
+        mamba_proj_bias=[True, False],
+    )
+
+
+def mamba(dice: random.Random, count: int) -> dict[str, Any]:
+    return pick(
+        dice,
+        state_size=[5, 16],
+        conv_kernel=[2, 4],
+        expand=[1, 2],
+        use_bias=[True, False],
+        use_conv_bias=[True, False],
+        time_step_rank=["auto", 3],
+    )
+
+
+def mamba2(dice: random.Random, count: int) -> dict[str, Any]:
+    heads, dim = dice.choice([(4, 16), (6, 10), (8, 24)])
+    sizes = pick(dice, state_size=[6, 16], conv_kernel=[2, 4], n_groups=[1, 2])
+    return {"hidden_size": heads * dim // 2, "num_heads": heads, "head_dim": dim, **sizes}
+
+
 OPTIONS = {
+    "Bamba": bamba,
+    "FalconH1": falcon_h1,
+    "FalconMamba": mamba,
+    "GraniteMoeHybrid": granite_hybrid,
+    "Jamba": jamba,
+    "Mamba": mamba,
+    "Mamba2": mamba2,
+    "NemotronH": nemotron_h,
     "Gemma2": gemma,
     "Gemma3": gemma3,
     "Granite": granite,
