@@ -87,7 +87,8 @@ class Watched:
         self._show(list(served), model.logits(found.last))
         others = sorted(set(range(num_rows)) - set(served))
         if others:
-            whole = model.forward(replace(batch, wanted=None), kv).last
+            # Not recorded: its attention plans are those of the pass before.
+            whole = model.forward(replace(batch, wanted=None, recorder=None), kv).last
             self._show(others, model.logits(whole[others]))
         return found
 
