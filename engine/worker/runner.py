@@ -37,6 +37,7 @@ from engine.worker.prompt_scores import PromptScores
 from engine.worker.repeats import Repeats
 from engine.worker.roofline import REPORT_SECONDS, REPORT_STEPS, Measured, Roofline
 from engine.worker.slots import LiveSeqs
+from engine.worker.states import check_drafts
 from engine.worker.steps import (
     BySize,
     EagerStep,
@@ -300,9 +301,10 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Add and remove requests as the plan says. Returns the sampling options of new
-        sequences."""
+        """Add and remove requests as the plan says. Returns the sampling options of new sequences.
+        Raises ``RuntimeError`` for drafts that the recurrent states have no copies for."""
         machine = self.machine
+        check_drafts(plan, machine.slots.state.num_copies)
         machine.live.apply(plan)
         for slot in plan.freed_slots:
             machine.sampler.remove(slot)

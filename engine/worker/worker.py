@@ -56,7 +56,6 @@ from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.states import (
-    check_drafts,
     enter_states,
     groups_of,
     make_states,
@@ -234,7 +233,6 @@ class ModelWorker:
         """Start a step. Raises ``RuntimeError`` if the plan has a part that this worker cannot
         compute."""
         check_parts(plan, self.capabilities)
-        check_drafts(plan, self.driver.runner.machine.slots.state.num_copies)
         with self.platform.current():
             return self.driver.launch(plan)
 

@@ -141,11 +141,11 @@ def test_counts_of_another_kind(write: Write, key: str, value: tuple[Type, objec
         (
             "attention.head_count_kv",
             (Type.ARRAY, (Type.INT32, [1, 2])),
-            "is an array of 2 values, must be a whole number",
+            "is an array of 2 values, must be an array of 1 whole numbers",
         ),
         ("block_count", (Type.UINT32, 2**31 - 1), "is 2147483647, it has tensors of 1 layers"),
         ("context_length", (Type.UINT32, 2**30), "a whole number from 1 to 16777216"),
-        ("expert_count", (Type.UINT32, 2**31 - 1), "its first layer has 0 experts"),
+        ("expert_count", (Type.UINT32, 2**31 - 1), "its layers have 0 experts"),
     ],
 )
 def test_values_that_cannot_be(

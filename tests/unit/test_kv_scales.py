@@ -16,7 +16,11 @@ from engine.models.kv_scales import is_kv_scale, kv_scales
 
 ATTENTION = "model.layers.{}.self_attn."
 # Of two layers with two key heads.
-SPEC: Any = SimpleNamespace(attention=SimpleNamespace(num_kv_heads=2), layers=[None, None])
+SPEC: Any = SimpleNamespace(
+    attention=SimpleNamespace(num_kv_heads=2),
+    layers=[None, None],
+    names=SimpleNamespace(prefix="model."),
+)
 
 
 def found(root: Path, stored: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
