@@ -17,7 +17,7 @@ from engine.sample.edits import SamplingSpec
 from engine.sample.sampler import DraftRows, Draws
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, NewSlots, Slots
-from engine.worker.states import state_meta
+from engine.worker.states import inputs_of, state_meta
 from kernels import AttentionMeta
 from kernels import slots as on_slots
 from kernels.meta import LayerMeta
@@ -291,7 +291,7 @@ class Batches:
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
                 self._rooms.clear()
-            inputs = _inputs_of(self._inputs, num_seqs, num_tokens)
+            inputs = inputs_of(self._inputs, num_seqs, num_tokens)
             step = self._staging.device.of(num_seqs, num_tokens)
             described = (step.slots, step.query_start, step.host_ids)
             prepare = on_slots.preparation(
@@ -344,21 +344,6 @@ class Batches:
             drafts=None if draws.drafts is None else add(draws.drafts.judged),
             read=None if read is None else ReadTokens(*(add(column) for column in read)),
         )
-
-
-def _inputs_of(inputs: Inputs, num_seqs: int, num_tokens: int) -> Inputs:
-    """The views of the input tensors for a step with this many sequences and tokens."""
-    reads, writes = inputs.state_reads, inputs.state_writes
-    return Inputs(
-        inputs.input_ids[:num_tokens],
-        inputs.positions[:num_tokens],
-        inputs.cache_slots[:, :num_tokens],
-        inputs.seq_lens[:num_seqs],
-        inputs.block_tables[:, :num_seqs],
-        None if reads is None else reads[:num_seqs],
-        None if writes is None else writes[:num_seqs],
-        inputs.num_seqs,
-    )
 
 
 def wanted_rows(

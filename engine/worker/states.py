@@ -42,6 +42,21 @@ def check_drafts(plan: StepPlan, num_copies: int) -> None:
             )
 
 
+def inputs_of(inputs: Inputs, num_seqs: int, num_tokens: int) -> Inputs:
+    """The views of the input tensors for a step with this many sequences and tokens."""
+    reads, writes = inputs.state_reads, inputs.state_writes
+    return Inputs(
+        inputs.input_ids[:num_tokens],
+        inputs.positions[:num_tokens],
+        inputs.cache_slots[:, :num_tokens],
+        inputs.seq_lens[:num_seqs],
+        inputs.block_tables[:, :num_seqs],
+        None if reads is None else reads[:num_seqs],
+        None if writes is None else writes[:num_seqs],
+        inputs.num_seqs,
+    )
+
+
 def state_meta(
     inputs: Inputs, query_start: torch.Tensor, lengths: tuple[int, int], batch_invariant: bool
 ) -> StateMeta:
