@@ -27,6 +27,7 @@ from engine.config.model import ModelConfig, read_model_info
 from engine.models.decoder import NativeDecoder
 from engine.models.families import FAMILIES
 from engine.models.load import load_model
+from engine.models.mamba_families import MAMBA_FAMILIES
 from engine.models.model import Model
 
 LENGTH = 41
@@ -103,7 +104,7 @@ def test_what_a_native_family_does_not_compute_runs_through_transformers(
 
 def test_every_family_has_a_case() -> None:
     made = {f"{case.family.removesuffix('Text')}ForCausalLM" for case in CASES.values()}
-    assert made | set(WITH_IMAGES) == set(FAMILIES)
+    assert made | set(WITH_IMAGES) == {*FAMILIES, *MAMBA_FAMILIES}
 
 
 # Families that also read images, and the case of their text model.
