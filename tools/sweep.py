@@ -39,6 +39,7 @@ class Meter:
         self.num_calls = 0
         self.culprit = ""
         self.part: Part = "hook"
+        self._outermost: Part | None = None  # part of the watched call that is being made
 
     def watch(self, part: Part, owner: Any, name: str, error: type[Exception] = Injected) -> None:
         """Count the calls of this method, which belongs to this part of the engine."""
@@ -47,9 +48,14 @@ class Meter:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             if self.num_calls == self.fails_at:
-                self.culprit, self.part = f"{type(owner).__name__}.{name}", part
+                self.culprit = f"{type(owner).__name__}.{name}"
+                self.part = self._outermost or part
                 raise error(f"call {self.num_calls}, {self.culprit}")
-            return inner(*args, **kwargs)
+            before, self._outermost = self._outermost, self._outermost or part
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._outermost = before
 
         setattr(owner, name, call)
 
@@ -96,6 +102,8 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
         for hook in RESOURCE_HOOKS:
             if getattr(type(need), hook) not in (getattr(Resource, hook), getattr(Need, hook)):
                 meter.watch("hook", need, hook)
+    if scheduler.kv.states is not None:  # a snapshot without blocks is not taken
+        meter.watch("hook", scheduler.kv.states.snapshots, "reserve", InjectedMemoryError)
     meter.watch("worker", simulation.worker, "launch")
     meter.watch("worker", simulation.worker, "collect")
     meter.watch("memory", scheduler.kv.pool, "take", InjectedMemoryError)

@@ -158,10 +158,16 @@ def rows_of_bytes(states: torch.Tensor) -> torch.Tensor:
 def pool_bytes(kv: Sequence[torch.Tensor], num_blocks: int) -> Iterator[torch.Tensor]:
     """The memory of the KV pool, as tensors [blocks, bytes of a block] uint8. ``kv``: the tensors
     of the layers, some of which share memory."""
-    storages = {one.untyped_storage().data_ptr(): one for one in kv if one.numel()}
-    for one in storages.values():
-        whole = torch.empty(0, dtype=torch.uint8, device=one.device)
-        yield whole.set_(one.untyped_storage()).view(num_blocks, -1)
+    by_memory: dict[int, list[torch.Tensor]] = {}
+    for one in kv:
+        if one.numel():
+            by_memory.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+    for views in by_memory.values():
+        begins = [one.storage_offset() * one.itemsize for one in views]
+        end = max(begin + one.nbytes for begin, one in zip(begins, views, strict=True))
+        begin, storage = min(begins), views[0].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=views[0].device)
+        yield whole.set_(storage, begin, (end - begin,), (1,)).view(num_blocks, -1)
 
 
 def divide(states: Sequence[torch.Tensor], pool: Sequence[torch.Tensor]) -> Iterator[Piece]:

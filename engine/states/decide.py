@@ -11,6 +11,7 @@ leaves one after its last full block."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.roster import Rows
 from engine.sched.step_state import Step
 from engine.sched.table import Table
+
+logger = logging.getLogger("engine.sched")
 
 
 class Save(NamedTuple):
@@ -107,8 +110,12 @@ class StateSnapshots(Resource):
         self._running.pop(req.row, None)
 
     def describe(self, plan: StepPlan) -> None:
-        saves = self._planned(plan)
         loads, self._loads = self._loads, []
+        try:
+            saves = self._planned(plan)
+        except Exception:  # the loads must reach the worker, or the requests get wrong tokens
+            logger.exception("step %d: no snapshot of recurrent states is taken", plan.step)
+            saves = []
         self._num_loaded += len(loads)
         if saves or loads:
             size = self._states.snapshots.num_blocks

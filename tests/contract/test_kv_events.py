@@ -303,7 +303,11 @@ def test_an_engine_publishes_what_its_requests_leave_behind(tmp_path):
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache)
     scheduler = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
     decided = SimpleNamespace(
-        num_kv_blocks=10, block_size=16, scheduler=scheduler, kv_groups=(FULL,)
+        num_kv_blocks=10,
+        block_size=16,
+        scheduler=scheduler,
+        kv_groups=(FULL,),
+        snapshot_blocks=0,
     )
     core = wire(config, decided, DigestWorker(10, 16), clock=lambda: 1.5)
     subscriber = KVEventSubscriber(endpoint)

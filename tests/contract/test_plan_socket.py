@@ -88,6 +88,7 @@ def run_case(seed: int, process: WorkerProcess | None):
         num_drafts=rng.choice([0, 3]),
         cache_size=rng.randint(8, 20),
         has_source=has_source,
+        snapshot_blocks=0 if has_source else rng.choice([0, 1, 3]),
     )
     resources = [AdapterSlots(2), EncoderBudget(8, setup.cache_size), EvenTokens()]
     resources += [WorkerDrafts(setup.num_drafts)] if setup.num_drafts else []
@@ -100,6 +101,7 @@ def run_case(seed: int, process: WorkerProcess | None):
         source=Source(setup.block_size) if has_source else None,
         num_drafts=setup.num_drafts,
         windows=setup.windows,
+        snapshot_blocks=setup.snapshot_blocks,
         worker=worker,
         num_blocks=setup.num_blocks,
         block_size=setup.block_size,

@@ -42,7 +42,8 @@ def test_every_core_writes_a_trace_of_its_steps(where: str, tmp_path: Path) -> N
         assert len(paths) == num_cores
         for path in paths:
             counts = sections_in(path)
-            assert counts["forward"] == counts["logits"] == counts["sample"] >= 4
+            assert counts["forward"] >= 4
+            assert counts["logits"] == counts["sample"] >= 1  # a replay is not divided
         llm.start_profile()  # and ends with it
 
 

@@ -33,6 +33,7 @@ from engine.messages.step import (
 from engine.sched.policies import POLICIES
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
+from engine.states.decide import StateSnapshots
 from policylab.verify.fake import (
     EMPTY_DIGEST,
     RUBBISH,
@@ -454,13 +455,15 @@ def make_feature_run(  # noqa: PLR0913
         groups=[Group(window=window) for window in windows],
         source=source,
     )
+    resources = list(resources)
+    if snapshot_blocks := options.pop("snapshot_blocks", 0):
+        kv.keep_states(snapshot_blocks)
+        resources.append(StateSnapshots())
     policy, clock = options.pop("policy", "fcfs"), options.pop("clock", float)
     policy = POLICIES[policy]() if isinstance(policy, str) else policy
     extra = {"fail": options.pop("fail")} if "fail" in options else {}
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **options}
-    scheduler = Scheduler(
-        SchedulerConfig(**config), kv, policy, clock=clock, resources=list(resources)
-    )
+    scheduler = Scheduler(SchedulerConfig(**config), kv, policy, clock=clock, resources=resources)
     worker = worker or (LateFeatureWorker if late else FeatureWorker)(
         kv.num_blocks,
         kv.block_size,

@@ -31,6 +31,7 @@ class Setup(msgspec.Struct):
     num_drafts: int
     cache_size: int
     has_source: bool
+    snapshot_blocks: int
 
 
 def make_worker(setup: Setup) -> FeatureWorker:
@@ -48,6 +49,8 @@ def make_worker(setup: Setup) -> FeatureWorker:
         propose=propose if setup.num_drafts else None,
         cache_size=setup.cache_size,
     )
+    if setup.snapshot_blocks:
+        worker.keep_states(setup.num_drafts)
     worker.mover = Mover(setup.block_size) if setup.has_source else None
     return worker
 
