@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ CGROUP = Path("/sys/fs/cgroup")
 LARGE = 1 << 20  # bytes from which a tensor gets its own pages
 PREFAULT_BYTES = 256 << 20
 CHUNK_BYTES = 2 << 20
+LEAST_URGENT = 19  # niceness of a thread whose work must not delay steps
 MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap has no name for it
 
 # Parameters of glibc's mallopt: how much freed memory at the end of the heap is kept, and from
@@ -243,6 +246,8 @@ class PagePrefault:
         self.wait()
 
     def _provide(self) -> None:
+        if sys.platform == "linux":  # where a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_URGENT)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for begin in range(0, self._share, CHUNK_BYTES):
             for layer in self._kv:
