@@ -12,13 +12,16 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from engine.sched.plugins.hooks import HOOKS
+from engine.sched.plugins.resources import HOOKS as OWN_HOOKS
 from engine.sched.policy import Policy
 from engine.sched.resource import Resource
+from engine.states.decide import StateSnapshots
 from policylab.verify.case import Case
 from policylab.verify.needs import Need
 from policylab.verify.simulation import Simulation
 
 # A resource that raises where it keeps its books (take, release, ...) may be wrong for ever after.
+# Only the resource of snapshots may fail anywhere.
 RESOURCE_HOOKS = ("watches", "extra", "fit", "added", "parked")
 Part = Literal["hook", "worker", "memory"]  # of the engine, in which a call fails
 
@@ -102,8 +105,11 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
         for hook in RESOURCE_HOOKS:
             if getattr(type(need), hook) not in (getattr(Resource, hook), getattr(Need, hook)):
                 meter.watch("hook", need, hook)
-    if scheduler.kv.states is not None:  # a snapshot without blocks is not taken
-        meter.watch("hook", scheduler.kv.states.snapshots, "reserve", InjectedMemoryError)
+    for resource in scheduler.resources.members:
+        if isinstance(resource, StateSnapshots):  # without it, no further snapshots are taken
+            for hook in OWN_HOOKS:
+                if hook in vars(type(resource)):
+                    meter.watch("hook", resource, hook)
     meter.watch("worker", simulation.worker, "launch")
     meter.watch("worker", simulation.worker, "collect")
     meter.watch("memory", scheduler.kv.pool, "take", InjectedMemoryError)

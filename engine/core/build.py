@@ -225,9 +225,7 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
     ``snapshot_blocks``: KV blocks of a snapshot, 0 for a model without states."""
     if not (snapshot_blocks and cache.enable_prefix_caching):
         return chosen
-    return chosen._replace(
-        resources=(*chosen.resources, StateSnapshots(cache.state_snapshot_interval or 0))
-    )
+    return chosen._replace(resources=(*chosen.resources, StateSnapshots()))
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
@@ -399,7 +397,7 @@ def make_kv_manager(
         events=events,
     )
     if decided.snapshot_blocks:
-        kv.keep_states(decided.snapshot_blocks)
+        kv.keep_states(decided.snapshot_blocks, cache.state_snapshot_interval or 0)
     return kv
 
 

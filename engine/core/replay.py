@@ -144,7 +144,7 @@ class Replay:
             groups=groups_of(header),
         )
         if header.snapshot_blocks:
-            self.kv.keep_states(header.snapshot_blocks)
+            self.kv.keep_states(header.snapshot_blocks, cache.state_snapshot_interval or 0)
         self._outputs = outputs
         self._clock = ReplayClock()
         chosen = with_checked_grammars(choose_all(config))

@@ -5,7 +5,7 @@ tables         block tables of requests: grow, trim, report changes to the worke
 prefix_index   hashes sequences; finds, publishes and withdraws cached blocks
 prefix_ends    explains why prefix hits end where they do
 snapshots      copies of recurrent states in blocks, for models that have states
-request_states which snapshots a request has used or made
+request_states which snapshots requests start from, and which they have made
 transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
@@ -83,16 +83,16 @@ class KVManager:
         """Snapshots of requests' recurrent states; ``None`` for models without states, and without
         prefix caching."""
 
-    def keep_states(self, snapshot_blocks: int) -> None:
+    def keep_states(self, snapshot_blocks: int, interval: int = 0) -> None:
         """Set up the manager for a model with recurrent states, before any request. With prefix
-        caching, copies of a request's states are kept in ``snapshot_blocks`` blocks each. Raises
-        ``ConfigError`` if there is a KV source."""
+        caching, copies of a request's states are kept in ``snapshot_blocks`` blocks each.
+        ``interval``: as in ``RequestStates``. Raises ``ConfigError`` if there is a KV source."""
         if self.transfers is not None:
             raise ConfigError("a KV source cannot load the states of a model with recurrent layers")
         if self.caching:
             snapshots = self._prefix_index.snapshots = Snapshots(self.pool, snapshot_blocks)
             self.states = RequestStates(
-                snapshots, self._prefix_index, self._allocation, self.block_size
+                snapshots, self._prefix_index, self._allocation, self.block_size, interval
             )
 
     # -- queries
@@ -285,8 +285,9 @@ class KVManager:
         allocation = self._allocation(req)
         if self.states is None or allocation.blocks:
             return self._hold(req, upto)
-        self._hit(req, allocation)
-        allocation.hit = PrefixHit(0, self._empty(req).tables)
+        hit = self._hit(req, allocation)
+        num_beyond = hit.num_tokens + hit.num_beyond
+        allocation.hit = PrefixHit(0, self._empty(req).tables, num_beyond=num_beyond)
         is_held = self._hold(req, upto)
         allocation.hit = None
         return is_held

@@ -1,4 +1,4 @@
-"""Which snapshots of recurrent states requests have used or made."""
+"""The snapshots of recurrent states that requests start from, and those that they have made."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.snapshots import Snapshot, Snapshots, StateMarks
 from engine.kv.tables import Allocation, KVRequest, PrefixHit
 
-MOST_USED = 1 << 16  # hashes that are remembered
-MOST_BLOCKS = 256  # before a hit, in which an earlier snapshot is looked for
+MOST_USED = 1 << 16  # snapshots that are remembered because requests have started from them
+MOST_BLOCKS = 256  # an earlier snapshot is looked for in this many blocks before a prefix hit
 
 
 class RequestStates:
     """Gives requests the snapshots of their prefix hits, and publishes those that they make.
 
-    ``allocation_of`` returns a request's allocation. A number of tokens after which a snapshot is
-    taken is a multiple of ``block_size``. Those after a multiple of ``interval`` tokens are only
-    evicted, never dropped; 0: there are no such ones."""
+    ``allocation_of`` returns a request's allocation. Snapshots are taken after multiples of
+    ``block_size`` tokens. ``interval``: after multiples of this many tokens, every request leaves a
+    snapshot, which stays until it is evicted; 0: nowhere. It is a multiple of ``block_size``."""
 
     def __init__(
         self,
@@ -25,9 +25,10 @@ class RequestStates:
         index: PrefixIndex,
         allocation_of: Callable[[KVRequest], Allocation],
         block_size: int,
+        interval: int,
     ) -> None:
         self.snapshots = snapshots
-        self.interval = 0
+        self.interval = interval
         self._index = index
         self._block_size = block_size
         self._used: dict[bytes, None] = {}  # hashes of snapshots from which requests have started
@@ -45,6 +46,10 @@ class RequestStates:
         if allocation.states is not None:
             self.snapshots.touch(allocation.states.deepest_first())
 
+    def is_at_interval(self, num_tokens: int) -> bool:
+        """True if ``num_tokens`` is a multiple of the interval between snapshots that stay."""
+        return self.interval > 0 and num_tokens % self.interval == 0
+
     def _use(self, hashes: Sequence[bytes]) -> None:
         """Record that a request starts from the snapshot after these blocks. If blocks are evicted
         at present, the nearest one before it is dropped if no request has started from it: most
@@ -57,14 +62,14 @@ class RequestStates:
             return
         first = max(0, len(hashes) - 1 - MOST_BLOCKS)
         near = first + self.snapshots.deepest(hashes[first:-1], len(hashes) - 1 - first)
-        stays = self.interval > 0 and near * self._block_size % self.interval == 0
+        stays = self.is_at_interval(near * self._block_size)
         if near > first and not stays and hashes[near - 1] not in self._used:
             self.snapshots.drop(hashes[near - 1])
 
     def to_load(self, req: KVRequest) -> Sequence[int]:
         """The blocks of the snapshot at the end of the prefix hit with which a request has just
-        started; () if it starts without one. The step being planned must load it: later steps may
-        overwrite the blocks."""
+        got its blocks; () if it has no prefix hit. The step that is being planned must load it,
+        since later steps may overwrite the blocks."""
         marks = self._allocation_of(req).states
         return () if marks is None else marks.loaded
 

@@ -106,7 +106,8 @@ class MediaPart(msgspec.Struct, array_like=True):
 
 
 class SnapshotPart(msgspec.Struct, array_like=True):
-    """Copies of recurrent states between slots and KV blocks. A copy in blocks is a snapshot.
+    """Snapshots of recurrent states, which the worker loads before a step or saves after it. A
+    snapshot is a copy of a request's states in KV blocks.
 
     Before the step, snapshot i is copied from ``load_blocks`` to slot ``load_slots[i]``. After the
     step, the state of slot ``save_slots[i]`` after its first ``save_lengths[i]`` tokens is copied
@@ -114,11 +115,11 @@ class SnapshotPart(msgspec.Struct, array_like=True):
     """
 
     num_blocks: int  # of each snapshot
-    load_slots: Column
-    load_blocks: Column  # [loads * num_blocks]
-    save_slots: Column
-    save_lengths: Column
-    save_blocks: Column  # [saves * num_blocks]
+    load_slots: Column = EMPTY
+    load_blocks: Column = EMPTY  # [loads * num_blocks]
+    save_slots: Column = EMPTY
+    save_lengths: Column = EMPTY
+    save_blocks: Column = EMPTY  # [saves * num_blocks]
 
 
 class StepPlan(msgspec.Struct, array_like=True):

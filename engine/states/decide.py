@@ -1,37 +1,37 @@
-"""StateSnapshots: decides which snapshots of recurrent states are taken and loaded.
+"""StateSnapshots: decides which snapshots of recurrent states are taken.
 
-    a request starts after a prefix hit ──> its snapshot is loaded into its slot
-    fit            ──> a chunk of a prompt ends where a snapshot is wanted
-    describe       ──> steps that end at the end of a block reserve a snapshot
-    settle         ──> snapshots that were written are published, others discarded
+    fit       ends a chunk of a prompt where a snapshot is wanted
+    describe  reserves a snapshot for each row whose step reaches the end of a block
+    settle    publishes the snapshots that the step has written, and discards the others
 
 A snapshot after a position of a prompt that ``stops`` returns stays until it is evicted. Any other
-one replaces the one that its request took before, so that a request that ends or is preempted
-leaves one after its last full block."""
+snapshot replaces the one that its request took before, so that a request that ends or is preempted
+leaves one after its last full block.
+
+The scheduler itself loads the snapshots of prefix hits (``engine.sched.step.builder``): a request
+that starts after a prefix hit needs its states even if this resource fails."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from engine.kv.request_states import RequestStates
 from engine.kv.snapshots import Snapshot
-from engine.messages.step import EMPTY, Column, SnapshotPart, StepPlan, StepResult
+from engine.messages.step import Column, SnapshotPart, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.roster import Rows
 from engine.sched.step_state import Step
 from engine.sched.table import Table
 
-logger = logging.getLogger("engine.sched")
-
 
 class Save(NamedTuple):
     """A snapshot that a step writes. ``place``: index of the request's row in the plan;
-    ``num_tokens``: tokens after which it is taken; ``stays``: not replaced by the next one."""
+    ``num_tokens``: tokens after which it is taken; ``stays``: False if the request's next snapshot
+    replaces it."""
 
     req: Request
     generation: int
@@ -48,17 +48,13 @@ class Save(NamedTuple):
 
 
 class StateSnapshots(Resource):
-    """Takes and loads snapshots of the model's recurrent states, for the prefix cache."""
+    """Takes snapshots of the model's recurrent states, for the prefix cache."""
 
     name = "snapshots"
     needs = ("snapshots",)
 
-    def __init__(self, interval: int = 0) -> None:
-        """``interval``: tokens after which a further snapshot of each request is taken that stays;
-        a multiple of the block size; 0: none."""
-        self._interval = interval
+    def __init__(self) -> None:
         self._running: dict[int, Request] = {}  # by row
-        self._loads: list[tuple[int, Sequence[int]]] = []  # slots and blocks
         self._saves: dict[int, list[Save]] = {}  # by number of the step in flight
         self._num_loaded = 0
         self._table: Table  # of the running requests
@@ -67,30 +63,29 @@ class StateSnapshots(Resource):
         self._kv = scheduler.kv
         assert self._kv.states is not None
         self._states: RequestStates = self._kv.states
-        self._states.interval = self._interval
         self._is_chunked = scheduler.config.enable_chunked_prefill
 
     def watches(self, req: Request) -> bool:
-        """Always False: decodes need no call."""
+        """Returns False: ``fit`` cuts prompts only, so decodes need no call of it."""
         return False
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         start = self._kv.ready(req) if req.is_waiting else req.num_computed
         if start + 1 >= req.num_tokens + req.num_pending or not self._is_chunked:
             return Fit(num_tokens)
-        stops = self.stops(req)
-        if self._interval:
-            stops.add((start // self._interval + 1) * self._interval)
+        stops, interval = self.stops(req), self._states.interval
+        if interval:
+            stops.add((start // interval + 1) * interval)
         for stop in sorted(stops):
             if start < stop < start + num_tokens and not self._states.has_snapshot(req, stop):
                 return Fit(stop - start)
         return Fit(num_tokens)
 
     def stops(self, req: Request) -> set[int]:
-        """Numbers of tokens of the prompt after which a snapshot is taken that stays, besides those
-        of the interval: before the last token, where the same prompt starts again; at the end of
-        the last full block, where a longer one does; and where the cached KV ended, if the prefix
-        hit was shorter."""
+        """The numbers of prompt tokens after which a snapshot is taken and stays, in addition to
+        those of the interval: at the last end of a block before the prompt's last token, from which
+        the same prompt starts again; at the end of the prompt's last full block, from which a
+        longer prompt starts; and where the cached KV ended, if the prefix hit was shorter."""
         size = self._kv.block_size
         stops = {(req.num_prompt - 1) // size * size, req.num_prompt // size * size}
         if self._kv.num_held[req.row]:
@@ -103,30 +98,21 @@ class StateSnapshots(Resource):
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row], self._table = req, req.table
-        if blocks := self._states.to_load(req):
-            self._loads.append((req.slot, blocks))
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
 
     def describe(self, plan: StepPlan) -> None:
-        loads, self._loads = self._loads, []
-        try:
-            saves = self._planned(plan)
-        except Exception:  # the loads must reach the worker, or the requests get wrong tokens
-            logger.exception("step %d: no snapshot of recurrent states is taken", plan.step)
-            saves = []
-        self._num_loaded += len(loads)
-        if saves or loads:
-            size = self._states.snapshots.num_blocks
-            plan.snapshots = SnapshotPart(
-                size,
-                _column([slot for slot, _ in loads]),
-                _column([block for _, blocks in loads for block in blocks]),
-                plan.slots[[save.place for save in saves]],
-                _column([save.num_tokens for save in saves]),
-                _column([block for save in saves for block in save.written.blocks]),
+        part = plan.snapshots or SnapshotPart(self._states.snapshots.num_blocks)
+        self._num_loaded += len(part.load_slots)
+        if saves := self._planned(plan):
+            plan.snapshots = msgspec.structs.replace(
+                part,
+                save_slots=plan.slots[[save.place for save in saves]],
+                save_lengths=_column([save.num_tokens for save in saves]),
+                save_blocks=_column([block for save in saves for block in save.written.blocks]),
             )
+            self._saves[plan.step] = saves  # now that the worker will write them
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         saves = self._saves.pop(plan.step, ())
@@ -151,31 +137,30 @@ class StateSnapshots(Resource):
     # -- helpers
 
     def _planned(self, plan: StepPlan) -> list[Save]:
-        """The snapshots that the step of a plan is to write, in reserved blocks."""
+        """Reserve the snapshots that the step of a plan is to write."""
         if not plan.num_tokens:
             return []
         places, lengths = ends_of_blocks(plan, self._table, self._kv.block_size)
+        if not places.size:
+            return []
         wanted: list[tuple[Request, int, int, bool]] = []
         rows = plan.rows[places].tolist()
         for row, place, length in zip(rows, places.tolist(), lengths.tolist(), strict=True):
             req = self._running[row]
             if length <= req.num_tokens and self._states.has_snapshot(req, length):
                 continue
-            stays = length <= req.num_prompt and length in self.stops(req)
-            stays = stays or (self._interval > 0 and length % self._interval == 0)
+            stays = self._states.is_at_interval(length)
+            stays = stays or (length <= req.num_prompt and length in self.stops(req))
             wanted.append((req, place, length, stays))
         reserved = self._states.snapshots.reserve(len(wanted))
-        saves = [
+        return [
             Save(req, req.table.generation.at[req.row], place, length, stays, written)
             for (req, place, length, stays), written in zip(wanted, reserved, strict=False)
         ]
-        if saves:
-            self._saves[plan.step] = list(saves)
-        return saves
 
     def _later(self, save: Save, plan: StepPlan, result: StepResult) -> list[int] | None:
-        """The tokens sampled by the step that belong to a snapshot, since they are accepted drafts;
-        ``None`` if the step failed or rejected drafts that belong to it."""
+        """The accepted drafts of the step that are among the last tokens of a snapshot. ``None`` if
+        the row failed, or if one of these drafts was rejected."""
         if save.place in result.errors:
             return None
         num_later = save.num_tokens - save.req.num_tokens
@@ -190,9 +175,9 @@ class StateSnapshots(Resource):
 
 
 def ends_of_blocks(plan: StepPlan, table: Table, block_size: int) -> tuple[Rows, Column]:
-    """Find the states of a step that lie at the end of a block: the states after the last token of
-    a row and, if it has drafts, after each draft and after the token before them. Returns the index
-    in the plan, and the number of tokens, of each."""
+    """Find the states of a step that are those at the end of a block. A row without drafts has one
+    state, that after its last token; a row with drafts has one after each draft and one after the
+    token before them. Returns the index in the plan and the number of tokens of each."""
     ends = plan.starts + plan.counts
     if plan.num_tokens == len(plan.rows):
         places = (ends % block_size == 0).nonzero()[0]
@@ -208,4 +193,4 @@ def ends_of_blocks(plan: StepPlan, table: Table, block_size: int) -> tuple[Rows,
 
 
 def _column(values: list[int]) -> Column:
-    return np.array(values, dtype=np.int32) if values else EMPTY
+    return np.array(values, dtype=np.int32)

@@ -317,14 +317,12 @@ class Simulation:
             source=self.store,
         )
         if setup.snapshot_blocks:
-            kv.keep_states(setup.snapshot_blocks)
+            kv.keep_states(setup.snapshot_blocks, setup.snapshot_interval * setup.block_size)
         chosen = choose(config)
         policy = chosen.policy
         if isinstance(config.scheduling_policy, Policy):  # each run uses its own copy
             policy = copy.deepcopy(policy)
-        states = []
-        if kv.states is not None:
-            states.append(StateSnapshots(setup.snapshot_interval * setup.block_size))
+        states = [] if kv.states is None else [StateSnapshots()]
         resources = (*self.halves.resources, *chosen.resources, *self.needs, *states)
         chosen = Chosen(chosen.cls, policy, resources)
         scheduler = make_scheduler(

@@ -481,10 +481,10 @@ CANARIES = (
         "is_lost = False",
     ),
     Canary(
-        "load a snapshot one step after its blocks may be given away",
-        STATES,
-        "        loads, self._loads = self._loads, []\n",
-        "        loads, self._loads = self._loads[:-1], self._loads[-1:]\n",
+        "start after a prefix hit without its snapshot",
+        BUILDER,
+        "snapshots=states_to_load(step.new, kv) if step.new else None,",
+        "snapshots=None,",
     ),
     Canary(
         "publish a snapshot that could not be saved",

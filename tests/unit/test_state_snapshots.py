@@ -126,6 +126,28 @@ def test_a_lost_snapshot_is_not_hit():
     assert [serve(run, name, PROMPT[:544]) for name in "ab"] == [0, 0]
 
 
+@pytest.mark.parametrize("hook", ["seated", "describe", "settle", "release"])
+@pytest.mark.parametrize("max_faults", [0, 1000])
+def test_hits_have_their_states_though_the_resource_fails(hook, max_faults):
+    """``max_faults``: 0: the resource is disabled by the first fault."""
+    run = make_run(snapshot_blocks=2, depth=2, max_policy_faults=max_faults)
+    assert serve(run, "a", PROMPT[:544]) == 0
+    (resource,) = run.scheduler.resources.members
+    inner, calls = getattr(resource, hook), iter(range(100))
+
+    def fail(*args):
+        if next(calls) < 3:
+            raise RuntimeError("broken")
+        return inner(*args)
+
+    setattr(resource, hook, fail)
+    assert [serve(run, name, PROMPT[:544]) for name in "bcd"] == [528] * 3
+    serve(run, "e", OTHER[:300], 40)
+    serve(run, "f", OTHER[:300] + expected(OTHER[:300], 40) + PROMPT[:30])
+    assert run.scheduler.make_stats().num_policy_faults >= 1
+    assert len(run.scheduler.resources.members) == (max_faults > 0)
+
+
 def test_a_salt_separates_snapshots(run):
     salts = (None, "x", "y", "x")
     hits = [serve(run, str(k), PROMPT[:544], cache_salt=salt) for k, salt in enumerate(salts)]
@@ -167,6 +189,7 @@ def test_a_parked_request_with_blocks_starts_without_a_hit():
     assert kv.lookup(req).num_tokens == 64
     assert kv.hold(req, 100)
     assert (kv.ready(req), kv.num_adopted(req), list(kv.states.to_load(req))) == (0, 0, [])
+    assert kv.prefix_end(req).reason == "no snapshot there"
     kv.finish(req)
     assert kv.reserve(holder(2, PROMPT[:100]), 100)
 

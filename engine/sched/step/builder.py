@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.step import EMPTY, PADDING, DraftPart, NewSeq, StepPlan
+from engine.messages.step import EMPTY, PADDING, DraftPart, NewSeq, SnapshotPart, StepPlan
 from engine.sched.request import Request
 from engine.sched.roster import Roster, Rows
 from engine.sched.step_state import Step, num_draft_places
@@ -89,6 +91,22 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         freed_slots=freed,
         num_tokens=int(counts.sum()) if step.grants else len(rows),
         block_groups=np.array(grown.groups, dtype=np.int32) if grown.groups else None,
+        snapshots=states_to_load(step.new, kv) if step.new else None,
+    )
+
+
+def states_to_load(new: Sequence[Request], kv: KVManager) -> SnapshotPart | None:
+    """The snapshots of recurrent states that requests with a prefix hit start from. ``new``: the
+    requests that start in this step."""
+    if (states := kv.states) is None:
+        return None
+    loads = [(req.slot, blocks) for req in new if (blocks := states.to_load(req))]
+    if not loads:
+        return None
+    return SnapshotPart(
+        states.snapshots.num_blocks,
+        load_slots=np.array([slot for slot, _ in loads], dtype=np.int32),
+        load_blocks=np.array([blocks for _, blocks in loads], dtype=np.int32).reshape(-1),
     )
 
 
