@@ -6,6 +6,7 @@ import pytest
 
 from policylab.verify.case import Case, Jump
 from policylab.verify.draw import draw_case
+from policylab.verify.simulation import Simulation
 from tools.sweep import sweep
 
 # Short cases with different policies and resources; seeds are looked for, not fixed, so that the
@@ -13,6 +14,7 @@ from tools.sweep import sweep
 SCENARIOS = (
     *(("fcfs", None), ("priority", "grammars"), ("trail", "adapters"), ("mc-sf", "loads")),
     *(("qoserve", "drafts"), ("lpm", "moods"), ("past-future", "encoder")),
+    ("fcfs", "states"),
 )
 FURTHER = (
     *(("vtc", None), ("slai", "loads"), ("andes", None), ("fastserve", None), ("dlpm", "grammars")),
@@ -44,4 +46,15 @@ def is_short(case: Case) -> bool:
 
 
 def has_need(case: Case, need: str | None) -> bool:
+    if need == "states":
+        return loads_states(case)
     return need is None or need in case.setup.needs
+
+
+def loads_states(case: Case) -> bool:
+    """True if a request of the case starts from a snapshot of the model's states."""
+    if not case.setup.snapshot_blocks:
+        return False
+    simulation = Simulation(case, leaks=False, plugins=False)
+    simulation.run()
+    return simulation.scheduler.make_stats().counters["snapshots.loaded"] > 0
