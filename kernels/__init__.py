@@ -7,6 +7,7 @@ the package "kernels" of Hugging Face."""
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.ops import (
     act_mul,
+    add_in_place,
     add_rms_norm,
     causal_conv,
     channel_scan,
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionMeta",
     "StateMeta",
     "act_mul",
+    "add_in_place",
     "add_rms_norm",
     "causal_conv",
     "channel_scan",

@@ -56,6 +56,11 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
     return cpu.scale_in_place(x, factor) if _bodies(x) is cpu else x.mul_(factor)
 
 
+def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Add y [N, H] to x [N, H] in place. Returns x."""
+    return cpu.add_in_place(x, y) if _bodies(x) is cpu else x.add_(y)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) ** 2: x [N, F] -> a new [N, F]."""
     return _bodies(x).relu_squared(x)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
 
 import kernels
 from engine.layers.batch import Embeds, Wanted
-from engine.layers.interface import Linear
+from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import PlainLinear
 from engine.layers.quantized_linear import packed_of
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, LayerMeta
 from kernels.quantized import Packed, can_stack, stack
 
 
@@ -112,6 +113,26 @@ class Attention:
         if self.gate is not None:
             y = kernels.sigmoid_mul(y, self.gate(x if wanted is None else x[wanted.rows]))
         return self.out(y)
+
+
+class ParallelMixers:
+    """Mixers of one layer that have the same input and whose outputs are added."""
+
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
+        self.mixers = mixers
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        metas: Sequence[LayerMeta],
+        caches: Sequence[Any],
+        wanted: Wanted | None = None,
+    ) -> torch.Tensor:
+        """Compute all mixers; see ``Mixer``. metas, caches: one for each mixer."""
+        parts = zip(self.mixers, metas, caches, strict=True)
+        return reduce(
+            kernels.add_in_place, (mixer(x, meta, cache, wanted) for mixer, meta, cache in parts)
+        )
 
 
 class GatedMLP:

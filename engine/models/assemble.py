@@ -10,7 +10,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
-from engine.kv.layout import LayerCache, NoCache, PagedKV, RecurrentState, StateTensor
+from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
@@ -24,24 +24,16 @@ from engine.layers.sublayers import (
     GatedMLP,
     MixtureOfExperts,
     OutputLayer,
+    ParallelMixers,
     PlainMLP,
     ResidualNorm,
     RMSNorm,
     WithSharedExpert,
 )
-from engine.models.decoder import (
-    Block,
-    DecoderBlock,
-    IdleBlock,
-    JoinedBlock,
-    MixerBlock,
-    MLPBlock,
-    NativeDecoder,
-    Sublayer,
-)
-from engine.models.mamba import make_mamba, mamba_state
+from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
+from engine.models.mamba import make_mamba
 from engine.models.quant import stated
-from engine.models.spec import DecoderLayerSpec, DecoderSpec, Factor, MixerKind
+from engine.models.spec import DecoderSpec, Factor, MixerKind
 from engine.models.targets import norm_roles
 from engine.models.weights import Weights
 
@@ -106,7 +98,7 @@ class Assembly:
             self.weights.take("head")
         )
 
-    def block(self, index: int) -> Block:
+    def block(self, index: int) -> DecoderBlock:
         layer = self.spec.layers[index]
         norms = {
             role: self.norm(f"{index}.{role}") if getattr(self.spec.norm, role) else None
@@ -117,24 +109,23 @@ class Assembly:
             entry, leave = (norms.get(f"{role}_{place}") for place in ("in", "out"))
             return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier)
 
-        if layer.mixer == "idle":
-            return IdleBlock()
-        if layer.mixer == "none":
-            return MLPBlock(self.mlp_of(index), around("mlp"))
-        mixer = self.mixer(index)
-        if not layer.has_mlp:
-            return MixerBlock(mixer, around("attention"))
-        kind = JoinedBlock if layer.joins_previous else DecoderBlock
-        return kind(mixer, around("attention"), self.mlp_of(index), around("mlp"))
+        first = sum(len(layer.mixers) for layer in self.spec.layers[:index])
+        mixers = [self.mixer(index, kind) for kind in layer.mixers]
+        mixer = mixers[0] if mixers else None
+        place: int | slice = first
+        if len(mixers) > 1:
+            mixer, place = ParallelMixers(mixers), slice(first, first + len(mixers))
+        mlp = self.mlp_of(index) if layer.has_mlp else None
+        return DecoderBlock(mixer, around("attention"), mlp, around("mlp"), place)
 
-    def mixer(self, index: int) -> Mixer:
-        mixers: dict[MixerKind, Callable[[int], Mixer]] = {
+    def mixer(self, index: int, kind: MixerKind) -> Mixer:
+        makers: dict[MixerKind, Callable[[int], Mixer]] = {
             "attention": self.attention,
             "short_conv": self.short_conv,
             "gated_delta": self.gated_delta,
             "mamba": partial(make_mamba, self),
         }
-        return mixers[self.spec.layers[index].mixer](index)
+        return makers[kind](index)
 
     def mlp_of(self, index: int) -> MLP:
         return self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
@@ -261,31 +252,26 @@ class Assembly:
         return self.tables[rope]
 
     def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-        a, conv, delta = self.spec.attention, self.spec.short_conv, self.spec.gated_delta
-        name = str(dtype).removeprefix("torch.")
+        """What each mixer keeps between steps. A model without attention has one cache that no
+        mixer uses, since the engine counts tokens in blocks of the KV cache."""
+        a, name = self.spec.attention, str(dtype).removeprefix("torch.")
 
-        def cache_of(layer: DecoderLayerSpec) -> LayerCache:
-            if layer.mixer == "short_conv":
-                assert conv is not None
-                shape = (conv.taps - 1, self.spec.hidden_size)
-                return RecurrentState(tensors=(StateTensor(shape, name),))
-            if layer.mixer == "gated_delta":
-                assert delta is not None
-                window = StateTensor((delta.taps - 1, delta.conv_width), name)
-                matrix = (delta.value_heads, delta.key_dim, delta.value_dim)
-                return RecurrentState(tensors=(window, StateTensor(matrix, "float32")))
-            if layer.mixer == "mamba":
-                return mamba_state(self.spec, dtype)
-            if layer.mixer == "none":
-                return NoCache()
+        def cache_of(kind: MixerKind, window: int) -> LayerCache:
+            state = self.spec.state(kind)
+            if state:
+                tensors = (StateTensor(s, "float32" if wide else name) for s, wide in state)
+                return RecurrentState(tensors=tuple(tensors))
             return PagedKV(
                 num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,
-                window=layer.window,
+                window=window,
                 dtype_bytes=dtype.itemsize,
             )
 
-        return tuple(map(cache_of, self.spec.layers))
+        mixers = [(kind, layer.window) for layer in self.spec.layers for kind in layer.mixers]
+        if "attention" not in {kind for kind, _ in mixers}:
+            mixers.append(("attention", 0))
+        return tuple(cache_of(kind, window) for kind, window in mixers)
 
 
 def scaled(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from engine.layers.sublayers import (
     GroupedExperts,
     MixtureOfExperts,
     OutputLayer,
+    ParallelMixers,
     ResidualNorm,
     RMSNorm,
     WithSharedExpert,
@@ -46,136 +46,48 @@ class Sublayer:
 
 class DecoderBlock:
     """One decoder layer: a mixer (attention or another), then an MLP, each added to the residual
-    stream."""
+    stream. A layer may lack one of the two."""
 
     def __init__(
         self,
-        mixer: Mixer,
+        mixer: Mixer | None,
         around_mixer: Sublayer,
-        mlp: Callable[[torch.Tensor], torch.Tensor],
+        mlp: Callable[[torch.Tensor], torch.Tensor] | None,
         around_mlp: Sublayer,
+        place: int | slice = 0,
     ) -> None:
+        """place: the index of the mixer's cache among those of the model; a slice for
+        ``ParallelMixers``."""
         self.mixer = mixer
         self.around_mixer = around_mixer
         self.mlp = mlp
         self.around_mlp = around_mlp
+        self.place = place
 
     def __call__(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        meta: LayerMeta,
-        cache: Any,
+        metas: Sequence[LayerMeta],
+        caches: LayerCaches,
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one decoder layer. x [N, H]: output of the layer before, not yet added to
-        ``residual``; cache: what the layer keeps between steps, see ``LayerCaches``. Returns the
-        new x and residual, only for the rows of ``wanted`` if given."""
-        x, residual = self.around_mixer.enter(x, residual)
-        x = self.around_mixer.leave(self.mixer(x, meta, cache, wanted))
-        if wanted is not None:
-            residual = residual[wanted.rows]
-        x, residual = self.around_mlp.enter(x, residual)
-        return self.around_mlp.leave(self.mlp(x)), residual
-
-
-class MixerBlock:
-    """One decoder layer with only a mixer, or, with the next layer, half of one whose two mixers
-    have the same input."""
-
-    mlp = None
-
-    def __init__(self, mixer: Mixer, around: Sublayer) -> None:
-        self.mixer = mixer
-        self.around = around
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        meta: LayerMeta,
-        cache: Any,
-        wanted: Wanted | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer; see ``DecoderBlock.__call__``."""
-        x, residual = self.around.enter(x, residual)
-        x = self.around.leave(self.mixer(x, meta, cache, wanted))
-        return x, residual if wanted is None else residual[wanted.rows]
-
-
-class MLPBlock:
-    """One decoder layer with only an MLP."""
-
-    mixer = None
-
-    def __init__(self, mlp: Callable[[torch.Tensor], torch.Tensor], around: Sublayer) -> None:
-        self.mlp = mlp
-        self.around = around
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        meta: LayerMeta,
-        cache: Any,
-        wanted: Wanted | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer; see ``DecoderBlock.__call__``."""
-        if wanted is not None:
+        ``residual``; metas, caches: those of all layers. Returns the new x and residual, only for
+        the rows of ``wanted`` if given."""
+        if self.mixer is not None:
+            x, residual = self.around_mixer.enter(x, residual)
+            x = self.mixer(x, metas[self.place], caches[self.place], wanted)
+            x = self.around_mixer.leave(x)
+        elif wanted is not None:
             x = x[wanted.rows]
-            residual = None if residual is None else residual[wanted.rows]
-        x, residual = self.around.enter(x, residual)
-        return self.around.leave(self.mlp(x)), residual
-
-
-class IdleBlock:
-    """The last layer of a model without attention, which computes nothing.
-
-    The engine counts each request's tokens in blocks. This layer has them, and they are small."""
-
-    mixer = None
-    mlp = None
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        meta: LayerMeta,
-        cache: Any,
-        wanted: Wanted | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x and residual, only for the rows of ``wanted`` if given."""
+        if wanted is not None and residual is not None:
+            residual = residual[wanted.rows]
+        if self.mlp is not None:
+            x, residual = self.around_mlp.enter(x, residual)
+            x = self.around_mlp.leave(self.mlp(x))
         assert residual is not None
-        return (x, residual) if wanted is None else (x[wanted.rows], residual[wanted.rows])
-
-
-class JoinedBlock(DecoderBlock):
-    """A decoder layer whose mixer has the same input as that of the block before, a
-    ``MixerBlock``."""
-
-    is_joined = True
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        meta: LayerMeta,
-        cache: Any,
-        wanted: Wanted | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer. x [N, H]: output of the other mixer; ``residual``: the residual stream
-        before both mixers. Otherwise as in ``DecoderBlock.__call__``."""
-        assert residual is not None
-        entered, _ = self.around_mixer.enter(residual, None)
-        y = self.around_mixer.leave(self.mixer(entered, meta, cache, wanted))
-        if wanted is not None:
-            x, residual = x[wanted.rows], residual[wanted.rows]
-        _, residual = self.around_mixer.enter(x, residual)  # for the sum
-        y, residual = self.around_mlp.enter(y, residual)
-        return self.around_mlp.leave(self.mlp(y)), residual
-
-
-Block = DecoderBlock | MixerBlock | MLPBlock | IdleBlock
+        return x, residual
 
 
 class NativeDecoder:
@@ -186,7 +98,7 @@ class NativeDecoder:
     def __init__(
         self,
         embedding: Embedding,
-        blocks: Sequence[Block],
+        blocks: Sequence[DecoderBlock],
         final_norm: ResidualNorm,
         output: OutputLayer,
         cache_spec: tuple[LayerCache, ...],
@@ -223,9 +135,12 @@ class NativeDecoder:
         """Use the checkpoint's scales to store keys and values as 8-bit floats. Returns the number
         of layers that have scales."""
         for block, scales in zip(self.blocks, self.kv_scales, strict=False):
-            if scales is not None and isinstance(block.mixer, Attention):
-                held = scales.to(device)
-                block.mixer.write["kv_scales"] = block.mixer.attend["kv_scales"] = held
+            mixer = block.mixer
+            mixers = mixer.mixers if isinstance(mixer, ParallelMixers) else (mixer,)
+            for attention in mixers:
+                if scales is not None and isinstance(attention, Attention):
+                    held = scales.to(device)
+                    attention.write["kv_scales"] = attention.attend["kv_scales"] = held
         return sum(scales is not None for scales in self.kv_scales)
 
     @torch.inference_mode()
@@ -247,10 +162,8 @@ class NativeDecoder:
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         """Compute the residual stream [N, H] before the last layer."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
-        last = self._num_last
-        lower = zip(self.blocks[:-last], batch.attn[:-last], kv[:-last], strict=True)
-        for block, meta, cache in lower:
-            x, residual = block(x, residual, meta, cache)
+        for block in self.blocks[:-1]:
+            x, residual = block(x, residual, batch.attn, kv)
         return x if residual is None else x + residual
 
     @torch.inference_mode()
@@ -258,17 +171,8 @@ class NativeDecoder:
         self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
-        x, residual = stream, None
-        for place in range(-self._num_last, 0):
-            wanted = batch.wanted if place == -1 else None
-            x, residual = self.blocks[place](x, residual, batch.attn[place], kv[place], wanted)
+        x, residual = self.blocks[-1](stream, None, batch.attn, kv, batch.wanted)
         return self.final_norm(x, residual)[0]
-
-    @property
-    def _num_last(self) -> int:
-        """Blocks of the last layer."""
-        last = self.blocks[-1]
-        return 2 if getattr(last, "is_joined", False) or isinstance(last, IdleBlock) else 1
 
     def _stages(self, batch: ForwardBatch, kv: LayerCaches) -> Stages:
         """The parts of a step that is recorded or replayed."""
@@ -289,9 +193,9 @@ class NativeDecoder:
         # The last layer computes only wanted rows, unless its full output is requested.
         last = len(self.blocks) - 1
         narrowed = None if last in batch.aux_layers else batch.wanted
-        layers = zip(self.blocks, batch.attn, kv, strict=True)
-        for index, (block, meta, cache) in enumerate(layers):
-            x, residual = block(x, residual, meta, cache, narrowed if index == last else None)
+        for index, block in enumerate(self.blocks):
+            wanted = narrowed if index == last else None
+            x, residual = block(x, residual, batch.attn, kv, wanted)
             if index in batch.aux_layers:
                 aux[index] = x + residual
         hidden = self.final_norm(x, residual)[0]

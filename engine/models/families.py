@@ -17,6 +17,7 @@ from engine.models.hf_config import (
     NotNative,
     activation,
     attention,
+    by_type,
     count,
     layer_types,
     layers,
@@ -296,6 +297,7 @@ def lfm2(hf: HF, **differences: Any) -> DecoderSpec:
             ),
             "layers": layers(hf, rope(hf, theta=1e6), mixer=kinds),
             "short_conv": ShortConvSpec(
+                width=count(hf, "hidden_size"),
                 taps=count({"conv_L_cache": 3, **hf}, "conv_L_cache"),
                 bias=bool(hf.get("conv_bias", False)),
             ),
@@ -306,8 +308,7 @@ def lfm2(hf: HF, **differences: Any) -> DecoderSpec:
 
 
 def short_conv_layers(hf: HF) -> list[MixerKind]:
-    """The mixer of each layer of LFM2, by ``layer_types`` or the older ``full_attn_idxs``. Raises
-    ``ModelError`` if a type is unknown or their number is wrong."""
+    """The mixer of each layer of LFM2, by ``layer_types`` or the older ``full_attn_idxs``."""
     num = count(hf, "num_hidden_layers")
     known: dict[str, MixerKind] = {"conv": "short_conv", "full_attention": "attention"}
     types = hf.get("layer_types")
@@ -315,12 +316,7 @@ def short_conv_layers(hf: HF) -> list[MixerKind]:
         with_attention = hf.get("full_attn_idxs")
         chosen = range(num) if with_attention is None else with_attention
         types = ["full_attention" if i in chosen else "conv" for i in range(num)]
-    if len(types) != num or set(types) - set(known):
-        raise ModelError(
-            f"config.json's layer_types {types} must name conv or full_attention for each of its "
-            f"{num} layers"
-        )
-    return [known[kind] for kind in types]
+    return by_type(hf, types, known)
 
 
 def lfm2_mlp_size(hf: HF, size: int) -> int:
@@ -381,7 +377,7 @@ def qwen3_5_moe(hf: HF) -> DecoderSpec:
 
 
 def shared_moe(hf: HF, num_experts: int, *, renormalize: bool) -> MoESpec:
-    """Experts of Qwen3-Next: those that a router chooses, and one for all tokens."""
+    """The experts of Qwen3-Next, with a shared one that all tokens use."""
     return MoESpec(
         num_experts=num_experts,
         top_k=hf["num_experts_per_tok"],
@@ -429,8 +425,7 @@ def delta_of(hf: HF) -> GatedDeltaSpec:
 
 
 def gated_delta_layers(hf: HF) -> list[MixerKind]:
-    """The mixer of each layer, by ``layer_types`` or ``full_attention_interval``. Raises
-    ``ModelError`` if a type is unknown or their number is wrong."""
+    """The mixer of each layer, by ``layer_types`` or ``full_attention_interval``."""
     num = count(hf, "num_hidden_layers")
     every = count({"full_attention_interval": 4, **hf}, "full_attention_interval")
     types = hf.get("layer_types") or [
@@ -440,16 +435,11 @@ def gated_delta_layers(hf: HF) -> list[MixerKind]:
         "linear_attention": "gated_delta",
         "full_attention": "attention",
     }
-    if len(types) != num or set(types) - set(known):
-        raise ModelError(
-            f"config.json's layer_types {types} must name linear_attention or full_attention for "
-            f"each of its {num} layers"
-        )
-    return [known[kind] for kind in types]
+    return by_type(hf, types, known)
 
 
 def text_prefix(hf: HF) -> str:
-    """Prefix of a checkpoint's tensors: a model of images and text holds its text model apart."""
+    """Prefix of the text model's tensors, which is longer in a model of images and text."""
     return "model.language_model." if "text_config" in hf else "model."
 
 

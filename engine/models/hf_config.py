@@ -5,14 +5,15 @@ Missing keys get the defaults of the family; a key that is present but null stay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from engine.errors import ModelError
 from engine.layers.rope import RopeSpec
 from engine.models.spec import AttentionSpec, DecoderLayerSpec, MixerKind
 
 HF = Mapping[str, Any]
+T = TypeVar("T")
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -150,14 +151,20 @@ def _stated(hf: HF) -> dict[str, Any]:
 def layer_types(hf: HF, default: list[str]) -> list[str]:
     """The type of each layer, "full_attention" or "sliding_attention". default: used if config.json
     has no layer_types."""
-    types = hf.get("layer_types") or default
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != count(hf, "num_hidden_layers"):
+    known = {name: name for name in ("full_attention", "sliding_attention")}
+    return by_type(hf, hf.get("layer_types") or default, known)
+
+
+def by_type(hf: HF, types: Sequence[str], known: Mapping[str, T]) -> list[T]:
+    """The value in ``known`` for the type of each layer. Raises ``ModelError`` if a type is unknown
+    or the number of types is not that of layers."""
+    num = count(hf, "num_hidden_layers")
+    if len(types) != num or set(types) - set(known):
         raise ModelError(
-            f"config.json's layer_types {types} must name full_attention or sliding_attention "
-            f"for each of its {hf['num_hidden_layers']} layers"
+            f"config.json's layer_types {list(types)} must name {' or '.join(known)} for each of "
+            f"its {num} layers"
         )
-    return types
+    return [known[kind] for kind in types]
 
 
 def windows(hf: HF, types: list[str]) -> list[int]:
@@ -177,6 +184,6 @@ def layers(
     num = count(hf, "num_hidden_layers")
     columns = [v if isinstance(v, list) else [v] * num for v in (rope, window, is_moe, mixer)]
     return tuple(
-        DecoderLayerSpec(rope=rope, window=window, is_moe=is_moe, mixer=mixer)
+        DecoderLayerSpec(rope=rope, window=window, is_moe=is_moe, mixers=(mixer,))
         for rope, window, is_moe, mixer in zip(*columns, strict=True)
     )

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from engine.kv.layout import RecurrentState, StateTensor
 from engine.layers.interface import Linear, Mixer
 from engine.layers.mamba import ChannelMamba, Convolution, HeadMamba, OutputGate, StepNorms
 from engine.models.spec import ChannelMambaSpec, DecoderSpec, HeadMambaSpec
@@ -68,16 +67,3 @@ def _by_channels(
         norms = StepNorms((ones[: mamba.rank], b, b), mamba.norm_eps)
     out = parts.linear(f"{index}.mamba_out", mamba.out_bias)
     return ChannelMamba(project, conv, parameters, steps, norms, scan, out)
-
-
-def mamba_state(spec: DecoderSpec, dtype: torch.dtype) -> RecurrentState:
-    """What a Mamba layer keeps for each request: inputs of the convolution, in the dtype of
-    activations, and the state of the scan in float32."""
-    mamba = spec.mamba
-    assert mamba is not None
-    conv = StateTensor((mamba.taps - 1, mamba.conv_width), str(dtype).removeprefix("torch."))
-    if isinstance(mamba, HeadMambaSpec):
-        shape: tuple[int, ...] = (mamba.num_heads, mamba.state_size, mamba.head_dim)
-    else:
-        shape = (mamba.state_size, mamba.width)
-    return RecurrentState(tensors=(conv, StateTensor(shape, "float32")))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.families import biased, decoder, granite, mlp
-from engine.models.hf_config import HF, activation, attention, count, layers, rope
+from engine.models.hf_config import HF, activation, attention, by_type, count, layers, rope
 from engine.models.spec import (
     AttentionSpec,
     ChannelMambaSpec,
@@ -28,21 +27,7 @@ KINDS: dict[str, MixerKind] = {
     "mamba": "mamba",
     "full_attention": "attention",
     "attention": "attention",
-    "mlp": "none",
-    "moe": "none",
 }
-
-
-def kinds_of(hf: HF, types: Sequence[str]) -> list[MixerKind]:
-    """The mixer of each layer. Raises ``ModelError`` if a type is unknown or their number is
-    wrong."""
-    num = count(hf, "num_hidden_layers")
-    if len(types) != num or set(types) - set(KINDS):
-        raise ModelError(
-            f"config.json's layer types {list(types)} must name one of {', '.join(KINDS)} for each "
-            f"of its {num} layers"
-        )
-    return [KINDS[kind] for kind in types]
 
 
 def limits(hf: HF, key: str = "time_step_limit") -> tuple[float, float]:
@@ -85,7 +70,7 @@ def granite_hybrid(hf: HF) -> Spec:
     """The spec of Granite 4 H: Mamba-2 or attention without positions, then a shared MLP and, in
     some models, experts."""
     types = hf.get("layer_types") or hf.get("layers_block_type")
-    kinds = kinds_of(hf, types or ["mamba"] * count(hf, "num_hidden_layers"))
+    kinds = by_type(hf, types or ["mamba"] * count(hf, "num_hidden_layers"), KINDS)
     num_experts = hf.get("num_local_experts", 8) or 0
     shared = count({"shared_intermediate_size": 1024, **hf}, "shared_intermediate_size")
     table = rope(hf) if hf.get("position_embedding_type") == "rope" else None
@@ -128,13 +113,17 @@ def bamba(hf: HF) -> Spec:
         hf,
         attention=biased(hf),
         mlp=mlp(hf, bias=bool(hf.get("mlp_bias", False))),
-        norm=NormSpec(
-            eps=float(hf["rms_norm_eps"]), mlp_in="pre_ff_layernorm", final="final_layernorm"
-        ),
-        names=NameSpec(mlp="feed_forward"),
         layers=layers(hf, ropes, mixer=kinds),
         mamba=heads(hf),
+        **feed_forward_names(hf),
     )
+
+
+def feed_forward_names(hf: HF) -> dict[str, Any]:
+    """The norms and names that Bamba, Falcon-H1 and Jamba have in common."""
+    eps = float(hf.get("rms_norm_eps", 1e-6))
+    norm = NormSpec(eps=eps, mlp_in="pre_ff_layernorm", final="final_layernorm")
+    return {"norm": norm, "names": NameSpec(mlp="feed_forward")}
 
 
 def falcon_h1(hf: HF) -> Spec:
@@ -153,23 +142,16 @@ def falcon_h1(hf: HF) -> Spec:
         norm_first=bool(hf.get("mamba_norm_before_gate", True)),
         out_bias=bool(hf.get("projectors_bias", False)),
     )
-    table = rope(hf)
-    specs: list[DecoderLayerSpec] = []
-    for source in range(count(hf, "num_hidden_layers")):
-        specs.append(DecoderLayerSpec(rope=None, mixer="mamba", has_mlp=False, source=source))
-        specs.append(DecoderLayerSpec(rope=table, joins_previous=True, source=source))
+    layer = DecoderLayerSpec(rope=rope(hf), mixers=("mamba", "attention"))
     spec = decoder(
         hf,
         attention=biased(hf),
         mlp=mlp(hf, bias=bool(hf.get("mlp_bias", False))),
-        norm=NormSpec(
-            eps=float(hf["rms_norm_eps"]), mlp_in="pre_ff_layernorm", final="final_layernorm"
-        ),
-        names=NameSpec(mlp="feed_forward"),
-        layers=tuple(specs),
+        layers=(layer,) * count(hf, "num_hidden_layers"),
         mamba=mamba,
         embedding_multiplier=multiplier(hf, "embedding"),
         logit_multiplier=multiplier(hf, "lm_head"),
+        **feed_forward_names(hf),
     )
     return replace(spec, factors=falcon_factors(hf, spec, mamba))
 
@@ -213,6 +195,7 @@ def same_factor(num_rows: int, factor: float) -> Factor:
 
 
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Types of layers by their letters in ``hybrid_override_pattern``."""
 
 
 def nemotron_h(hf: HF) -> Spec:
@@ -233,11 +216,15 @@ def nemotron_h(hf: HF) -> Spec:
     if types is None:
         types = [PATTERN.get(letter, letter) for letter in pattern or "MEM*"]
     hf = {**hf, "num_hidden_layers": len(types)}
-    kinds = kinds_of(hf, types)
-    specs = tuple(
-        DecoderLayerSpec(rope=None, mixer=kind, has_mlp=kind == "none", is_moe=name in ("moe", "E"))
-        for kind, name in zip(kinds, types, strict=True)
-    )
+    without_mixer = {
+        name: DecoderLayerSpec(rope=None, mixers=(), is_moe=name == "moe")
+        for name in ("mlp", "moe")
+    }
+    with_mixer = {
+        name: DecoderLayerSpec(rope=None, mixers=(kind,), has_mlp=False)
+        for name, kind in KINDS.items()
+    }
+    specs = tuple(by_type(hf, types, without_mixer | with_mixer))
     relu = hf.get("mlp_hidden_act", "relu2")
     if relu != "relu2":
         raise ModelError(f"config.json's mlp_hidden_act is {relu!r}, must be 'relu2'")
@@ -315,14 +302,11 @@ def jamba(hf: HF) -> Spec:
     every, first = hf.get("expert_layer_period", 2), hf.get("expert_layer_offset", 1)
     sparse = [num_experts > 1 and i % every == first for i in range(num)]
     rank = hf.get("mamba_dt_rank", "auto")
-    eps = float(hf.get("rms_norm_eps", 1e-6))
     nowhere: list[Any] = [None] * num
     return decoder(
         hf,
         attention=attention(hf),
         mlp=mlp(hf, activation=activation(hf)),
-        norm=NormSpec(eps=eps, mlp_in="pre_ff_layernorm", final="final_layernorm"),
-        names=NameSpec(mlp="feed_forward"),
         layers=layers(hf, nowhere, 0, sparse, kinds),
         mamba=ChannelMambaSpec(
             width=hf.get("mamba_expand", 2) * hidden,
@@ -332,7 +316,7 @@ def jamba(hf: HF) -> Spec:
             conv_bias=bool(hf.get("mamba_conv_bias", True)),
             bias=bool(hf.get("mamba_proj_bias", False)),
             norms="stored",
-            norm_eps=eps,
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         ),
         moe=MoESpec(
             num_experts=num_experts,
@@ -342,20 +326,21 @@ def jamba(hf: HF) -> Spec:
         )
         if any(sparse)
         else None,
+        **feed_forward_names(hf),
     )
 
 
 def without_attention(hf: HF, mamba: HeadMambaSpec | ChannelMambaSpec, tied: bool) -> Spec:
-    """The spec of a model whose layers are all Mamba, with an idle layer after them."""
+    """The spec of a model whose layers are all Mamba. Its attention is only a size of keys and
+    values, in which the engine counts tokens."""
     num = count(hf, "num_hidden_layers")
-    specs = [DecoderLayerSpec(rope=None, mixer="mamba", has_mlp=False) for _ in range(num)]
-    idle = DecoderLayerSpec(rope=None, mixer="idle", has_mlp=False)
+    layer = DecoderLayerSpec(rope=None, mixers=("mamba",), has_mlp=False)
     return decoder(
         hf,
         attention=AttentionSpec(
             num_heads=1,
             num_kv_heads=1,
-            head_dim=idle_width(num * mamba.width * mamba.state_size),
+            head_dim=unused_head_dim(num * mamba.width * mamba.state_size),
             scale=1.0,
         ),
         mlp=MLPSpec(intermediate_size=1, activation="silu"),
@@ -363,15 +348,15 @@ def without_attention(hf: HF, mamba: HeadMambaSpec | ChannelMambaSpec, tied: boo
             eps=float(hf.get("layer_norm_epsilon", 1e-5)), attention_in="norm", final="norm_f"
         ),
         names=NameSpec(mamba="mixer", embedding="embeddings", roots=("backbone", "model")),
-        layers=(*specs, idle),
+        layers=(layer,) * num,
         mamba=mamba,
         tied=bool(hf.get("tie_word_embeddings", tied)),
     )
 
 
-def idle_width(num_numbers: int) -> int:
-    """Size of a key of the idle layer, for which a snapshot of states with this many numbers takes
-    about 512 blocks of 16 tokens."""
+def unused_head_dim(num_numbers: int) -> int:
+    """Size of a key for which a snapshot of states with this many numbers takes about 512 blocks of
+    16 tokens."""
     return max(16, -(-num_numbers // (2 * 16 * 512 * 16)) * 16)
 
 

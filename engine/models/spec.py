@@ -8,9 +8,15 @@ from typing import Literal, NamedTuple
 
 from engine.layers.rope import RopeSpec
 
-MixerKind = Literal["attention", "short_conv", "gated_delta", "mamba", "none", "idle"]
-"""What relates the tokens of a sequence in a layer; "none": the layer has only an MLP; "idle": the
-layer computes nothing, and stands for attention in a model without it."""
+MixerKind = Literal["attention", "short_conv", "gated_delta", "mamba"]
+"""How a layer relates the tokens of a sequence."""
+
+
+class StateShape(NamedTuple):
+    """One tensor of the recurrent state that a mixer keeps for each sequence."""
+
+    shape: tuple[int, ...]
+    is_float32: bool = False  # otherwise it has the dtype of activations
 
 
 class Factor(NamedTuple):
@@ -65,10 +71,17 @@ class MLPSpec:
 class ShortConvSpec:
     """The gated short convolution of LFM2."""
 
+    width: int
+    """Number of channels."""
     taps: int
     """Number of inputs that are summed, the current one included."""
     bias: bool = False
     """The convolution and both projections have biases."""
+
+    @property
+    def state(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution."""
+        return (StateShape((self.taps - 1, self.width)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +109,12 @@ class GatedDeltaSpec:
     def conv_width(self) -> int:
         """Number of channels of the convolution."""
         return 2 * self.key_width + self.value_width
+
+    @property
+    def state(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution, and a matrix for each value head."""
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        return StateShape((self.taps - 1, self.conv_width)), StateShape(matrices, True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +149,12 @@ class HeadMambaSpec:
         """Channels of the convolution: x of all heads, b and c of all groups."""
         return self.width + 2 * self.num_groups * self.state_size
 
+    @property
+    def state(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution, and the state of the scan."""
+        scan = self.num_heads, self.state_size, self.head_dim
+        return StateShape((self.taps - 1, self.conv_width)), StateShape(scan, True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelMambaSpec:
@@ -139,7 +164,7 @@ class ChannelMambaSpec:
     """Number of channels."""
     state_size: int
     rank: int
-    """Numbers from which the time steps of all channels are made."""
+    """Inputs of the projection to the time steps of all channels."""
     taps: int
     conv_bias: bool
     bias: bool
@@ -158,6 +183,12 @@ class ChannelMambaSpec:
         """The output projection has a bias."""
         return self.bias
 
+    @property
+    def state(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution, and the state of the scan."""
+        scan = self.state_size, self.width
+        return StateShape((self.taps - 1, self.conv_width)), StateShape(scan, True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
@@ -171,15 +202,15 @@ class MoESpec:
     renormalize_eps: float = 0.0
     """Added to that sum."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """The function that makes scores of the router's outputs."""
+    """The function from the router's outputs to scores."""
     has_bias: bool = False
     """A stored bias is added to the scores when experts are chosen, but not to their weights."""
     scale: float = 1.0
     """Factor on the weights of the chosen experts."""
     shared_size: int = 0
-    """Intermediate size of an expert that all tokens use; 0: there is none."""
+    """Intermediate size of the shared expert, which all tokens use; 0: no shared expert."""
     shared_is_gated: bool = True
-    """That expert is weighted by the sigmoid of a gate."""
+    """The sigmoid of a gate multiplies the output of the shared expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +235,7 @@ class NameSpec:
     """Names of modules in a checkpoint that differ between families."""
 
     prefix: str = "model."
-    """Of all tensors but the output layer's."""
+    """Prefix of all names except that of the output layer."""
     attention_out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
@@ -212,13 +243,13 @@ class NameSpec:
     gate: str = "gate_proj"
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"
-    """The module that holds gate and up projections together."""
+    """The module with both gate and up projections, in checkpoints that fuse them."""
     down: str = "down_proj"
     attention: str = "self_attn"
     mamba: str = "mamba"
     embedding: str = "embed_tokens"
     roots: tuple[str, ...] = ("model",)
-    """First parts of all names but that of the output layer; checkpoints have one of them."""
+    """First part of all names except that of the output layer; a checkpoint uses one of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +261,9 @@ class DecoderLayerSpec:
     window: int = 0
     """Number of keys that a query attends to, itself included; 0: no limit."""
     is_moe: bool = False
-    mixer: MixerKind = "attention"
+    mixers: tuple[MixerKind, ...] = ("attention",)
+    """Several mixers have the same input, and their outputs are added. (): only an MLP."""
     has_mlp: bool = True
-    joins_previous: bool = False
-    """The mixer has the same input as that of the layer before, which has no MLP."""
-    source: int | None = None
-    """Number of the layer in a checkpoint; ``None``: as in ``DecoderSpec.layers``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +281,7 @@ class DecoderSpec:
     gated_delta: GatedDeltaSpec | None = None
     mamba: HeadMambaSpec | ChannelMambaSpec | None = None
     factors: Mapping[str, tuple[Factor, ...]] = field(default_factory=dict)
-    """Factors on the outputs of linear layers, by the last part of a target's name."""
+    """Factors on the outputs of linear layers; the keys are the last parts of target names."""
     names: NameSpec = NameSpec()
     tied: bool = False
     """The output layer uses the embedding table."""
@@ -262,3 +290,9 @@ class DecoderSpec:
     """Factor on the outputs of attention and MLP before the residual addition."""
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
+
+    def state(self, kind: MixerKind) -> tuple[StateShape, ...]:
+        """The recurrent state of a mixer of this kind, () for attention."""
+        specs = {"short_conv": self.short_conv, "gated_delta": self.gated_delta}
+        found = {**specs, "mamba": self.mamba}.get(kind)
+        return () if found is None else found.state

@@ -93,20 +93,20 @@ def model_targets(spec: DecoderSpec) -> Iterator[Target]:
 
 def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
     layer = spec.layers[index]
-    source = index if layer.source is None else layer.source
-    ours, theirs, names = f"{index}.", f"{spec.names.prefix}layers.{source}.", spec.names
+    ours, theirs, names = f"{index}.", f"{spec.names.prefix}layers.{index}.", spec.names
     for role in norm_roles(layer):
         name = getattr(spec.norm, role)
         if name is not None:
             yield simple(f"{ours}{role}", f"{theirs}{name}.weight", spec.hidden_size)
-    if layer.mixer == "short_conv":
-        yield from short_conv_targets(spec, ours, theirs + "conv.")
-    elif layer.mixer == "gated_delta":
-        yield from gated_delta_targets(spec, ours, theirs + "linear_attn.")
-    elif layer.mixer == "mamba":
-        yield from mamba_targets(spec, ours, f"{theirs}{names.mamba}.")
-    elif layer.mixer == "attention":
-        yield from attention_targets(spec, ours, f"{theirs}{names.attention}.")
+    makers = {
+        "attention": (attention_targets, names.attention),
+        "short_conv": (short_conv_targets, "conv"),
+        "gated_delta": (gated_delta_targets, "linear_attn"),
+        "mamba": (mamba_targets, names.mamba),
+    }
+    for kind in layer.mixers:
+        make, module = makers[kind]
+        yield from make(spec, ours, f"{theirs}{module}.")
     if layer.is_moe:
         yield from moe_targets(spec, ours, theirs)
     elif layer.has_mlp:
@@ -115,7 +115,7 @@ def layer_targets(spec: DecoderSpec, index: int) -> Iterator[Target]:
 
 def norm_roles(layer: DecoderLayerSpec) -> tuple[str, ...]:
     """The roles in ``NormSpec`` of the norms that a layer has."""
-    of_mixer = () if layer.mixer in ("none", "idle") else ("attention_in", "attention_out")
+    of_mixer = ("attention_in", "attention_out") if layer.mixers else ()
     return of_mixer + (("mlp_in", "mlp_out") if layer.has_mlp else ())
 
 

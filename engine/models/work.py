@@ -23,6 +23,8 @@ from engine.models.spec import DecoderLayerSpec, DecoderSpec
 from engine.models.targets import targets
 
 LOGIT_BYTES = 4
+STATE_OPERATIONS = {"gated_delta": 7.0, "mamba": 5.0}
+"""Operations with which a token advances one number of a float32 state, by kind of mixer."""
 Tokens = NDArray[np.int64]
 """A number of tokens for each sequence."""
 
@@ -48,7 +50,7 @@ class Shapes:
         self._experts = sum(size for name, size in sizes.items() if is_expert(name))
         self._dense = sum(sizes.values()) - self._experts
         self._windows = Counter(layer.window for layer in spec.layers if has_kv(layer))
-        self._mixers = Counter(layer.mixer for layer in spec.layers)
+        self._mixers = Counter(kind for layer in spec.layers for kind in layer.mixers)
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
@@ -57,30 +59,19 @@ class Shapes:
 
     def state_bytes(self, cell: float) -> float:
         """Bytes of the recurrent states of one sequence in all layers. cell: of an activation."""
-        conv, delta, total = self.spec.short_conv, self.spec.gated_delta, 0.0
-        if conv is not None:
-            total += self._mixers["short_conv"] * (conv.taps - 1) * self.spec.hidden_size * cell
-        if delta is not None:
-            window = (delta.taps - 1) * delta.conv_width * cell
-            total += self._mixers["gated_delta"] * (window + 4 * self.matrix_numbers())
-        mamba = self.spec.mamba
-        if mamba is not None:
-            window = (mamba.taps - 1) * mamba.conv_width * cell
-            total += self._mixers["mamba"] * (window + 4 * mamba.width * mamba.state_size)
-        return total
-
-    def matrix_numbers(self) -> int:
-        """Numbers in the matrices of the gated delta rule of one sequence and layer."""
-        delta = self.spec.gated_delta
-        return 0 if delta is None else delta.value_heads * delta.key_dim * delta.value_dim
+        return sum(
+            num * prod(shape) * (4 if is_float32 else cell)
+            for kind, num in self._mixers.items()
+            for shape, is_float32 in self.spec.state(kind)
+        )
 
     def state_operations(self) -> float:
         """Operations with which one token advances the states of all layers."""
-        mamba = self.spec.mamba
-        of_scans = 0 if mamba is None else mamba.width * mamba.state_size
-        return (
-            7.0 * self._mixers["gated_delta"] * self.matrix_numbers()
-            + 5.0 * self._mixers["mamba"] * of_scans
+        return sum(
+            num * prod(shape) * STATE_OPERATIONS[kind]
+            for kind, num in self._mixers.items()
+            for shape, is_float32 in self.spec.state(kind)
+            if is_float32
         )
 
     def work(
@@ -134,7 +125,7 @@ class Shapes:
 
 def has_kv(layer: DecoderLayerSpec) -> bool:
     """True if the layer keeps keys and values."""
-    return layer.mixer == "attention"
+    return "attention" in layer.mixers
 
 
 def is_expert(name: str) -> bool:

@@ -82,6 +82,10 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
     return pointwise.scale_in_place(x, factor) if _is_plain(x) else x.mul_(factor)
 
 
+def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return pointwise.add_in_place(x, y) if _is_plain(x, y) else x.add_(y)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return pointwise.relu_squared(x) if _is_plain(x) else reference.relu_squared(x)
 

@@ -57,6 +57,14 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x
 
 
+def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Add y to x, both contiguous."""
+    num = x.numel()
+    threads = num_threads() if num >= _ENOUGH else 1
+    ADD[x.element_size()].run(threads, x.data_ptr(), y.data_ptr(), num)
+    return x
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) ** 2 of a contiguous tensor."""
     out, num = torch.empty_like(x), x.numel()
@@ -172,6 +180,22 @@ def _scale_body(cell: int):
     return body
 
 
+def _add_body(cell: int):
+    def body(row):
+        p = i64(row, (4,))
+        while True:
+            first = next_item(row) * _CHUNK
+            if first >= p[3]:
+                break
+            count = min(_CHUNK, p[3] - first)
+            x = elements(p[1] + first * cell, (count,), cell)
+            y = elements(p[2] + first * cell, (count,), cell)
+            for i in range(count):
+                put(x, i, get(x, i) + get(y, i))
+
+    return body
+
+
 def _relu_squared_body(cell: int):
     def body(row):
         p = i64(row, (4,))
@@ -275,6 +299,7 @@ def _join_body(cell: int):
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
+ADD = {cell: Kernel(_add_body(cell)) for cell in (4, 2)}
 SCALE = {cell: Kernel(_scale_body(cell)) for cell in (4, 2)}
 RELU_SQUARED = {cell: Kernel(_relu_squared_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}

@@ -106,6 +106,13 @@ def test_squares_of_positive_numbers(body: str, dtype: torch.dtype) -> None:
 
 
 @by_dtype
+def test_adding_in_place(dtype: torch.dtype) -> None:
+    x, y = random(3, 500, dtype=dtype), random(3, 500, dtype=dtype)
+    wanted = x + y
+    assert torch.equal(cpu.add_in_place(x, y), wanted) and torch.equal(x, wanted)
+
+
+@by_dtype
 def test_scaling_in_place(dtype: torch.dtype) -> None:
     x = random(3, 500, dtype=dtype)
     wanted = x * 0.246
