@@ -3,6 +3,7 @@ scan."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,64 +11,26 @@ import torch
 import kernels
 from engine.layers.batch import Wanted
 from engine.layers.interface import Linear
+from engine.layers.recurrent import Convolution, OutputGate, StateTensors
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
 
-class Convolution(NamedTuple):
-    """A causal convolution of each channel, followed by SiLU."""
-
-    weight: torch.Tensor  # [C, L], the last tap is the token's own
-    bias: torch.Tensor | None  # [C]
-
-    def __call__(self, x: torch.Tensor, state: torch.Tensor, meta: StateMeta) -> torch.Tensor:
-        """x [N, C] -> [N, C]. state: [rows, L - 1, C]."""
-        return kernels.causal_conv(x, self.weight, self.bias, "silu", state, meta)
-
-
-class OutputGate(NamedTuple):
-    """The gate on the output of Mamba-2 and its RMS norm, over each ``group`` columns."""
-
-    weight: torch.Tensor | None  # [H * P]; None: no norm
-    eps: float
-    group: int
-    norm_first: bool
-
-    def __call__(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Gate and normalise y, [R, H * P]."""
-        return kernels.grouped_gated_norm(
-            y, gate, self.weight, self.eps, group=self.group, norm_first=self.norm_first
-        )
-
-
+@dataclass(eq=False)
 class HeadMamba:
     """Mamba-2: a selective scan by heads between two projections."""
 
-    def __init__(
-        self,
-        project: Linear,
-        conv: Convolution,
-        scan: HeadScan,
-        gate: OutputGate,
-        out: Linear,
-    ) -> None:
-        """project: the hidden state to gate, input of the convolution and time steps."""
-        self.project = project
-        self.conv = conv
-        self.scan = scan
-        self.gate = gate
-        self.out = out
+    project: Linear  # hidden state to gate, input of the convolution and time steps
+    conv: Convolution
+    scan: HeadScan
+    gate: OutputGate
+    out: Linear
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        meta: StateMeta,
-        cache: tuple[torch.Tensor, ...],
-        wanted: Wanted | None = None,
+        self, x: torch.Tensor, meta: StateMeta, cache: StateTensors, wanted: Wanted | None = None
     ) -> torch.Tensor:
-        """Compute the mixer: x [N, hidden] -> [N, hidden], or [R, hidden] for the R tokens in
-        ``wanted``. cache: the states of the convolution and of the scan, updated for all N
-        tokens."""
+        """Compute the mixer; see ``Mixer``. cache: the states of the convolution and of the
+        scan."""
         conv_state, state = cache
         num_heads, num_channels = len(self.scan.decay), len(self.conv.weight)
         projected = self.project(x)
@@ -75,9 +38,7 @@ class HeadMamba:
         gate = projected[:, :width]
         xbc = self.conv(projected[:, width : width + num_channels], conv_state, meta)
         y = kernels.head_scan(xbc, projected[:, -num_heads:], self.scan, state, meta)
-        if wanted is not None:
-            y, gate = y[wanted.rows], gate[wanted.rows]
-        return self.out(self.gate(y, gate))
+        return self.out(self.gate(y, gate, wanted))
 
 
 class StepNorms(NamedTuple):
@@ -92,37 +53,23 @@ class StepNorms(NamedTuple):
         return [kernels.rms_norm(part.contiguous(), weight, self.eps) for part, weight in pairs]
 
 
+@dataclass(eq=False)
 class ChannelMamba:
     """Mamba-1: a selective scan by channels between two projections."""
 
-    def __init__(
-        self,
-        project: Linear,
-        conv: Convolution,
-        parameters: Linear,
-        steps: Linear,
-        norms: StepNorms | None,
-        scan: ChannelScan,
-        out: Linear,
-    ) -> None:
-        """project: the hidden state to x and gate. parameters: x to the low-rank time steps, b and
-        c; steps: low-rank time steps to those of all channels."""
-        self.project = project
-        self.conv = conv
-        self.parameters = parameters
-        self.steps = steps
-        self.norms = norms
-        self.scan = scan
-        self.out = out
+    project: Linear  # hidden state to x and gate
+    conv: Convolution
+    parameters: Linear  # x to low-rank time steps, b and c
+    steps: Linear  # low-rank time steps to those of all channels
+    norms: StepNorms | None
+    scan: ChannelScan
+    out: Linear
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        meta: StateMeta,
-        cache: tuple[torch.Tensor, ...],
-        wanted: Wanted | None = None,
+        self, x: torch.Tensor, meta: StateMeta, cache: StateTensors, wanted: Wanted | None = None
     ) -> torch.Tensor:
-        """Compute the mixer; see ``HeadMamba.__call__``."""
+        """Compute the mixer; see ``Mixer``. cache: the states of the convolution and of the
+        scan."""
         conv_state, state = cache
         projected = self.project(x)
         width, size = len(self.conv.weight), len(self.scan.decay)

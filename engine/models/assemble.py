@@ -15,6 +15,7 @@ from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
 from engine.layers.quantized import Weight, plain
+from engine.layers.recurrent import Convolution, OutputGate
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
 from engine.layers.short_conv import ShortConv
@@ -160,14 +161,16 @@ class Assembly:
     def gated_delta(self, index: int) -> GatedDelta:
         project = self.linear(f"{index}.in")
         gates = self.unquantized(f"{index}.gates")
-        conv = self.tensor(f"{index}.conv").flatten(1)
+        conv = Convolution(self.tensor(f"{index}.conv").flatten(1), None)
         rate, bias = (
             plain(self.weights.take(f"{index}.{name}")).float() for name in ("rate", "decay_bias")
         )
         device = self.placement.device
-        weights = conv, rate.exp().neg().to(device), bias.to(device)
-        norm = RMSNorm(self.tensor(f"{index}.head_norm"), self.spec.norm.eps)
-        return GatedDelta(project, gates, weights, norm, self.linear(f"{index}.out"))
+        decay = rate.exp().neg().to(device), bias.to(device)
+        norm = self.tensor(f"{index}.head_norm")
+        gate = OutputGate(norm.repeat(len(rate)), self.spec.norm.eps, len(norm), norm_first=True)
+        out = self.linear(f"{index}.out")
+        return GatedDelta(project, gates, conv, *decay, gate, out)
 
     def mlp(self, prefix: str, has_bias: bool | None = None) -> GatedMLP | PlainMLP:
         """Build an MLP. has_bias: ``None``: as ``MLPSpec`` says."""

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from engine.layers.interface import Linear, Mixer
-from engine.layers.mamba import ChannelMamba, Convolution, HeadMamba, OutputGate, StepNorms
+from engine.layers.mamba import ChannelMamba, HeadMamba, StepNorms
+from engine.layers.recurrent import Convolution, OutputGate
 from engine.models.spec import ChannelMambaSpec, DecoderSpec, HeadMambaSpec
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
