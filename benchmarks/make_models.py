@@ -2,11 +2,12 @@
 
     python benchmarks/make_models.py OUT [--shapes mid,qwen3-0.6b] [--forms q4_0,q8_0,q4_k]
 
-Sizes are those of `shapes.py`. Forms of GGUF files: the types of `tests/support/made_gguf.py`, all
-matrices in one type; the blocks of a tensor are drawn from a pool, so that files of any size are
-written in seconds. Forms of directories: `bf16`; `awq` (4 bits, groups of 128, tables and output
-layer in bfloat16); `w8a8` (compressed-tensors: 8 bits, a scale for each output, activations
-quantised by token). The tokenizer is that of the model in the box, padded to the shape's size.
+Sizes are those of `shapes.py`, and of `hybrid_shapes.py` (bf16 only). Forms of GGUF files: the
+types of `tests/support/made_gguf.py`, all matrices in one type; the blocks of a tensor are drawn
+from a pool, so that files of any size are written in seconds. Forms of directories: `bf16`; `awq`
+(4 bits, groups of 128, tables and output layer in bfloat16); `w8a8` (compressed-tensors: 8 bits, a
+scale for each output, activations quantised by token). The tokenizer is that of the model in the
+box, padded to the shape's size.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hybrid_shapes import HYBRIDS, write_hybrid
 from safetensors.torch import save_file
 from shapes import SHAPES, Shape
 
@@ -140,8 +142,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 def write_directory(shape: Shape, form: str, path: Path) -> None:
     """Write a model directory, whose layers' matrices are quantised unless the form is bf16."""
     path.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BOX_MODEL / name, path)
+    copy_tokenizer(path)
     quantization = QUANTIZATION[form]
     config = shape.hf_config(MAX_LEN)
     if quantization is not None:
@@ -160,6 +161,12 @@ def write_directory(shape: Shape, form: str, path: Path) -> None:
             found = make(dims[0], dims[1], random)
             stored |= {f"{module}.{part}": tensor for part, tensor in found.items()}
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def copy_tokenizer(path: Path) -> None:
+    """Copy the tokenizer of the model in the box into a model directory."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BOX_MODEL / name, path)
 
 
 def awq(outputs: int, inputs: int, random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -183,7 +190,7 @@ def w8a8(outputs: int, inputs: int, random: torch.Generator) -> dict[str, torch.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="directory to write to")
-    parser.add_argument("--shapes", default="mid,qwen3-0.6b", help=", ".join(SHAPES))
+    parser.add_argument("--shapes", default="mid,qwen3-0.6b", help=", ".join([*SHAPES, *HYBRIDS]))
     parser.add_argument(
         "--forms", default="q4_0,q8_0,q4_k", help=", ".join([*FORMS, *QUANTIZATION])
     )
@@ -192,7 +199,12 @@ def main() -> None:
     for name in args.shapes.split(","):
         for form in args.forms.split(","):
             path = args.out / f"{name}-{form}"
-            if form in QUANTIZATION:
+            if name in HYBRIDS:
+                if form != "bf16":
+                    parser.error(f"--forms {form}: {name} is written in bf16 only")
+                write_hybrid(name, path)
+                copy_tokenizer(path)
+            elif form in QUANTIZATION:
                 write_directory(SHAPES[name], form, path)
             elif form in FORMS:
                 path = path.with_suffix(path.suffix + ".gguf")

@@ -74,6 +74,11 @@ def steady_decode(num_requests: int, repeat: int) -> list[Arrival]:
     return [Arrival(0.0, random_tokens(rng, 16), 160) for _ in range(num_requests)]
 
 
+def longest(name: str) -> int:
+    """Tokens of the longest request of a workload, prompt and outputs."""
+    return max(len(arrival.prompt) + arrival.num_output for arrival in make(name))
+
+
 def num_shared(arrivals: Sequence[Arrival]) -> int:
     """The number of tokens that all prompts begin with; 0 for a single request."""
     if len(arrivals) == 1:

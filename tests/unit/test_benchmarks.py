@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import workloads
+from hybrid_shapes import HYBRIDS, hybrid_config
 from make_models import FORMS, write_directory, write_gguf
 from measure import Timeline
 from pairs import Pair, estimate_for, interval
@@ -15,7 +16,9 @@ from shapes import SHAPES
 
 from engine.config.model import read_model_info
 from engine.gguf.header import read_gguf
+from engine.models.load import native_spec
 from engine.models.quant import format_of
+from engine.models.work import Shapes
 
 
 def test_workloads_and_loads_are_those_of_other_days() -> None:
@@ -54,6 +57,16 @@ def test_made_models_load_in_quantised_formats(tmp_path: Path) -> None:
         write_directory(shape, form, tmp_path / form)
         info = read_model_info(tmp_path / form)
         assert (format_of(info) is None) == (form == "bf16")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_shapes_are_of_native_families_and_of_100_to_400_million_weights(
+    name: str, tmp_path: Path
+) -> None:
+    hybrid_config(name).save_pretrained(tmp_path)
+    spec = native_spec(read_model_info(tmp_path))
+    assert spec is not None
+    assert 1e8 < Shapes(spec).num_weights < 4e8
 
 
 def test_steady_decode_begins_when_every_request_has_some_tokens() -> None:

@@ -1,0 +1,52 @@
+"""Shapes of models with recurrent states, as configurations that transformers initialises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+_LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
+# By name: the keys of config.json that differ from the defaults of the model type.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2-350m": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "intermediate_size": 6656,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "layer_types": ["full_attention" if i in _LFM2_ATTENTION else "conv" for i in range(16)],
+    },
+    "qwen3.5-0.3b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 65536,
+        "tie_word_embeddings": True,
+        "layer_types": ([*["linear_attention"] * 3, "full_attention"] * 3),
+    },
+}
+
+
+def hybrid_config(name: str) -> PretrainedConfig:
+    """The configuration of a shape."""
+    return AutoConfig.for_model(**HYBRIDS[name], eos_token_id=2)
+
+
+def write_hybrid(name: str, path: Path) -> None:
+    """Write a model directory with random weights in bfloat16, without a tokenizer."""
+    config = hybrid_config(name)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
