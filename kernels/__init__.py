@@ -9,6 +9,7 @@ from kernels.ops import (
     act_mul,
     add_in_place,
     add_rms_norm,
+    apply_gate,
     causal_conv,
     channel_scan,
     gated_delta_rule,
@@ -22,8 +23,6 @@ from kernels.ops import (
     relu_squared,
     rms_norm,
     scale_in_place,
-    short_conv,
-    sigmoid_mul,
 )
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "act_mul",
     "add_in_place",
     "add_rms_norm",
+    "apply_gate",
     "causal_conv",
     "channel_scan",
     "gated_delta_rule",
@@ -45,6 +45,4 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "scale_in_place",
-    "short_conv",
-    "sigmoid_mul",
 ]

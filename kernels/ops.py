@@ -66,6 +66,12 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return _bodies(x).relu_squared(x)
 
 
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """x * activation(gate), a new tensor: x [N, F]; gate [N, F] or [N, 1]. Rows of both may be
+    apart. activation: "sigmoid", or "" for none."""
+    return _bodies(x).apply_gate(x, gate, activation)
+
+
 def grouped_gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -217,12 +223,6 @@ def gated_delta_rule(
     return _bodies(qkv).gated_delta_rule(qkv, gates, rate, bias, state, meta)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate), a new tensor: x [N, F]; gate [N, F] or [N, 1], whose rows may lie
-    apart."""
-    return _bodies(x).sigmoid_mul(x, gate)
-
-
 def head_scan(
     xbc: torch.Tensor, dt: torch.Tensor, layer: HeadScan, state: torch.Tensor, meta: StateMeta
 ) -> torch.Tensor:
@@ -259,21 +259,3 @@ def channel_scan(
     sequence are zeros. Results do not depend on how a sequence is divided into steps.
     """
     return _bodies(x).channel_scan(x, dt, bc, gate, layer, state, meta)
-
-
-def short_conv(
-    bcx: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    meta: StateMeta,
-) -> torch.Tensor:
-    """Gated short convolution of LFM2: c * (causal depthwise convolution of b * x), with the last
-    inputs of each sequence as its state.
-
-    bcx: [N, 3C], the columns of b, c and x. weight: [C, L], of the current input last. bias: [C].
-    state: [rows, L - 1, C] of bcx's dtype, values of b * x, oldest first; which rows are read and
-    written is in ``meta``. Returns [N, C]. A sequence's results are the same bits however it is cut
-    into steps.
-    """
-    return _bodies(bcx).short_conv(bcx, weight, bias, state, meta)

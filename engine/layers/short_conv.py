@@ -32,5 +32,9 @@ class ShortConv:
         """Compute the mixer: x [N, H] -> [N, H], or [R, H] for the R tokens in ``wanted``. cache:
         one tensor [rows, L - 1, H], updated for all N tokens."""
         (state,) = cache
-        y = kernels.short_conv(self.project(x), self.weight, self.bias, state, meta)
-        return self.out(y if wanted is None else y[wanted.rows])
+        gate_in, gate_out, values = self.project(x).chunk(3, dim=1)
+        values = kernels.apply_gate(values, gate_in, "")
+        y = kernels.causal_conv(values, self.weight, self.bias, "", state, meta)
+        if wanted is not None:
+            y, gate_out = y[wanted.rows], gate_out[wanted.rows]
+        return self.out(kernels.apply_gate(y, gate_out, ""))

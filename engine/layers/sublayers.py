@@ -111,7 +111,8 @@ class Attention:
             q, meta = q[wanted.rows], wanted.attn
         y = kernels.paged_attention(q, kv_layer, meta, **self.attend)
         if self.gate is not None:
-            y = kernels.sigmoid_mul(y, self.gate(x if wanted is None else x[wanted.rows]))
+            gate = self.gate(x if wanted is None else x[wanted.rows])
+            y = kernels.apply_gate(y, gate, "sigmoid")
         return self.out(y)
 
 
@@ -276,7 +277,7 @@ class WithSharedExpert:
         """x [N, H] -> [N, H]."""
         shared = self.shared(x)
         if self.gate is not None:
-            shared = kernels.sigmoid_mul(shared, self.gate(x))
+            shared = kernels.apply_gate(shared, self.gate(x), "sigmoid")
         return self.routed(x) + shared
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan, states
+from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan
 from kernels.cpu import causal_conv as convolution
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
@@ -90,6 +90,12 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return pointwise.relu_squared(x) if _is_plain(x) else reference.relu_squared(x)
 
 
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    if _have_rows(x, gate):
+        return pointwise.apply_gate(x, gate, activation)
+    return reference.apply_gate(x, gate, activation)
+
+
 def grouped_gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -159,12 +165,6 @@ def gated_delta_rule(
     return reference.gated_delta_rule(qkv, gates, rate, bias, state, meta)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    if _is_plain(x) and _have_rows(x, gate):
-        return delta_rule.sigmoid_mul(x, gate)
-    return reference.sigmoid_mul(x, gate)
-
-
 def head_scan(
     xbc: torch.Tensor, dt: torch.Tensor, layer: HeadScan, state: torch.Tensor, meta: StateMeta
 ) -> torch.Tensor:
@@ -185,15 +185,3 @@ def channel_scan(
     if _have_rows(x, dt, bc, gate) and selective_scan.supports_channels(state):
         return selective_scan.channel_scan(x, dt, bc, gate, layer, state, meta)
     return reference.channel_scan(x, dt, bc, gate, layer, state, meta)
-
-
-def short_conv(
-    bcx: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    meta: StateMeta,
-) -> torch.Tensor:
-    if _is_plain(bcx, weight, bias, state):
-        return states.short_conv(bcx, weight, bias, state, meta)
-    return reference.short_conv(bcx, weight, bias, state, meta)

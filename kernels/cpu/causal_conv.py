@@ -14,7 +14,8 @@ from numba import njit
 
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
 from kernels.cpu.conv_vectors import WINDOW, convolve
-from kernels.cpu.native import EXACT, Kernel, i32, i64, next_item
+from kernels.cpu.native import EXACT, Kernel, i64, next_item
+from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LANES, LINE
 from kernels.meta import StateMeta
@@ -48,33 +49,11 @@ def causal_conv(
         0 if bias is None else bias.data_ptr(),
         state.data_ptr(),
         out.data_ptr(),
-        meta.query_start.data_ptr(),
-        meta.state_reads.data_ptr(),
-        meta.state_writes.data_ptr(),
-        meta.state_writes.shape[1],
-        meta.num_seqs.data_ptr(),
+        *step_parameters(meta),
         num,
         width,
     )
     return out
-
-
-@njit(**EXACT)
-def count_written(rows):
-    """Returns the number of states that a sequence writes: the rows before the first -1."""
-    num = 0
-    while num < rows.shape[0] and rows[num] >= 0:
-        num += 1
-    return num
-
-
-@njit(**EXACT)
-def clear_rows(target, stride, first, end, count, cell):
-    """Fill elements 0 to `count` of the rows from `first` to `end` at an address with zeros."""
-    for n in range(first, end):
-        row = elements(target + n * stride, (count,), cell)
-        for i in range(count):
-            put(row, i, _ZERO)
 
 
 @njit(**EXACT)
@@ -156,10 +135,9 @@ def _conv_body(cell: int, taps: int, silu: int):
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
-        num_seqs, width = i32(p[11], (1,))[0], p[13]
+        starts, reads, writes = sequences_of(p, 7)
+        num_seqs, width = len(reads), p[13]
         stride, size = width * cell, (taps - 1) * width * cell
-        starts, reads = i32(p[7], (num_seqs + 1,)), i32(p[8], (num_seqs,))
-        writes = i32(p[9], (num_seqs, p[10]))
         groups = (num_seqs + _SEQS - 1) // _SEQS
         blocks = (width + _CHANNELS - 1) // _CHANNELS
         weights = np.empty((_VECTORS, taps + 1, LANES), np.float32)

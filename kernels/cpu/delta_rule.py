@@ -1,4 +1,4 @@
-"""The gated delta rule and the gates of its families, for float32 or bfloat16 activations.
+"""The gated delta rule, for float32 or bfloat16 activations.
 
 A work item is some value columns of one head of one sequence. The state's columns are independent,
 so a block of them stays in the first cache over all tokens of a tile, and the state of a long
@@ -15,11 +15,10 @@ import torch
 from numba import njit
 
 from kernels.cpu import isa
-from kernels.cpu.causal_conv import clear_rows, count_written
-from kernels.cpu.cells import elements, get, put, read_cells, write_cells
+from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.delta_vectors import BOTH, READ, STREAMED, UPDATE, state_pass
-from kernels.cpu.mathlib import sigmoid
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item
+from kernels.cpu.states import clear_rows, count_written, step_parameters
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import prefetch
 from kernels.meta import StateMeta
@@ -30,7 +29,6 @@ _TILE = 16  # tokens whose queries and keys are normalised together
 _VECTORS = 4 if isa.has("avx512f") else 1  # of a block of columns
 _BLOCK = 16 * _VECTORS
 _ENOUGH = 16384  # with fewer elements one thread is faster
-_ROWS = 4  # per item
 _ZERO, _ONE, _EPS = np.float32(0), np.float32(1), np.float32(NORM_EPS)
 
 
@@ -43,8 +41,7 @@ def gated_delta_rule(
     meta: StateMeta,
 ) -> torch.Tensor:
     """The recurrence over each sequence; see kernels.ops.gated_delta_rule. qkv and gates are
-    contiguous and of one dtype, all else is float32. The number of sequences is read from memory,
-    since recordings of this launch serve any number."""
+    contiguous and of one dtype, all else is float32."""
     _, heads, key_dim, dim = state.shape
     num, width = qkv.shape
     out = qkv.new_empty((num, heads * dim))
@@ -56,10 +53,7 @@ def gated_delta_rule(
         rate.data_ptr(),
         bias.data_ptr(),
         state.data_ptr(),
-        meta.query_start.data_ptr(),
-        meta.state_reads.data_ptr(),
-        meta.state_writes.data_ptr(),
-        meta.num_seqs.data_ptr(),
+        *step_parameters(meta),
         out.data_ptr(),
         num,
         width,
@@ -67,7 +61,6 @@ def gated_delta_rule(
         heads,
         key_dim,
         dim,
-        meta.state_writes.shape[1],
         _parts(len(meta.state_reads) * heads, dim, threads),
     )
     return out
@@ -80,24 +73,6 @@ def _parts(heads: int, dim: int, threads: int) -> int:
     while heads * parts < 4 * threads and dim % (2 * parts * _BLOCK) == 0:
         parts *= 2
     return parts
-
-
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate), for x [N, F] contiguous and gate [N, F] or [N, 1], whose rows may lie
-    apart."""
-    num, width = x.shape
-    out = torch.empty_like(x)
-    SIGMOID_MUL[x.element_size()].run(
-        num_threads() if num * width >= _ENOUGH else 1,
-        x.data_ptr(),
-        gate.data_ptr(),
-        out.data_ptr(),
-        num,
-        width,
-        int(gate.shape[1] == width),
-        gate.stride(0) * x.element_size(),
-    )
-    return out
 
 
 @njit(**INLINE)
@@ -142,7 +117,7 @@ def _matrix(p, row, head, column, spare):
     row of the state tensor."""
     if row < 0:
         return spare
-    return p[5] + ((row * p[14] + head) * p[15] * p[16] + column) * 4, p[16] * 4
+    return p[5] + ((row * p[15] + head) * p[16] * p[17] + column) * 4, p[17] * 4
 
 
 @njit(inline="always")
@@ -153,10 +128,10 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
     changes, values)."""
     seq, head, first, end = span
     memory, sums, change, value = buffers
-    width, size = vectors * lanes, p[15]
+    width, size = vectors * lanes, p[16]
     base = i32(p[6] + seq * 4, (2,))[0]
     total = i32(p[6] + seq * 4, (2,))[1] - base
-    writes = i32(p[8] + seq * p[17] * 4, (p[17],))
+    writes = i32(p[8] + seq * p[9] * 4, (p[9],))
     row = np.int64(i32(p[7] + seq * 4, (1,))[0])
     if first > 0:
         row = _row_after(writes, first - 1, total)
@@ -171,13 +146,13 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
     for t in range(first, end):
         gates = prepared[t - first, 2 * size :]
         decay, beta, both = gates[0], gates[1], gates[2]
-        given = (base + t + 1) * p[12] - (p[14] - head) * p[16] + column  # values are the last
+        given = (base + t + 1) * p[13] - (p[15] - head) * p[17] + column  # values are the last
         read_cells(p[1] + given * cell, value[:width], cell)
         for j in range(width):
             change[j] = (value[j] - sums[j] * decay) * beta
             value[j] = sums[width + j] * decay + both * change[j]
-        made = ((base + t) * p[14] + head) * p[16] + column
-        write_cells(p[10] + made * cell, value[:width], cell)
+        made = ((base + t) * p[15] + head) * p[17] + column
+        write_cells(p[11] + made * cell, value[:width], cell)
         target = _matrix(p, _row_after(writes, t, total), head, column, spare)
         places = (source[0], source[1], target[0], target[1])
         keys = (key, key + step)
@@ -195,13 +170,13 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
 def _prefetch_token(p, token, head, columns, cell):
     """Prefetch one head's query and key, and some columns of its values. They are a whole row apart
     from those of the token before, where the processor prefetches nothing by itself."""
-    size, key_heads, heads, dim = p[15], p[13], p[14], p[16]
-    row = p[1] + token * p[12] * cell
+    size, key_heads, heads, dim = p[16], p[14], p[15], p[17]
+    row = p[1] + token * p[13] * cell
     query = row + head // (heads // key_heads) * size * cell
     for line in range(0, size * cell, 64):
         prefetch(query + line, 1, 16, 4)
         prefetch(query + key_heads * size * cell + line, 1, 16, 4)
-    values = row + (p[12] - (heads - head) * dim) * cell
+    values = row + (p[13] - (heads - head) * dim) * cell
     for line in range(columns[0] * cell, columns[1] * cell, 64):
         prefetch(values + line, 1, 16, 4)
     return 0
@@ -213,15 +188,15 @@ def _columns(p, span, columns, buffers, cell):
     columns: (first, end)."""
     seq, head = span
     prepared, memory, sums, change, value = buffers
-    size, per_key = p[15], p[14] // p[13]
+    size, per_key = p[16], p[15] // p[14]
     base, after = i32(p[6] + seq * 4, (2,))[0], i32(p[6] + seq * 4, (2,))[1]
-    scalars = np.float64(f32(p[3], (p[14],))[head]), np.float64(f32(p[4], (p[14],))[head])
+    scalars = np.float64(f32(p[3], (p[15],))[head]), np.float64(f32(p[4], (p[15],))[head])
     for first in range(0, after - base, _TILE):
         end = min(first + _TILE, after - base)
         for t in range(first, end):
-            query = p[1] + ((base + t) * p[12] + head // per_key * size) * cell
-            gate = p[2] + ((base + t) * 2 * p[14] + head) * cell
-            place = query, query + p[13] * size * cell, gate, gate + p[14] * cell
+            query = p[1] + ((base + t) * p[13] + head // per_key * size) * cell
+            gate = p[2] + ((base + t) * 2 * p[15] + head) * cell
+            place = query, query + p[14] * size * cell, gate, gate + p[15] * cell
             _prepare(place, scalars, prepared[t - first], cell)
         for t in range(end, min(end + _TILE, after - base)):
             _prefetch_token(p, base + t, head, columns, cell)
@@ -244,13 +219,13 @@ def _columns(p, span, columns, buffers, cell):
 def _rule_body(cell: int):
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
-        seqs, num = np.int64(i32(p[9], (1,))[0]), p[11]
-        heads, dim, parts = p[14], p[16], p[18]
+        seqs, num = np.int64(i32(p[10], (1,))[0]), p[12]
+        heads, dim, parts = p[15], p[17], p[18]
         width = dim // parts
-        memory = np.empty(p[15] * width + 16, np.float32)
+        memory = np.empty(p[16] * width + 16, np.float32)
         start = (np.int64(memory.ctypes.data) + 63) // 64 * 64
         buffers = (
-            np.empty((_TILE, 2 * p[15] + 3), np.float32),
+            np.empty((_TILE, 2 * p[16] + 3), np.float32),
             start,
             np.empty(2 * _BLOCK, np.float32),
             np.empty(_BLOCK, np.float32),
@@ -262,7 +237,7 @@ def _rule_body(cell: int):
                 break
             if item == seqs * heads * parts:  # padding tokens
                 first = np.int64(i32(p[6], (seqs + 1,))[seqs])
-                clear_rows(p[10], heads * dim * cell, first, num, heads * dim, cell)
+                clear_rows(p[11], heads * dim * cell, first, num, heads * dim, cell)
                 continue
             column = item % parts * width
             head = item // parts
@@ -274,29 +249,5 @@ def _rule_body(cell: int):
     return body
 
 
-def _sigmoid_mul_body(cell: int):
-    def body(row):
-        p = i64(row, (8,))
-        num, width, is_wide = p[4], p[5], p[6]
-        while True:
-            first = next_item(row) * _ROWS
-            if first >= num:
-                break
-            for n in range(first, min(first + _ROWS, num)):
-                x = elements(p[1] + n * width * cell, (width,), cell)
-                out = elements(p[3] + n * width * cell, (width,), cell)
-                if is_wide:
-                    gate = elements(p[2] + n * p[7], (width,), cell)
-                    for i in range(width):
-                        put(out, i, get(x, i) * sigmoid(get(gate, i)))
-                else:
-                    factor = sigmoid(get(elements(p[2] + n * p[7], (1,), cell), 0))
-                    for i in range(width):
-                        put(out, i, get(x, i) * factor)
-
-    return body
-
-
 # By bytes per element.
 RULE = {cell: Kernel(_rule_body(cell), heavy=True) for cell in (4, 2)}
-SIGMOID_MUL = {cell: Kernel(_sigmoid_mul_body(cell)) for cell in (4, 2)}

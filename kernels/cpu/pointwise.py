@@ -9,7 +9,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
-from kernels.cpu.mathlib import gelu_tanh, silu
+from kernels.cpu.mathlib import gelu_tanh, sigmoid, silu
 from kernels.cpu.native import INLINE, Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 
@@ -70,6 +70,24 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     out, num = torch.empty_like(x), x.numel()
     threads = num_threads() if num >= _ENOUGH else 1
     RELU_SQUARED[x.element_size()].run(threads, x.data_ptr(), out.data_ptr(), num)
+    return out
+
+
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """x * activation(gate), for matrices whose rows may be apart; see kernels.ops.apply_gate."""
+    num, width = x.shape
+    out, size = x.new_empty((num, width)), x.element_size()
+    GATE[size, int(activation == "sigmoid")].run(
+        num_threads() if num * width >= _ENOUGH else 1,
+        x.data_ptr(),
+        x.stride(0) * size,
+        gate.data_ptr(),
+        gate.stride(0) * size,
+        out.data_ptr(),
+        num,
+        width,
+        int(gate.shape[1] == width),
+    )
     return out
 
 
@@ -214,6 +232,37 @@ def _relu_squared_body(cell: int):
 
 
 @njit(**INLINE)
+def _factor(gate, i, has_sigmoid):
+    """Element i of a gate, or the sigmoid of it."""
+    return sigmoid(get(gate, i)) if has_sigmoid else get(gate, i)
+
+
+def _gate_body(cell: int, has_sigmoid: int):
+    """Make the body of `apply_gate`. cell: bytes of an element; has_sigmoid: 0 or 1."""
+
+    def body(row):
+        p = i64(row, (9,))
+        num, width, is_wide = p[6], p[7], p[8]
+        while True:
+            first = next_item(row) * _ROWS
+            if first >= num:
+                break
+            for n in range(first, min(first + _ROWS, num)):
+                x = elements(p[1] + n * p[2], (width,), cell)
+                gate = elements(p[3] + n * p[4], (width,), cell)
+                out = elements(p[5] + n * width * cell, (width,), cell)
+                if is_wide:
+                    for i in range(width):
+                        put(out, i, get(x, i) * _factor(gate, i, has_sigmoid))
+                else:
+                    single = _factor(gate, 0, has_sigmoid)
+                    for i in range(width):
+                        put(out, i, get(x, i) * single)
+
+    return body
+
+
+@njit(**INLINE)
 def _open(y, gate):
     """Multiply y by silu(gate) in place."""
     for i in range(y.shape[0]):
@@ -298,6 +347,7 @@ def _join_body(cell: int):
 
 # By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
+GATE = {(cell, act): Kernel(_gate_body(cell, act)) for cell in (4, 2) for act in (0, 1)}
 GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
 ADD = {cell: Kernel(_add_body(cell)) for cell in (4, 2)}
 SCALE = {cell: Kernel(_scale_body(cell)) for cell in (4, 2)}

@@ -13,9 +13,8 @@ import torch
 from numba import njit
 
 from kernels.cpu import isa
-from kernels.cpu.causal_conv import clear_rows, count_written
 from kernels.cpu.cells import elements, get, read_cells, write_cells
-from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.scan_vectors import (
     ROWS,
     add_skip,
@@ -25,6 +24,7 @@ from kernels.cpu.scan_vectors import (
     scan_heads,
     time_steps,
 )
+from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LANES
 from kernels.meta import StateMeta
@@ -71,11 +71,7 @@ def head_scan(
         bits(layer.dt_limits[1]),
         state.data_ptr(),
         out.data_ptr(),
-        meta.query_start.data_ptr(),
-        meta.state_reads.data_ptr(),
-        meta.state_writes.data_ptr(),
-        meta.state_writes.shape[1],
-        meta.num_seqs.data_ptr(),
+        *step_parameters(meta),
         num,
         heads << 32 | (xbc.shape[1] - heads * width) // (2 * depth),
         depth,
@@ -166,10 +162,10 @@ def _head_body(cell: int, vectors: int, lanes: int):
     def body(row):
         p, limits = i64(row, (_PARAMETERS + 1,)), f64(row, (_PARAMETERS + 1,))
         least, most = np.float32(limits[8]), np.float32(limits[9])
-        num_seqs, heads, groups = i32(p[16], (1,))[0], p[18] >> 32, p[18] & 0xFFFF
+        starts, reads, writes = sequences_of(p, 12)
+        num_seqs, heads, groups = len(reads), p[18] >> 32, p[18] & _LOW_BITS
         depth, width = p[19], p[20]
-        starts, reads = i32(p[12], (num_seqs + 1,)), i32(p[13], (num_seqs,))
-        writes, stride = i32(p[14], (num_seqs, p[15])), heads * width * cell
+        stride = heads * width * cell
         a, skips, biases = f32(p[5], (heads,)), f32(p[6], (heads,)), f32(p[7], (heads,))
         scratch = np.empty((depth, width), np.float32)
         raw, bias = np.zeros(_TOKENS, np.float32), np.empty(_TOKENS, np.float32)
@@ -261,11 +257,7 @@ def channel_scan(
         layer.dt_bias.data_ptr(),
         state.data_ptr(),
         out.data_ptr(),
-        meta.query_start.data_ptr(),
-        meta.state_reads.data_ptr(),
-        meta.state_writes.data_ptr(),
-        meta.state_writes.shape[1],
-        meta.num_seqs.data_ptr(),
+        *step_parameters(meta),
         num,
         depth,
         width,
@@ -289,9 +281,8 @@ def _channel_body(cell: int):
 
     def body(row):
         p = i64(row, (_PARAMETERS + 1,))
-        num_seqs, depth, width = i32(p[16], (1,))[0], p[18], p[19]
-        starts, reads = i32(p[12], (num_seqs + 1,)), i32(p[13], (num_seqs,))
-        writes, blocks = i32(p[14], (num_seqs, p[15])), width // LANES
+        starts, reads, writes = sequences_of(p, 12)
+        num_seqs, depth, width, blocks = len(reads), p[18], p[19], p[19] // LANES
         strides = p[5] >> 32, p[5] & _LOW_BITS, p[6] >> 32, p[6] & _LOW_BITS
         scratch = np.empty((depth, width), np.float32)
         x, raw = np.empty((_TOKENS, LANES), np.float32), np.empty((_TOKENS, LANES), np.float32)

@@ -10,17 +10,17 @@ from kernels.reference.attention import (
     paged_attention,
 )
 from kernels.reference.causal_conv import causal_conv
-from kernels.reference.delta_rule import gated_delta_rule, sigmoid_mul
+from kernels.reference.delta_rule import gated_delta_rule
 from kernels.reference.pointwise import (
     act_mul,
     add_rms_norm,
+    apply_gate,
     grouped_gated_norm,
     relu_squared,
     rms_norm,
 )
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 from kernels.reference.selective_scan import channel_scan, head_scan
-from kernels.reference.states import short_conv
 
 __all__ = [
     "AttentionOptions",
@@ -28,6 +28,7 @@ __all__ = [
     "Rope",
     "act_mul",
     "add_rms_norm",
+    "apply_gate",
     "attend",
     "causal_conv",
     "channel_scan",
@@ -39,6 +40,4 @@ __all__ = [
     "qkv_rope_write",
     "relu_squared",
     "rms_norm",
-    "short_conv",
-    "sigmoid_mul",
 ]

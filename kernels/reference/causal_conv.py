@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from kernels.meta import StateMeta
 from kernels.reference.pointwise import wide
+from kernels.reference.states import states_before, written_rows
 
 ACTIVATIONS = ("", "silu")
 
@@ -42,20 +43,7 @@ def causal_conv(
         if bias is not None:
             total = total + wide(bias)
         out[first:end] = F.silu(total) if activation else total
-        for back, row in written_rows(meta, s):
+        for back, row in written_rows(meta, s).items():
             stop = len(window) - back
             state[row] = window[stop - (taps - 1) : stop]
     return out
-
-
-def states_before(state: torch.Tensor, meta: StateMeta) -> list[torch.Tensor]:
-    """Returns a copy of each sequence's state before the step; zeros where it has none."""
-    rows = meta.state_reads.tolist()
-    return [state[row].clone() if row >= 0 else torch.zeros_like(state[0]) for row in rows]
-
-
-def written_rows(meta: StateMeta, seq: int) -> list[tuple[int, int]]:
-    """Returns the rows to which a sequence's states are written, each after the number of tokens of
-    the step that follow the state."""
-    rows = [row for row in meta.state_writes[seq].tolist() if row >= 0]
-    return list(enumerate(reversed(rows)))

@@ -1,5 +1,4 @@
-"""The gated delta rule, a recurrence whose state is a matrix for each head, and the gates of its
-families."""
+"""The gated delta rule, a recurrence whose state is a matrix for each head, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from torch.nn import functional as F
 
 from kernels.meta import StateMeta
 from kernels.reference.pointwise import wide
+from kernels.reference.states import advance_states
 
 NORM_EPS = 1e-6  # in the l2 norm of queries and keys
 
@@ -21,7 +21,7 @@ def gated_delta_rule(
     meta: StateMeta,
 ) -> torch.Tensor:
     """Compute the recurrence token by token; see `kernels.ops.gated_delta_rule`. Float64 is
-    computed in float64, all else in float32. Rows that belong to no sequence are zeros."""
+    computed in float64, all else in float32."""
     _, heads, key_dim, dim = state.shape
     query, key, value = split_heads(wide(qkv), state.shape)
     query, key = (
@@ -31,25 +31,16 @@ def gated_delta_rule(
     beta, step = wide(gates).chunk(2, dim=-1)
     beta = beta.sigmoid()
     decay = (rate.to(step.dtype) * F.softplus(step + bias.to(step.dtype))).exp()
-    out = torch.zeros_like(value)
-    bounds, writes = meta.query_start.tolist(), meta.state_writes.tolist()
-    # Read all states before any is written.
-    before = [
-        state[row].to(value.dtype) if row >= 0 else value.new_zeros(heads, key_dim, dim)
-        for row in meta.state_reads.tolist()
-    ]
-    for s, matrix in enumerate(before):
-        rows = [row for row in writes[s] if row >= 0]
-        first_written = bounds[s + 1] - len(rows)
-        for t in range(bounds[s], bounds[s + 1]):
-            matrix = matrix * decay[t, :, None, None]
-            expected = torch.einsum("hkv,hk->hv", matrix, key[t])
-            change = (value[t] - expected) * beta[t, :, None]
-            matrix = matrix + key[t, :, :, None] * change[:, None]
-            out[t] = torch.einsum("hkv,hk->hv", matrix, query[t])
-            if t >= first_written:
-                state[rows[t - first_written]] = matrix.to(state.dtype)
-    return out.flatten(1).to(qkv.dtype)
+
+    def advance(matrix: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        matrix = matrix * decay[token, :, None, None]
+        expected = torch.einsum("hkv,hk->hv", matrix, key[token])
+        change = (value[token] - expected) * beta[token, :, None]
+        matrix = matrix + key[token, :, :, None] * change[:, None]
+        return matrix, torch.einsum("hkv,hk->hv", matrix, query[token]).flatten()
+
+    out = qkv.new_zeros((len(qkv), heads * dim))
+    return advance_states(advance, out, state, meta)
 
 
 def split_heads(
@@ -65,8 +56,3 @@ def split_heads(
         for x in (query, key)
     )
     return query, key, value.unflatten(1, (heads, dim))
-
-
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate); see `kernels.ops.sigmoid_mul`."""
-    return (wide(x) * wide(gate).sigmoid()).to(x.dtype)

@@ -49,6 +49,12 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     raise ValueError(f"activation {act!r} is unknown; use 'silu', 'gelu_tanh' or 'gelu'")
 
 
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """x * activation(gate), [N, F]; see `kernels.ops.apply_gate`."""
+    factor = wide(gate).sigmoid() if activation == "sigmoid" else wide(gate)
+    return (wide(x) * factor).to(x.dtype)
+
+
 def grouped_gated_norm(
     x: torch.Tensor,
     gate: torch.Tensor,

@@ -3,15 +3,14 @@ channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from kernels.meta import StateMeta
-from kernels.reference.causal_conv import states_before, written_rows
 from kernels.reference.pointwise import wide
+from kernels.reference.states import advance_states
 
 
 class HeadScan(NamedTuple):
@@ -57,7 +56,7 @@ def head_scan(
         return held, y.flatten()
 
     out = xbc.new_zeros((len(xbc), heads * width))
-    return _scan(advance, out, state, meta)
+    return advance_states(advance, out, state, meta)
 
 
 def channel_scan(
@@ -81,24 +80,5 @@ def channel_scan(
         y = (c[token, :, None] * held).sum(0) + values[token] * skip
         return held, y * gates[token]
 
-    return _scan(advance, torch.zeros_like(x, memory_format=torch.contiguous_format), state, meta)
-
-
-def _scan(
-    advance: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-    out: torch.Tensor,
-    state: torch.Tensor,
-    meta: StateMeta,
-) -> torch.Tensor:
-    """Advance each sequence's state by its tokens, write outputs to `out`, and store the states
-    that are kept. The state is rounded to its dtype after each token, as if each were a step."""
-    before, bounds = states_before(state, meta), meta.query_start.tolist()
-    for s, old in enumerate(before):
-        rows, end, held = dict(written_rows(meta, s)), bounds[s + 1], old
-        for token in range(bounds[s], end):
-            held, y = advance(wide(held), token)
-            held = held.to(state.dtype)
-            out[token] = y.to(out.dtype)
-            if (row := rows.get(end - 1 - token)) is not None:
-                state[row] = held
-    return out
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return advance_states(advance, out, state, meta)

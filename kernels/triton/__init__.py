@@ -2,11 +2,11 @@
 :mod:`kernels.reference`."""
 
 from kernels.reference.logits import are_sound
-from kernels.triton.activation import act_mul, relu_squared
+from kernels.triton.activation import act_mul, apply_gate, relu_squared
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
-from kernels.triton.delta_rule import gated_delta_rule, sigmoid_mul
+from kernels.triton.delta_rule import gated_delta_rule
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.invariant import invariant_linear
@@ -19,7 +19,6 @@ from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample, sample_allowed
 from kernels.triton.selective_scan import channel_scan, head_scan
-from kernels.triton.states import short_conv
 
 __all__ = [
     "act_mul",
@@ -27,6 +26,7 @@ __all__ = [
     "advance",
     "apply_bitmask",
     "apply_edits",
+    "apply_gate",
     "are_sound",
     "causal_conv",
     "channel_scan",
@@ -53,8 +53,6 @@ __all__ = [
     "sample",
     "sample_allowed",
     "seat",
-    "short_conv",
-    "sigmoid_mul",
     "token_logprobs",
     "weight_only_product",
 ]

@@ -1,4 +1,4 @@
-"""Gated activations: act(gate) * up."""
+"""Activations and gates."""
 
 from __future__ import annotations
 
@@ -76,6 +76,53 @@ def act_mul_launch(gate_up: torch.Tensor, out: torch.Tensor, act: str) -> Launch
     return Launch(act_mul_kernel, (num_rows, triton.cdiv(width // 2, TILE)), args, 4, 1)
 
 
+@triton.jit
+def gate_kernel(  # noqa: PLR0913
+    x, gate, out, width, stride_x, stride_gate, IS_WIDE: tl.constexpr, ACT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, block of TILE columns): out = x * ACT(gate). IS_WIDE: a row of the gate
+    has as many columns as x, otherwise one."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < width
+    values = tl.load(x + row * stride_x + column, mask=mask, other=0.0)
+    if IS_WIDE:
+        gates = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gates = tl.load(gate + row * stride_gate).to(tl.float32)
+    if ACT == "sigmoid":
+        result = values.to(tl.float32) / (1.0 + tl.exp(-gates))
+    else:
+        result = values.to(tl.float32) * gates
+    tl.store(out + row * width + column, result.to(values.dtype), mask=mask)
+
+
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """See kernels.ops.apply_gate."""
+    out = x.new_empty(x.shape)
+    if len(x):
+        gate_launch(x, gate, activation, out).run()
+    return out
+
+
+def gate_launch(x: torch.Tensor, gate: torch.Tensor, activation: str, out: torch.Tensor) -> Launch:
+    """The launch of `gate_kernel`. out: [N, F], contiguous."""
+    num, width = x.shape
+    args = {
+        "x": x,
+        "gate": gate,
+        "out": out,
+        "width": width,
+        "stride_x": x.stride(0),
+        "stride_gate": gate.stride(0),
+        "IS_WIDE": gate.shape[1] == width,
+        "ACT": activation,
+        "TILE": TILE,
+    }
+    return Launch(gate_kernel, (num, triton.cdiv(width, TILE)), args, 4, 1)
+
+
 @triton.jit(do_not_specialize=["num"])
 def relu_squared_kernel(x, out, num, TILE: tl.constexpr):
     """One program per block of TILE elements: out = max(x, 0) ** 2."""
@@ -107,3 +154,5 @@ def configurations() -> Iterator[Launch]:
             yield act_mul_launch(gate_up, gate_up[:, :3072], act)
         rows = torch.empty((64, 3072), dtype=dtype, device="meta")
         yield relu_squared_launch(rows, rows)
+        for gate, activation in ((rows, ""), (rows, "sigmoid"), (rows[:, :1], "sigmoid")):
+            yield gate_launch(rows, gate, activation, rows)

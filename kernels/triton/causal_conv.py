@@ -12,6 +12,7 @@ from kernels.meta import StateMeta
 from kernels.reference.causal_conv import check_activation
 from kernels.triton.activation import activate
 from kernels.triton.launch import Launch
+from kernels.triton.states import count_states, example_step, step_arguments
 
 CHANNELS = 128  # per program
 TOKENS = 16  # per program, in a step with prompts
@@ -47,10 +48,7 @@ def conv_kernel(  # noqa: PLR0913
     is_channel = channel < width
     mask = is_real[:, None] & is_channel[None, :]
     read = tl.load(reads + seq, mask=is_real, other=-1).to(tl.int64)
-    num_written = token * 0
-    for j in range(WRITES):
-        num_written += tl.load(writes + seq * WRITES + j, mask=is_real, other=-1) >= 0
-    entry = num_written - (end - token)
+    entry = count_states(writes, seq, WRITES) - (end - token)
     is_written = is_real & (entry >= 0)
     written = tl.load(writes + seq * WRITES + entry, mask=is_written, other=0).to(tl.int64)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
@@ -107,21 +105,17 @@ def conv_launch(
     num, width = x.shape
     num_seqs = len(meta.state_reads)
     tokens = 1 if meta.max_query_len <= 1 else TOKENS
-    args = {
+    args = step_arguments(meta) | {
         "x": x,
         "weight": weight,
         "bias": bias,
         "state": state,
-        "query_start": meta.query_start,
-        "reads": meta.state_reads,
-        "writes": meta.state_writes,
         "out": out,
         "num_tokens": num,
         "num_seqs": num_seqs,
         "stride": x.stride(0),
         "width": width,
         "TAPS": weight.shape[1],
-        "WRITES": meta.state_writes.shape[1],
         "STEPS": num_seqs.bit_length(),
         "ACT": activation,
         "TOKENS": tokens,
@@ -132,15 +126,16 @@ def conv_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Launches to compile ahead: the width of Granite 4 H 1B, with and without drafts and bias."""
+    """Launches to compile ahead: Granite 4 H 1B, with and without drafts and bias, and LFM2 1.2B,
+    without an activation."""
     width, stride = 3328, 6448
-    column = torch.empty(64, dtype=torch.int32, device="meta")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = torch.empty((64, stride), dtype=dtype, device="meta")
         weight = torch.empty((width, 4), dtype=dtype, device="meta")
         state = torch.empty((128, 3, width), dtype=dtype, device="meta")
-        for longest, copies, bias in ((1, 1, None), (64, 5, rows[0, :width])):
-            writes = torch.empty((64, copies), dtype=torch.int32, device="meta")
-            meta = StateMeta(column, column, writes, column[:1], 64 // longest, longest)
-            layer = (weight, bias, "silu")
-            yield conv_launch(rows[:, :width], layer, state, meta, weight.new_empty((64, width)))
+        for longest, writes, bias in ((1, 1, None), (64, 5, rows[0, :width])):
+            layer, step = (weight, bias, "silu"), example_step(writes, longest)
+            yield conv_launch(rows[:, :width], layer, state, step, weight.new_empty((64, width)))
+        layer = (weight[:2048, :3].contiguous(), None, "")
+        x, state = rows[:, :2048].contiguous(), state[:, :2, :2048].contiguous()
+        yield conv_launch(x, layer, state, example_step(1), x)

@@ -1,4 +1,4 @@
-"""The gated delta rule, and the gates of its families."""
+"""The gated delta rule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import triton.language as tl
 from kernels.meta import StateMeta
 from kernels.reference.delta_rule import NORM_EPS
 from kernels.triton.launch import Launch
+from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
 COLUMNS = 32  # value columns of a program
-TILE = 1024  # elements of a program of the gates
 
 
 @triton.jit
@@ -37,9 +37,7 @@ def gated_delta_rule_kernel(  # noqa: PLR0913
     read = tl.load(reads + seq).to(tl.int64)
     matrix = tl.load(state + read * (HEADS * KEY * DIM) + place, mask=mask & (read >= 0), other=0.0)
     matrix = matrix.to(tl.float32)
-    num_written = 0
-    for j in range(WRITES):
-        num_written += (tl.load(writes + seq * WRITES + j) >= 0).to(tl.int32)
+    num_written = count_states(writes, seq, WRITES)
     factor = tl.load(rate + head)
     added = tl.load(bias + head)
     width = 2 * key_heads * KEY + HEADS * DIM
@@ -71,24 +69,6 @@ def gated_delta_rule_kernel(  # noqa: PLR0913
         token += 1
 
 
-@triton.jit
-def sigmoid_mul_kernel(
-    x, gate, out, width, stride_gate, IS_WIDE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """One program per (row, block of TILE columns): out = x * sigmoid(gate). IS_WIDE: a row of the
-    gate has as many columns as x, otherwise one."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < width
-    values = tl.load(x + row * width + column, mask=mask, other=0.0)
-    if IS_WIDE:
-        gates = tl.load(gate + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
-    else:
-        gates = tl.load(gate + row * stride_gate).to(tl.float32)
-    result = values.to(tl.float32) / (1.0 + tl.exp(-gates))
-    tl.store(out + row * width + column, result.to(values.dtype), mask=mask)
-
-
 def gated_delta_rule(
     qkv: torch.Tensor,
     gates: torch.Tensor,
@@ -116,21 +96,17 @@ def rule_launch(
     """The launch of `gated_delta_rule_kernel`. given: qkv and gates; weights: rate and bias."""
     _, heads, key_dim, dim = state.shape
     columns = min(COLUMNS, pad_power(dim))
-    args = {
+    args = step_arguments(meta) | {
         "qkv": given[0],
         "gates": given[1],
         "rate": weights[0],
         "bias": weights[1],
         "state": state,
-        "query_start": meta.query_start,
-        "reads": meta.state_reads,
-        "writes": meta.state_writes,
         "out": out,
         "key_heads": (given[0].shape[1] - heads * dim) // (2 * key_dim),
         "HEADS": heads,
         "KEY": key_dim,
         "DIM": dim,
-        "WRITES": meta.state_writes.shape[1],
         "EPS": NORM_EPS,
         "PAD_KEY": pad_power(key_dim),
         "COLUMNS": columns,
@@ -139,41 +115,12 @@ def rule_launch(
     return Launch(gated_delta_rule_kernel, grid, args, 4, 1)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """See kernels.ops.sigmoid_mul."""
-    out = torch.empty_like(x)
-    if len(x):
-        sigmoid_mul_launch(x, gate, out).run()
-    return out
-
-
-def sigmoid_mul_launch(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> Launch:
-    """The launch of `sigmoid_mul_kernel`. x, out: [N, F], contiguous."""
-    num, width = x.shape
-    args = {
-        "x": x,
-        "gate": gate,
-        "out": out,
-        "width": width,
-        "stride_gate": gate.stride(0),
-        "IS_WIDE": gate.shape[1] == width,
-        "TILE": TILE,
-    }
-    return Launch(sigmoid_mul_kernel, (num, triton.cdiv(width, TILE)), args, 4, 1)
-
-
 def configurations() -> Iterator[Launch]:
     """Launches to compile ahead: the sizes of Qwen3-Next, with and without drafts."""
-    column = torch.empty(64, dtype=torch.int32, device="meta")
     numbers = torch.empty(32, device="meta")
     state = torch.empty((128, 32, 128, 128), device="meta")
     for dtype in (torch.bfloat16, torch.float32):
-        qkvz = torch.empty((64, 12288), dtype=dtype, device="meta")
-        qkv, z = qkvz[:, :8192].contiguous(), qkvz[:, 8192:]
+        qkv = torch.empty((64, 8192), dtype=dtype, device="meta")
         gates, out = qkv[:, :64].contiguous(), qkv[:, :4096].contiguous()
-        for writes in (1, 5):
-            places = torch.empty((64, writes), dtype=torch.int32, device="meta")
-            meta = StateMeta(column, column, places, column[:1], 64, 1)
+        for meta in (example_step(1), example_step(5)):
             yield rule_launch((qkv, gates), (numbers, numbers), state, meta, out)
-        for gate in (z, z[:, :1]):
-            yield sigmoid_mul_launch(out, gate, out)

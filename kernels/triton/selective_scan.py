@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 from kernels.triton.launch import Launch
+from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
 COLUMNS = 16  # of a head's state per program
@@ -29,15 +30,6 @@ def softplus(x):
     for n in tl.static_range(7):
         series = series * square + 2.0 / (13 - 2 * n)
     return tl.maximum(x, 0.0) + series * s
-
-
-@triton.jit
-def count_states(writes, seq, WRITES: tl.constexpr):
-    """Returns the number of states that a sequence writes."""
-    num = 0
-    for j in range(WRITES):
-        num += (tl.load(writes + seq * WRITES + j) >= 0).to(tl.int32)
-    return num
 
 
 @triton.jit(do_not_specialize=["least", "most", "num_tokens"])
@@ -164,17 +156,6 @@ def channel_scan(
     return out
 
 
-def _of_step(meta: StateMeta, num_tokens: int) -> dict[str, object]:
-    """The arguments of a scan that describe the step."""
-    return {
-        "query_start": meta.query_start,
-        "reads": meta.state_reads,
-        "writes": meta.state_writes,
-        "num_tokens": num_tokens,
-        "WRITES": meta.state_writes.shape[1],
-    }
-
-
 def head_launch(
     inputs: tuple[torch.Tensor, torch.Tensor],
     layer: HeadScan,
@@ -185,7 +166,8 @@ def head_launch(
     """The launch of `head_kernel`. inputs: xbc and dt."""
     xbc, dt = inputs
     _, heads, size, width = state.shape
-    args = _of_step(meta, len(xbc)) | {
+    args = step_arguments(meta) | {
+        "num_tokens": len(xbc),
         "xbc": xbc,
         "dt": dt,
         "decay": layer.decay,
@@ -218,7 +200,8 @@ def channel_launch(
     """The launch of `channel_kernel`. inputs: x, dt, bc and gate."""
     x, dt, bc, gate = inputs
     _, size, width = state.shape
-    args = _of_step(meta, len(x)) | {
+    args = step_arguments(meta) | {
+        "num_tokens": len(x),
         "x": x,
         "dt": dt,
         "bc": bc,
@@ -244,11 +227,8 @@ def channel_launch(
 def configurations() -> Iterator[Launch]:
     """Launches to compile ahead: sizes of Granite 4 H, Falcon-H1 and Jamba, with and without
     drafts."""
-    column = torch.empty(64, dtype=torch.int32, device="meta")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for copies in (1, 5):
-            writes = torch.empty((64, copies), dtype=torch.int32, device="meta")
-            meta = StateMeta(column, column, writes, column[:1], 64, 1)
+        for meta in (example_step(1), example_step(5)):
             for heads, groups, size, width in ((48, 1, 128, 64), (24, 2, 256, 64)):
                 floats = torch.empty(heads, device="meta")
                 state = torch.empty((128, heads, size, width), device="meta")

@@ -1,4 +1,4 @@
-"""The gated delta rule and its gates on a CPU against plain torch in float64."""
+"""The gated delta rule on a CPU against plain torch in float64."""
 
 import pytest
 import torch
@@ -54,10 +54,3 @@ def test_threads_and_neighbours_change_no_bit() -> None:
     alone = state.clone(), meta_of(parts[3:4])
     got = kernels.gated_delta_rule(given.qkv[3:73], given.gates[3:73], *weights, *alone)
     assert torch.equal(got, results[0][0][3:73])
-
-
-@pytest.mark.isa
-@by_dtype
-@pytest.mark.parametrize("columns", [1, 40])
-def test_sigmoid_mul(columns: int, dtype: torch.dtype) -> None:
-    delta_checks.check_sigmoid_mul(kernels.sigmoid_mul, dtype, columns)

@@ -100,6 +100,17 @@ def test_gated_norms(body: str, dtype: torch.dtype, group: int, norm_first: bool
 
 @by_dtype
 @pytest.mark.parametrize("body", ACTS)
+@pytest.mark.parametrize("activation", ["", "sigmoid"])
+@pytest.mark.parametrize("columns", [1, 1100])
+def test_gates(body: str, dtype: torch.dtype, activation: str, columns: int) -> None:
+    rows = random(9, 2300, dtype=dtype, scale=3)
+    x, gate = rows[:, 3:1103], rows[:, 1150 : 1150 + columns]
+    wanted = reference.apply_gate(x.double(), gate.double(), activation)
+    close(ACTS[body].apply_gate(x, gate, activation), wanted, dtype)
+
+
+@by_dtype
+@pytest.mark.parametrize("body", ACTS)
 def test_squares_of_positive_numbers(body: str, dtype: torch.dtype) -> None:
     x = random(3, 500, dtype=dtype)
     close(ACTS[body].relu_squared(x), reference.relu_squared(x.double()), dtype)

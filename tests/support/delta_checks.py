@@ -1,4 +1,4 @@
-"""Checks of the gated delta rule and its gates, which the bodies of CPUs and GPUs have to pass."""
+"""Checks of the gated delta rule, which the bodies of CPUs and GPUs have to pass."""
 
 from collections.abc import Callable
 
@@ -76,9 +76,3 @@ def check_cuts_of_a_prompt(
     for sizes in ((1,) * num, (2, 1, 20, 18), (40, 1)):
         check_cuts(step, num, sizes)
     assert all(torch.equal(end, ends[0]) for end in ends)
-
-
-def check_sigmoid_mul(multiply: Rule, dtype: torch.dtype, columns: int) -> None:
-    both = random(9, 90, dtype=dtype)
-    x, gate = both[:, :40].contiguous(), both[:, 41 : 41 + columns]
-    close(multiply(x, gate), reference.sigmoid_mul(x.double(), gate.double()), dtype)
