@@ -240,4 +240,6 @@ def stats_of(page: Page) -> SchedulerStats:
             )
             for value in page.values("kv_blocks_in_use")
         ],
+        num_snapshots=int(page.sum("state_snapshots")),
+        snapshot_usage=page.sum("state_snapshot_usage_ratio"),
     )

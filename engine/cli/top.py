@@ -254,6 +254,8 @@ class LiveFigures(NamedTuple):
             "parked": stats.num_parked,
             "kv_usage": stats.kv_usage,
             "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
+            "state_snapshots": stats.num_snapshots,
+            "state_snapshot_usage": stats.snapshot_usage,
             "blocked": stats.blocked,
             "steps_per_second": self.rate(self.growth("num_steps")),
             "computed_tokens_per_second": self.rate(self.growth("num_scheduled_tokens")),
@@ -300,6 +302,9 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     yield "requests parked", str(stats.num_parked), ""
     yield "KV in use", f"{100 * stats.kv_usage:.1f} %", ""
     yield from _groups(stats)
+    if stats.has_snapshots:
+        yield "snapshots of states", f"{stats.num_snapshots:,}", ""
+        yield "KV blocks in snapshots", f"{100 * stats.snapshot_usage:.1f} %", ""
     yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
     yield from _missed(figures)
     yield "steps/s", _number(figures.rate(figures.growth("num_steps"))), f"{stats.num_steps:,}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.kv.block_pool import BlockPool
 
 MARK = b"state"
+LEAST_KEPT = 1024  # hashes of published snapshots, before those of evicted ones are dropped
 
 
 class Snapshot(NamedTuple):
@@ -61,11 +62,19 @@ class Snapshots:
         self._pool = pool
         self._cache = pool.cache
         self._numbers = count()
+        self._published: dict[bytes, None] = {}  # hashes; some snapshots are no longer cached
+        self._num_cached = 0  # as counted last
 
     @property
     def is_pool_full(self) -> bool:
         """True if each further block that is taken evicts another one's content."""
         return self._pool.evicts
+
+    def count_cached(self) -> int:
+        """Count the snapshots of which all blocks are cached at present."""
+        self._published = dict.fromkeys(filter(self.find, self._published))
+        self._num_cached = len(self._published)
+        return self._num_cached
 
     def find(self, block_hash: bytes) -> list[int]:
         """The blocks of the snapshot after the tokens with this hash; [] if there is none."""
@@ -111,6 +120,9 @@ class Snapshots:
         for block, key in zip(written.blocks, keys, strict=True):
             self._cache.rename(block, key)
         self.num_published += 1
+        self._published[block_hash] = None
+        if len(self._published) > 2 * self._num_cached + LEAST_KEPT:
+            self.count_cached()  # drops the hashes of those that were evicted
         return Snapshot(written.blocks, keys)
 
     def discard(self, snapshot: Snapshot) -> None:

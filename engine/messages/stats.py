@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+SNAPSHOTS_PUBLISHED = "snapshots.published"  # a counter of the feature that takes snapshots
+
 
 class GroupUse(msgspec.Struct, array_like=True, frozen=True):
     """The KV blocks in use in one group of layers. ``window``: the group's sliding window in
@@ -48,3 +50,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     by_default: str = ""  # first case in which a default replaced a plug-in's result, and why
     prefix_missed: dict[str, int] = {}  # prompt tokens by reason why they were not in the cache
     kv_groups: list[GroupUse] = []  # of each group of layers; their blocks come from one pool
+    num_snapshots: int = 0  # cached copies of recurrent states
+    snapshot_usage: float = 0.0  # share of the KV blocks that hold these copies, 0 to 1
+
+    @property
+    def has_snapshots(self) -> bool:
+        """True if snapshots of recurrent states are taken: the model has states, and prefixes are
+        cached."""
+        return SNAPSHOTS_PUBLISHED in self.counters

@@ -149,13 +149,16 @@ def _particulars(
 
 
 def _of_cache(stats: SchedulerStats, before: Snapshot, now: Snapshot) -> Iterator[str]:
-    """Yield texts about the KV cache: blocks in use by sliding window, and why prompt tokens were
-    not cached, each only if there are several windows or causes."""
+    """Yield texts about the KV cache, where there is anything to report: blocks in use by sliding
+    window, snapshots of recurrent states, and why prompt tokens were not cached."""
     if len(stats.kv_groups) > 1:
         used: Counter[str] = Counter()
         for group in stats.kv_groups:
             used[f"{group.attention} {group.window or ''}".strip()] += group.num_blocks
         yield f"KV blocks by attention: {', '.join(f'{kind} {n}' for kind, n in used.items())}"
+    if stats.has_snapshots:
+        share = 100.0 * stats.snapshot_usage
+        yield f"snapshots of states {stats.num_snapshots} in {share:.1f} % of the KV blocks"
     missed = _shares(before.prefix_missed, now.prefix_missed)
     if missed and len(now.prefix_missed) > 1:
         yield f"prompt tokens not cached: {missed}"

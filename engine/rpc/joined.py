@@ -17,6 +17,8 @@ GAUGES: dict[str, Any] = {
     "kv_usage": 0.0,
     "blocked": "",
     "kv_groups": [],
+    "num_snapshots": 0,
+    "snapshot_usage": 0.0,
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 
@@ -40,7 +42,8 @@ def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
         field.name: _sum([getattr(each, field.name) for each in known])
         for field in msgspec.structs.fields(SchedulerStats)
     }
-    return SchedulerStats(**{**summed, "kv_usage": summed["kv_usage"] / len(known)})
+    means = {name: summed[name] / len(known) for name in ("kv_usage", "snapshot_usage")}
+    return SchedulerStats(**{**summed, **means})
 
 
 def _sum(values: list[Any]) -> Any:

@@ -406,6 +406,8 @@ class Metrics(Collector):
             labels = [self._model, str(index), group.attention, str(group.window)]
             in_use.add_metric(labels, group.num_blocks)
         yield in_use
+        if stats.has_snapshots:
+            yield from self._snapshots(stats)
         yield self._labelled(
             COUNTER,
             "metronome_prefix_cache_missed_tokens",
@@ -434,6 +436,14 @@ class Metrics(Collector):
             "event",
             {k: num for k, num in stats.counters.items() if not k.startswith(FAILURES)},
         )
+
+    def _snapshots(self, stats: SchedulerStats) -> Iterator[Metric]:
+        """The gauges of a model with recurrent states."""
+        doc = "Snapshots of recurrent states in the prefix cache."
+        yield from self._numbers(GAUGE, "state_snapshots", None, doc, stats.num_snapshots)
+        doc = "Share of the KV blocks that hold these snapshots, 0 to 1."
+        share = stats.snapshot_usage
+        yield from self._numbers(GAUGE, "state_snapshot_usage_ratio", None, doc, share)
 
     def _drafts(self, stats: SchedulerStats) -> Iterator[Metric]:
         """The counters of speculative decoding under vLLM's names."""

@@ -85,6 +85,7 @@ def test_statistics_of_several_schedulers_are_those_of_one() -> None:
     one.prefix_missed, two.prefix_missed = {"evicted": 4}, {"evicted": 1, "never seen": 2}
     one.kv_groups = [GroupUse(0, 5), GroupUse(64, 2)]
     two.kv_groups = [GroupUse(0, 1), GroupUse(64, 1)]
+    one.num_snapshots, one.snapshot_usage, two.num_snapshots, two.snapshot_usage = 3, 0.5, 2, 0.25
     both = sum_of([one, two])
     assert both is not None
     assert (both.num_running, both.num_waiting, both.num_parked, both.kv_usage) == (4, 2, 1, 0.25)
@@ -93,6 +94,7 @@ def test_statistics_of_several_schedulers_are_those_of_one() -> None:
     assert both.counters == {"drafts.num_drafts": 5}
     assert both.prefix_missed == {"evicted": 5, "never seen": 2}
     assert both.kv_groups == [GroupUse(0, 6), GroupUse(64, 3)]
+    assert (both.num_snapshots, both.snapshot_usage) == (5, 0.375)
     assert sum_of([one, None]) is None
 
 

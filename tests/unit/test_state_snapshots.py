@@ -103,6 +103,25 @@ def test_snapshots_never_take_a_block_that_a_request_holds():
     assert len({run.scheduler.make_stats().num_preemptions for run in runs}) == 1
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_statistics_count_the_snapshots_that_are_cached(size):
+    run = make_run(snapshot_blocks=size, num_blocks=1 + 100)
+    assert run.scheduler.make_stats().num_snapshots == 0
+    for k in range(40):  # later snapshots evict former ones
+        serve(run, f"first {k}", OTHER[64 * k : 64 * k + 60], 1)
+    stats = run.scheduler.make_stats()
+    assert stats.has_snapshots and stats.counters["snapshots.published"] == 40
+    assert 0 < stats.num_snapshots < 40
+    assert stats.snapshot_usage == stats.num_snapshots * size / 100
+    for k in range(40):
+        run.add(make_request(f"second {k}", OTHER[64 * k : 64 * k + 60], 1))
+    waiting = run.scheduler.roster.by_id.values()
+    is_cached = [run.scheduler.kv.states.has_snapshot(req, 48) for req in waiting]
+    assert is_cached == [k >= 40 - stats.num_snapshots for k in range(40)]
+    run.scheduler.reset_prefix_cache()
+    assert run.scheduler.make_stats().num_snapshots == 0
+
+
 def test_a_request_as_large_as_the_pool_is_served_after_a_hit():
     run = make_run(snapshot_blocks=3, num_blocks=1 + 10, max_num_batched_tokens=64)
     assert serve(run, "a", PROMPT[:81], 2) == 0

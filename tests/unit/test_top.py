@@ -34,6 +34,8 @@ metronome_wait_seconds_total{cause="seats",model_name="box"} 1.5
 metronome_wait_seconds_total{model_name="a \"b\\c\"\n}",cause="preempted by \"x\", {y}"} 2.0
 metronome_hook_seconds_total{hook="EDF.rank",model_name="box"} 0.125
 metronome_feature_events_total{event="drafts.num_drafts",model_name="box"} 7.0
+metronome_state_snapshots{model_name="box"} 12.0
+metronome_state_snapshot_usage_ratio{model_name="box"} 0.125
 metronome_first_token_seconds_bucket{le="+Inf",model_name="box"} 3.0
 metronome_broken{model_name="box"} many
 """
@@ -57,6 +59,8 @@ def test_a_page_becomes_statistics() -> None:
         counters={"drafts.num_drafts": 7},
         prefix_missed={"never seen": 64},
         kv_groups=[GroupUse(0, 30), GroupUse(512, 7)],
+        num_snapshots=12,
+        snapshot_usage=0.125,
     )
     assert page.sum("generation_tokens_total") == 700 and page.sum("no_such") == 0
     assert "broken" not in page and page.by("no_such", "cause") == {}
@@ -168,3 +172,15 @@ def test_mistakes_are_one_line(
     assert main(["top", "--once", *args]) == status
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+@pytest.mark.parametrize("counters", [{}, {"snapshots.published": 0}])
+def test_snapshots_are_shown_for_models_that_take_them(counters: dict[str, int]) -> None:
+    screen = Screen("an engine", 1.0)
+    for second in range(2):
+        taken = {"num_snapshots": 1234, "snapshot_usage": 0.125, "counters": counters}
+        screen.add(reading(100.0 + second, **taken))
+    text = " ".join(shown(screen).split())
+    for line in ("snapshots of states 1,234", "KV blocks in snapshots 12.5 %"):
+        assert (line in text) == bool(counters)
+    assert screen.figures.as_dict()["state_snapshots"] == 1234

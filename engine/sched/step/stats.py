@@ -21,6 +21,9 @@ def make_stats(
     if isinstance(view.predictor, GuardedPredictor):
         first.append(view.predictor.first_failure)
         num_faults += view.predictor.num_failures
+    snapshots = None if kv.states is None else kv.states.snapshots
+    num_snapshots = 0 if snapshots is None else snapshots.count_cached()
+    blocks_of_each = 0 if snapshots is None else snapshots.num_blocks
     return SchedulerStats(
         num_running=len(roster.running),
         num_waiting=len(roster.waiting),
@@ -51,4 +54,6 @@ def make_stats(
             GroupUse(group.window, num, group.is_chunked)
             for group, num in zip(kv.groups, kv.num_used, strict=True)
         ],
+        num_snapshots=num_snapshots,
+        snapshot_usage=num_snapshots * blocks_of_each / kv.num_usable,
     )
