@@ -48,7 +48,7 @@ class Repeats:
         longest = max(lengths.tolist())
         if not recording.make_room(len(lengths), longest):
             return None
-        with section("forward"):
+        with section("replay"):
             if recording.whole is not None:
                 recording.whole.launches.repeat()
             elif not self._try_first(recording, last, wanted, longest):
