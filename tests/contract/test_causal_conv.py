@@ -9,6 +9,19 @@ import kernels
 from kernels.cpu.threads import num_threads, set_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
+# A kernel is compiled for each dtype, activation and number of taps; float16 has none. The default
+# tier tests each of them, and some of their combinations.
+ACTIVATIONS = [
+    *(("silu", dtype) for dtype in (*DTYPES, torch.float16)),
+    *(("", dtype) for dtype in (torch.float32, torch.float16)),
+    pytest.param("", torch.bfloat16, marks=pytest.mark.slow),
+]
+TAPS = [
+    *((taps, torch.float32) for taps in (2, 3, 4)),
+    *((taps, torch.bfloat16) for taps in (1, 4)),
+    pytest.param(1, torch.float32, marks=pytest.mark.slow),
+    *(pytest.param(taps, torch.bfloat16, marks=pytest.mark.slow) for taps in (2, 3)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +30,13 @@ def _seeded(seed: int) -> None:
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("activation", ["silu", ""])
+@pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS)
 def test_outputs_and_states(step: str, activation: str, dtype: torch.dtype) -> None:
     conv_checks.check_against_reference(kernels.causal_conv, dtype, step, activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("taps", [1, 3, 4])
+@pytest.mark.parametrize(("taps", "dtype"), TAPS)
 def test_a_prompt_in_parts_gives_the_same_bits(taps: int, dtype: torch.dtype) -> None:
     conv_checks.check_cuts_of_a_prompt(kernels.causal_conv, dtype, taps)
 

@@ -11,6 +11,15 @@ from kernels.cpu.threads import num_threads, set_threads
 DTYPES = (torch.float32, torch.bfloat16)
 # Heads, groups, state size, head width; the last one has no compiled loops.
 HEADS = ((4, 2, 16, 16), (6, 1, 128, 64), (3, 3, 12, 48), (4, 1, 6, 10))
+# A kernel is compiled for each dtype, and for heads of one vector and of more. The default tier
+# tests each of the two with one dtype.
+USUAL = [(shape, torch.bfloat16 if shape[3] == 64 else torch.float32) for shape in HEADS[:3]]
+SHAPES = [
+    pytest.param(shape, dtype, marks=[pytest.mark.slow] * ((shape, dtype) not in USUAL))
+    for shape in HEADS[:3]
+    for dtype in DTYPES
+]
+PLAIN = [(shape, torch.float16) for shape in HEADS] + [(HEADS[3], dtype) for dtype in DTYPES]
 CHANNELS = ((16, 64), (8, 80), (5, 24))  # state size, channels
 
 
@@ -20,9 +29,8 @@ def _seeded(seed: int) -> None:
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize(("shape", "dtype"), [*SHAPES, *PLAIN])
 def test_scan_by_heads(shape: scan_checks.Shape, step: str, dtype: torch.dtype) -> None:
     scan_checks.check_heads(kernels.head_scan, dtype, step, shape)
 
@@ -35,18 +43,25 @@ def test_scan_by_channels(shape: tuple[int, int], step: str, dtype: torch.dtype)
     scan_checks.check_channels(kernels.channel_scan, dtype, step, shape)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_a_prompt_in_parts_gives_the_same_bits_by_heads(
+    shape: scan_checks.Shape, dtype: torch.dtype
+) -> None:
+    scan_checks.check_cuts_of_heads(kernels.head_scan, dtype, shape)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_in_parts_gives_the_same_bits(dtype: torch.dtype) -> None:
-    for shape in HEADS[:3]:
-        scan_checks.check_cuts_of_heads(kernels.head_scan, dtype, shape)
-    for size in CHANNELS[:2]:
-        scan_checks.check_cuts_of_channels(kernels.channel_scan, dtype, size)
+@pytest.mark.parametrize("shape", CHANNELS[:2])
+def test_a_prompt_in_parts_gives_the_same_bits_by_channels(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    scan_checks.check_cuts_of_channels(kernels.channel_scan, dtype, shape)
 
 
 def test_threads_and_neighbours_change_no_bit() -> None:
     parts, shape = [Part(1, True)] * 5 + [Part(40), Part(5, True, 2)], HEADS[1]
     meta, layer = meta_of(parts), scan_checks.head_layer(shape[0])
-    xbc, dt = scan_checks.head_inputs(50, shape, torch.float32)
+    xbc, dt = scan_checks.head_inputs(50, shape, torch.bfloat16)
     state = torch.randn(len(parts) * 5, shape[0], *shape[2:])
     before, results = num_threads(), []
     try:

@@ -105,8 +105,22 @@ def test_logits_are_those_of_what_weights_stand_for(
     made, tokens = directories[name], tokens_of(seed, 23)
     expected = reference_logits(made.reference, tokens)
     assert_same(PagedRun(load(made.path), seed=seed).prefill("a", tokens, 9), expected, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Attention of these two has other heads than that of the others, and is compiled for them.
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * name.startswith(("gpt2", "deepseek")))
+        for name in DIRECTORIES
+    ],
+)
+def test_logits_in_bfloat16_stay_near(
+    directories: dict[str, Written], name: str, seed: int
+) -> None:
+    made, tokens = directories[name], tokens_of(seed, 23)
     rounded = PagedRun(load(made.path, dtype="bfloat16")).prefill("a", tokens)
-    assert cosine(rounded.float(), expected) > 0.98
+    assert cosine(rounded.float(), reference_logits(made.reference, tokens)) > 0.98
 
 
 @pytest.mark.parametrize("name", ["gemma-gptq-desc-act", "olmoe-w4a16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -140,14 +141,12 @@ def told_greedy(
 def model_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LFM2 with the tokenizer of the model in the package."""
     path = tmp_path_factory.mktemp("lfm2") / "model"
-    tokenizer = BOX_MODEL / "tokenizer.json"
-    size = LLM(str(BOX_MODEL), log_level="error").get_tokenizer().vocab_size
+    config = json.loads((BOX_MODEL / "config.json").read_text())
     case = CASES["lfm2"]
-    options = {**case.options, "vocab_size": size}
+    options = {**case.options, "vocab_size": config["vocab_size"]}
     save(random_model(config_of(Case(case.family, options)), seed=3), path)
-    shutil.copy(tokenizer, path)
-    if (BOX_MODEL / "tokenizer_config.json").exists():
-        shutil.copy(BOX_MODEL / "tokenizer_config.json", path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BOX_MODEL / name, path)
     return path
 
 

@@ -310,7 +310,7 @@ CASES: dict[str, Case] = {
             "conv_L_cache": 2,
             "block_multiple_of": 24,
             "block_ffn_dim_multiplier": 1.3,
-            "num_key_value_heads": 1,
+            "num_key_value_heads": 4,
         },
     ),
     "lfm2-bf16": Case("Lfm2", {"layer_types": [CONV, FULL, CONV], **SMALL_MLP}, torch.bfloat16),
