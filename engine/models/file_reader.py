@@ -111,28 +111,33 @@ class _DirectFile:
 
     def __init__(self, file: Path) -> None:
         self._number = -1
+        self._mapped: mmap.mmap | None = None
         try:
             self._number = os.open(file, os.O_RDONLY | os.O_DIRECT)
-            self._mapped = mmap.mmap(self._number, 0, prot=mmap.PROT_READ)
             self._mincore = ctypes.CDLL(None).mincore
+            self._mapped = mmap.mmap(self._number, 0, prot=mmap.PROT_READ)
+            self._address = np.frombuffer(self._mapped, np.uint8).ctypes.data
         except (AttributeError, OSError):  # not Linux, or a file system without direct reads
             self.close()
 
     def close(self) -> None:
         if self._number >= 0:
             os.close(self._number)
-        self._number = -1
+        if self._mapped is not None:
+            self._mapped.close()  # it has a descriptor of its own
+        self._number, self._mapped = -1, None
 
     def is_cached(self, offset: int, size: int) -> bool:
-        """True if most of a range is in the system's cache, or if this is unknown."""
-        if self._number < 0:
+        """True if most of a range is in the system's cache, or if this is unknown, as for files
+        that this user may not change."""
+        if self._mapped is None:
             return True
         first = offset // _PAGE * _PAGE
-        start = np.frombuffer(self._mapped, np.uint8)[first : offset + size]
-        pages = np.zeros(-(-len(start) // _PAGE), np.uint8)
+        length = max(0, min(offset + size, len(self._mapped)) - first)
+        pages = np.zeros(-(-length // _PAGE), np.uint8)
         failed = self._mincore(
-            ctypes.c_void_p(start.ctypes.data),
-            ctypes.c_size_t(len(start)),
+            ctypes.c_void_p(self._address + first),
+            ctypes.c_size_t(length),
             ctypes.c_void_p(pages.ctypes.data),
         )
         return bool(failed) or 2 * int(np.count_nonzero(pages & 1)) >= len(pages)

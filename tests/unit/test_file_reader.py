@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,6 +72,88 @@ def test_a_range_after_the_end_is_an_error(file, large_bytes) -> None:
         with pytest.raises(EOFError):
             reader.fill(file, NUM_BYTES - size + 1, np.zeros(size, np.uint8))
     reader.close()
+
+
+class System:
+    """A system that supports direct reads, with nothing in its cache; ``without`` names what it
+    refuses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
+        self.without = without
+        self.num_direct = 0  # bytes that were read directly
+        self._direct: set[int] = set()
+        self._open, self._preadv = os.open, os.preadv
+        monkeypatch.setattr(os, "open", self.open)
+        monkeypatch.setattr(os, "preadv", self.preadv)
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mincore=self.mincore))
+
+    def open(self, path: Path, flags: int) -> int:
+        is_direct = bool(flags & os.O_DIRECT)
+        if is_direct and self.without == "direct opening":
+            raise OSError(errno.EINVAL, "")
+        number = self._open(path, flags & ~os.O_DIRECT)
+        if is_direct:
+            self._direct.add(number)
+        return number
+
+    def mincore(self, *place: object) -> int:
+        return -1 if self.without == "reports of its cache" else 0
+
+    def preadv(self, number: int, buffers: list, offset: int) -> int:
+        if number not in self._direct:
+            return self._preadv(number, buffers, offset)
+        place = np.frombuffer(buffers[0], np.uint8)
+        assert not any(each % 4096 for each in (place.ctypes.data, len(place), offset))
+        if self.without == "direct reading":
+            raise OSError(errno.EIO, "")
+        count = self._preadv(number, buffers, offset)
+        self.num_direct += count
+        return count
+
+
+@pytest.mark.parametrize(
+    "without", ["", "direct opening", "reports of its cache", "direct reading"]
+)
+def test_what_a_system_does_not_support_is_read_through_its_cache(
+    file, content, monkeypatch, without
+) -> None:
+    system = System(monkeypatch, without)
+    reader = FileReader([file], large_bytes=0)
+    for offset, size in RANGES:
+        out, before = np.zeros(size, np.uint8), system.num_direct
+        reader.fill(file, offset, out)
+        assert out.tobytes() == content[offset : offset + size]
+        is_direct = not without and size >= PIECE_BYTES
+        assert system.num_direct - before >= size if is_direct else system.num_direct == before
+    reader.close()
+
+
+def opened_by(work: Callable[[], object]) -> tuple[int, int]:
+    """How many more descriptors and threads there are after a call."""
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    work()
+    after = len(os.listdir("/proc/self/fd")), threading.active_count()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_files_and_threads_end_with_a_reader(file: Path, monkeypatch) -> None:
+    System(monkeypatch)
+    readers = []
+
+    def read_and_close() -> None:
+        reader = FileReader([file], large_bytes=0)
+        readers.append(reader)
+        reader.fill(file, 0, np.zeros(2 * PIECE_BYTES, np.uint8))
+        with pytest.raises(EOFError):
+            reader.fill(file, NUM_BYTES, np.zeros(PIECE_BYTES, np.uint8))
+        reader.close()
+
+    def fail() -> None:
+        with pytest.raises(FileNotFoundError):
+            FileReader([file, file.parent / "missing"], large_bytes=0)
+
+    assert opened_by(read_and_close) == (0, 0)
+    assert opened_by(fail) == (0, 0)
 
 
 def test_empty_files_and_missing_ones(tmp_path: Path) -> None:
