@@ -1,23 +1,26 @@
 """Finds the parameters of transformers' modules in checkpoints with quantised weights.
 
+Tensors that the authors of a model named otherwise get the names that transformers gives them.
 Modules stack the matrices of all experts in one parameter, and those of gate and up projections in
 another; checkpoints have them by expert, or stacked without joining gate and up."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from engine.layers.packed_modules import is_experts
 from engine.layers.quantized import GgufWeight, Weight, plain
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.targets import Target, TargetPart, target, whole
@@ -48,6 +51,8 @@ class ModuleWeights:
         self._targets: dict[str, list[Target]] = {}
         self._alternating: set[str] = set()
         self._transposed: set[str] = set()
+        if form is not None:
+            checkpoint.tensors = _renamed(checkpoint.tensors, skeleton)
         for name, tensor in _stored_state(skeleton, checkpoint):
             self._shapes[name] = tensor.shape
             owner, _, own = name.rpartition(".")
@@ -102,6 +107,31 @@ class ModuleWeights:
         for out, matrix in zip(stacked, matrices, strict=True):
             out.copy_(plain(matrix).T if name in self._transposed else plain(matrix))
         return stacked
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], skeleton: Any) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by the names that transformers gives them when it loads a module
+    from them: it replaces parts of names, and adds the prefix of the module without its head."""
+    mapping = get_model_conversion_mapping(skeleton)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    state, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    parts = dict(getattr(skeleton, prefix, nn.Module()).named_children())
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        is_part = own != "bias" and is_quantized(module, tensors)  # of a quantised weight
+        plain_name = f"{module}.weight" if is_part else name
+        new = plain_name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        if new not in state and plain_name in state:
+            new = plain_name
+        if new not in state and new.partition(".")[0] in parts:
+            new = f"{prefix}.{new}"
+        if is_part:
+            new = f"{new.removesuffix('.weight')}.{own}"
+        found[name if new in found else new] = tensor
+    return found
 
 
 def _stored_state(

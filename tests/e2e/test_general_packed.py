@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +136,51 @@ def test_tokens_are_those_of_transformers(directories: dict[str, Written], name:
         for _ in range(2):
             compare(right, run(engine, made)[0], tally)
     assert not tally.ties
+
+
+PUBLISHED: dict[str, tuple[Directory, tuple[tuple[str, str], ...]]] = {
+    "gpt2": (DIRECTORIES["gpt2-gptq"], ((r"^transformer\.", ""),)),
+    "gpt-neox": (
+        Directory(Case("GPTNeoX", {"intermediate_size": 96}), gptq(4, 32), GPTQ),
+        ((r"^lm_head\.", "embed_out."),),
+    ),
+    "phimoe": (
+        Directory(
+            Case("Phimoe", {"num_local_experts": 4}),
+            packed(4, 32),
+            compressed("pack-quantized", integers(4, "group")),
+            keep_gates,
+        ),
+        (
+            (r"\.mlp\.", ".block_sparse_moe."),
+            (r"\.router\.", ".gate."),
+            (r"\.gate_proj\.", ".w1."),
+            (r"\.up_proj\.", ".w3."),
+            (r"\.down_proj\.", ".w2."),
+        ),
+    ),
+}
+"""Models whose authors named tensors otherwise than transformers does, and how."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_of_published_tensors_are_those_that_transformers_reads(
+    tmp_path: Path, name: str, seed: int
+) -> None:
+    one, renamings = PUBLISHED[name]
+    made = write_model(tmp_path / name, one.case, one.write, one.stated, keep=one.keep)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for old in list(tensors):
+            new = old
+            for pattern, replacement in renamings:
+                new = re.sub(pattern, replacement, new)
+            tensors[new] = tensors.pop(old)
+
+    restore(made.path, rename)
+    tokens = tokens_of(seed, 23)
+    found = PagedRun(load(made.path), seed=seed).prefill("a", tokens, 9)
+    assert_same(found, reference_logits(made.reference, tokens), name)
 
 
 def load_module(path: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
