@@ -98,7 +98,8 @@ class StoredWeights:
         form: the format of quantised modules, if there are any."""
         self._checkpoint = checkpoint
         self._modules = None if form is None else QuantizedModules(checkpoint, form)
-        self._parts = {target.name: self._choose(target) for target in targets}
+        targets = tuple(targets)
+        self._parts = {target.name: self._choose(target, targets) for target in targets}
         used = {name for parts in self._parts.values() for p in parts for name in self._names(p)}
         self._check_left_over(used)
 
@@ -153,18 +154,31 @@ class StoredWeights:
             self._checkpoint.read(part.name, part.start, flat[filled : filled + part.size])
             filled += part.size
 
-    def _choose(self, target: Target) -> tuple[TargetPart, ...]:
+    def _choose(self, target: Target, targets: Iterable[Target]) -> tuple[TargetPart, ...]:
         """Return the parts of a target in the first form whose tensors are all in the checkpoint.
-        Raises ``ModelError`` if each form lacks tensors."""
+        Raises ``ModelError`` if each form lacks tensors. targets: those of the whole model."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way
         nearest = max(target.ways, key=lambda way: sum(map(self._is_there, way)))
         missing = next(part for part in nearest if not self._is_there(part))
         raise ModelError(
-            f"{self._checkpoint.root} lacks the tensor {missing.name} of shape {missing.shape}; "
-            "its files are incomplete or do not belong to its config.json"
+            f"{self._checkpoint.root} lacks the tensor {missing.name} of shape {missing.shape}"
+            f"{self._why_missing(targets)}"
         )
+
+    def _why_missing(self, targets: Iterable[Target]) -> str:
+        """The end of a message on a missing tensor: why it may be missing, and what to do."""
+        parts = (part for target in targets for way in target.ways for part in way)
+        modules = {part.name.rpartition(".")[0] for part in parts}
+        for name in self._checkpoint.tensors:
+            if name.rpartition(".")[0] not in modules and not self._may_be_left(name):
+                return (
+                    f", but has {name}, which is not part of the model: config.json describes "
+                    "another model, or tensors are not named as in transformers. To rename them, "
+                    "load the model with transformers and save it again"
+                )
+        return "; its files are incomplete or do not belong to its config.json"
 
     def _is_there(self, part: TargetPart) -> bool:
         if part.name in self._checkpoint.tensors:

@@ -243,6 +243,11 @@ def test_the_format_of_the_weights_may_be_requested(directories: dict[str, Writt
         load(directories["glm4-awq"].path, quantization="int4")
 
 
+def renamed(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace(".mlp.", ".feed.")] = tensors.pop(name)
+
+
 def without_half(tensors: dict[str, torch.Tensor]) -> None:
     del tensors[f"{EXPERT}.up_proj.weight_packed"]
 
@@ -259,7 +264,8 @@ def another(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (without_half, r"lacks the tensor .*experts\.1\.up_proj"),
+        (without_half, r"lacks the tensor .*experts\.1\.up_proj.* files are incomplete"),
+        (renamed, r"lacks .*\.mlp\.gate\.weight .* has .*\.feed\..*not named as in transformers"),
         (short_scales, r"experts\.1\.down_proj\.weight_scale .*shape \(63, 3\).*\(64, 3\)"),
         (another, r"not part of the model .*self_attn\.extra\.weight of shape \(2,\)"),
     ],
