@@ -91,7 +91,8 @@ class Repeats:
         _, prepared = Launches.of(last.room.prepare)
         recording.launch(replace(recording.meta, max_seq_len=longest))
         tokens, drawn = Launches.of(lambda: self._draw(recording, last, wanted))
-        return WholeStep(prepared.joined([recording.launches, drawn]), tokens.numpy())
+        launches = prepared.joined([recording.launches, drawn])
+        return WholeStep(launches, tokens.numpy(), owner=last.room)
 
     def _draw(self, recording: Recording, last: Staged, wanted: Output) -> torch.Tensor:
         """Sample from the outputs of a step, and store the tokens in the slots."""

@@ -126,6 +126,24 @@ def test_sampling_after_replayed_steps_is_the_same(
         assert replayed == [sampled(engine, params)] * 2
 
 
+def test_steps_are_replayed_after_steps_of_many_other_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise steps with prompts are padded to a few sizes.
+    monkeypatch.setattr("engine.worker.worker.takes_tiles", lambda dtype: False)
+    path = str(make_tiny_model("llama", tmp_path, torch.bfloat16))
+    long = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    short = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with engine_for(path, max_model_len=320, enable_prefix_caching=False) as engine:
+        wanted = [sampled(engine, [long] * 3) for _ in range(2)]
+        for length in range(4, 290):
+            prompt = {"prompt_token_ids": [3 + length % 9] * length}
+            engine.add_request("x", prompt, short)
+            while engine.has_unfinished_requests():
+                engine.step()
+        assert [sampled(engine, [long] * 3) for _ in range(2)] == wanted
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_invalid_logits_of_replayed_steps_are_explained(tmp_path: Path, temperature: float) -> None:
     """Requests fail with the cause, and later ones are computed as before."""
