@@ -100,7 +100,7 @@ class WholeStep(NamedTuple):
 
     launches: Launches
     tokens: NDArray[np.int32]  # [N]: the sampled tokens, which the next step overwrites
-    owner: object  # of memory that the launches read, which must exist as long as they do
+    owner: object  # owns memory that the launches read, and is kept as long as they are
 
 
 @dataclass(slots=True)

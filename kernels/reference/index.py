@@ -25,7 +25,7 @@ class SlotState(NamedTuple):
     history: torch.Tensor  # [slots, max_len] int32, sampled tokens by position
     block_tables: torch.Tensor  # [G, slots, max_blocks] int32, one for each group of layers
     windows: torch.Tensor  # [G] int32, tokens that a query of the group sees; 0: all
-    # Of a model with recurrent states: [slots] int32, the copy that has the sequence's state.
+    # [slots] int32, the copy that has the sequence's recurrent state; None: the model has none.
     copy: torch.Tensor | None = None
     num_copies: int = 0  # of each state; copy c of slot s is row s * num_copies + c
 
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     cache_slots: torch.Tensor  # [G, N] int64, block * block_size + offset to write K and V to
     seq_lens: torch.Tensor  # [S] int32
     block_tables: torch.Tensor  # [G, S, max_blocks] int32
-    # Of a model with recurrent states; see `kernels.meta.StateMeta`.
+    # For models with recurrent states; see `kernels.meta.StateMeta`.
     state_reads: torch.Tensor | None = None  # [S] int32
     state_writes: torch.Tensor | None = None  # [S, num_copies - 1] int32
     num_seqs: torch.Tensor | None = None  # [1] int32, S

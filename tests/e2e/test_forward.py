@@ -118,7 +118,7 @@ SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_patches": 16}
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_models_of_images_are_served_as_text_models(tmp_path: Path, name: str, seed: int) -> None:
-    """As published: with an encoder of images, and with layers that only draft."""
+    """The published checkpoints also have an encoder of images and layers that only draft."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     sizes = {"patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
     text = config_of(CASES[WITH_IMAGES[name]]).to_dict()
