@@ -71,6 +71,9 @@ class StateTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+    is_sum: bool = False
+    """True if the tensor sums up all tokens, so that its dtype is that of the option
+    ``mamba_ssm_cache_dtype``; False if it holds recent inputs of a convolution."""
 
     @property
     def num_bytes(self) -> int:

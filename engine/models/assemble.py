@@ -262,7 +262,7 @@ class Assembly:
         def cache_of(kind: MixerKind, window: int) -> LayerCache:
             state = self.spec.state(kind)
             if state:
-                tensors = (StateTensor(s, "float32" if wide else name) for s, wide in state)
+                tensors = (StateTensor(s, "float32" if wide else name, wide) for s, wide in state)
                 return RecurrentState(tensors=tuple(tensors))
             return PagedKV(
                 num_kv_heads=a.num_kv_heads,

@@ -46,7 +46,13 @@ from engine.worker.memory import apply_kv_dtype, make_kv_cache, stored_as
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
-from engine.worker.states import enter_states, groups_of, make_states, num_bytes
+from engine.worker.states import (
+    enter_states,
+    groups_of,
+    make_states,
+    num_bytes,
+    with_state_dtype,
+)
 from engine.worker.steps import BySize, GraphedStep, MixedGraph, advance, record, record_mixed
 from engine.worker.warmup import prepare_kernels, run_all_kinds
 from kernels import slots as on_slots
@@ -83,7 +89,9 @@ class DraftModel(Feature):
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
         self._kv_dtype = apply_kv_dtype(model, requested, platform.device)
-        self._layers = stored_as(model.cache_spec, self._kv_dtype)
+        stored = stored_as(model.cache_spec, self._kv_dtype)
+        states = config.cache.mamba_ssm_cache_dtype
+        self._layers = with_state_dtype(stored, states, self._info.hf)
         self._layout = one_group(self._layers, config.block_size)
         self._target = machine
         num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens

@@ -3,19 +3,30 @@ pool."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from engine.config.engine import ResolvedConfig
 from engine.config.speculative import SpeculativeConfig
-from engine.kv.layout import KVLayout, LayerCache, RecurrentState
+from engine.errors import ModelError
+from engine.kv.layout import (
+    DTYPE_BYTES,
+    KVLayout,
+    LayerCache,
+    RecurrentState,
+    StateTensor,
+    state_bytes,
+)
 from engine.messages.step import StepPlan
 from engine.models.model import LayerCaches
 from engine.worker.memory import Zeros
 from kernels.meta import StateMeta
 from kernels.slots import Inputs
 
+STATE_DTYPE_KEYS = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")  # of config.json
 OF_STATES = -1  # in place of a KV group: the layer keeps a recurrent state
 
 States = tuple[tuple[torch.Tensor, ...], ...]
@@ -73,6 +84,42 @@ def state_meta(
         max_query_len=lengths[1],
         batch_invariant=batch_invariant,
     )
+
+
+def with_state_dtype(
+    layers: Sequence[LayerCache], requested: str, hf: Mapping[str, Any]
+) -> list[LayerCache]:
+    """The caches of a model's layers if the option ``mamba_ssm_cache_dtype`` is ``requested``. hf:
+    the contents of config.json, which may name a dtype for "auto". Raises ``ModelError`` if that
+    dtype is not supported."""
+    if not state_bytes(layers):
+        return list(layers)
+    dtype = _dtype_of_model(hf) if requested == "auto" else requested
+    return [
+        replace(layer, tensors=tuple(_stored_in(tensor, dtype) for tensor in layer.tensors))
+        if isinstance(layer, RecurrentState)
+        else layer
+        for layer in layers
+    ]
+
+
+def _dtype_of_model(hf: Mapping[str, Any]) -> str:
+    """The dtype of state matrices that config.json names, else float32."""
+    key = next((key for key in STATE_DTYPE_KEYS if hf.get(key) is not None), None)
+    if key is None:
+        return "float32"
+    name = str(hf[key]).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(
+            f"config.json's {key} is {hf[key]!r}, supported: {', '.join(DTYPE_BYTES)}; choose one "
+            "with the option mamba_ssm_cache_dtype"
+        )
+    return name
+
+
+def _stored_in(tensor: StateTensor, dtype: str) -> StateTensor:
+    """The tensor in a dtype, if it is one whose dtype can be chosen."""
+    return tensor._replace(dtype=dtype) if tensor.is_sum else tensor
 
 
 def make_states(layers: Sequence[LayerCache], num_rows: int, zeros: Zeros) -> States:

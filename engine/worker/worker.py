@@ -61,6 +61,7 @@ from engine.worker.states import (
     make_states,
     num_bytes,
     num_copies,
+    with_state_dtype,
 )
 from engine.worker.steps import Pending
 from engine.worker.warmup import (
@@ -282,6 +283,7 @@ class ModelWorker:
         """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
         config, sched = self.config, self.config.scheduler
         layers = stored_as(model.cache_spec, self._kv_dtype)
+        layers = with_state_dtype(layers, config.cache.mamba_ssm_cache_dtype, self._info.hf)
         keeps_all = any(feature.reads_first_group for feature in self._features)
         if keeps_all and all(layer.window for layer in layers if isinstance(layer, PagedKV)):
             logger.info(

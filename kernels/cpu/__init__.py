@@ -13,6 +13,7 @@ import torch
 from kernels import reference
 from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan
 from kernels.cpu import causal_conv as convolution
+from kernels.cpu.state_cells import STATE_TYPES
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
 from kernels.reference.selective_scan import ChannelScan, HeadScan
@@ -160,7 +161,8 @@ def gated_delta_rule(
     state: torch.Tensor,
     meta: StateMeta,
 ) -> torch.Tensor:
-    if _is_plain(qkv, gates) and all(map(_is_float32, (rate, bias, state))):
+    has_loops = state.dtype in STATE_TYPES and state.is_contiguous()
+    if has_loops and _is_plain(qkv, gates) and all(map(_is_float32, (rate, bias))):
         return delta_rule.gated_delta_rule(qkv, gates, rate, bias, state, meta)
     return reference.gated_delta_rule(qkv, gates, rate, bias, state, meta)
 

@@ -9,6 +9,7 @@ on how a sequence is cut into steps.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from kernels.cpu import isa
 from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.delta_vectors import BOTH, READ, STREAMED, UPDATE, state_pass
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item
+from kernels.cpu.state_cells import STATE_TYPES
 from kernels.cpu.states import clear_rows, count_written, step_parameters
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import prefetch
@@ -41,12 +43,12 @@ def gated_delta_rule(
     meta: StateMeta,
 ) -> torch.Tensor:
     """The recurrence over each sequence; see kernels.ops.gated_delta_rule. qkv and gates are
-    contiguous and of one dtype, all else is float32."""
+    contiguous and of one dtype; the state is of a type of `STATE_TYPES`, all else is float32."""
     _, heads, key_dim, dim = state.shape
     num, width = qkv.shape
     out = qkv.new_empty((num, heads * dim))
     threads = num_threads() if num * heads * key_dim * dim >= _ENOUGH else 1
-    RULE[qkv.element_size()].run(
+    rule_kernel(qkv.element_size(), STATE_TYPES[state.dtype]).run(
         threads,
         qkv.data_ptr(),
         gates.data_ptr(),
@@ -112,37 +114,37 @@ def _row_after(writes, token, total):
 
 
 @njit(**INLINE)
-def _matrix(p, row, head, column, spare):
+def _matrix(p, row, head, column, spare, held):
     """Address and row stride of some columns of a head's state; those of ``spare`` if it is in no
-    row of the state tensor."""
+    row of the state tensor. held: bytes of an element of a state."""
     if row < 0:
         return spare
-    return p[5] + ((row * p[15] + head) * p[16] * p[17] + column) * 4, p[17] * 4
+    return p[5] + ((row * p[15] + head) * p[16] * p[17] + column) * held, p[17] * held
 
 
 @njit(inline="always")
-def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: PLR0913
+def _block(p, span, column, prepared, buffers, cell, kind, vectors, lanes):  # noqa: PLR0913
     """Compute vectors * lanes columns of one head for a tile of tokens. span: (sequence, head,
     first token of the tile, its end), counted from the sequence's first token of this step;
     prepared: [tile, ...], see `_prepare`; buffers: (address of memory for this block's state, sums,
     changes, values)."""
     seq, head, first, end = span
     memory, sums, change, value = buffers
-    width, size = vectors * lanes, p[16]
+    width, size, held = vectors * lanes, p[16], 2 if kind else 4
     base = i32(p[6] + seq * 4, (2,))[0]
     total = i32(p[6] + seq * 4, (2,))[1] - base
     writes = i32(p[8] + seq * p[9] * 4, (p[9],))
     row = np.int64(i32(p[7] + seq * 4, (1,))[0])
     if first > 0:
         row = _row_after(writes, first - 1, total)
-    spare = memory, np.int64(width * 4)
+    spare = memory, np.int64(width * held)
     if first == 0 and row < 0:
         f32(memory, (size * width,))[:] = _ZERO
-    source = _matrix(p, row, head, column, spare)
+    source = _matrix(p, row, head, column, spare, held)
     key, step = np.int64(prepared.ctypes.data), prepared.shape[1] * 4
     to_sums, to_change = np.int64(sums.ctypes.data), np.int64(change.ctypes.data)
     places = (source[0], source[1], source[0], source[1])
-    state_pass(places, (key, key), size, _ONE, to_change, to_sums, vectors, lanes, READ)
+    state_pass(places, (key, key), size, _ONE, to_change, to_sums, kind, vectors, lanes, READ)
     for t in range(first, end):
         gates = prepared[t - first, 2 * size :]
         decay, beta, both = gates[0], gates[1], gates[2]
@@ -153,16 +155,18 @@ def _block(p, span, column, prepared, buffers, cell, vectors, lanes):  # noqa: P
             value[j] = sums[width + j] * decay + both * change[j]
         made = ((base + t) * p[15] + head) * p[17] + column
         write_cells(p[11] + made * cell, value[:width], cell)
-        target = _matrix(p, _row_after(writes, t, total), head, column, spare)
+        target = _matrix(p, _row_after(writes, t, total), head, column, spare, held)
         places = (source[0], source[1], target[0], target[1])
         keys = (key, key + step)
         if t + 1 < end:
-            state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, BOTH)
+            state_pass(places, keys, size, decay, to_change, to_sums, kind, vectors, lanes, BOTH)
         # At the next step caches would hold other states; to fill them would read the target first.
         elif lanes == 16 and total == 1 and target[0] % 64 == 0 and target[1] % 64 == 0:
-            state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, STREAMED)
+            state_pass(
+                places, keys, size, decay, to_change, to_sums, kind, vectors, lanes, STREAMED
+            )
         else:
-            state_pass(places, keys, size, decay, to_change, to_sums, vectors, lanes, UPDATE)
+            state_pass(places, keys, size, decay, to_change, to_sums, kind, vectors, lanes, UPDATE)
         source, key = target, key + step
 
 
@@ -183,9 +187,9 @@ def _prefetch_token(p, token, head, columns, cell):
 
 
 @njit(**INLINE)
-def _columns(p, span, columns, buffers, cell):
+def _columns(p, span, columns, buffers, cell, kind):
     """Compute some columns of one head for all tokens of a sequence. span: (sequence, head);
-    columns: (first, end)."""
+    columns: (first, end); kind: type of the state."""
     seq, head = span
     prepared, memory, sums, change, value = buffers
     size, per_key = p[16], p[15] // p[14]
@@ -205,18 +209,20 @@ def _columns(p, span, columns, buffers, cell):
             held = memory + (column - columns[0]) * size * 4, sums, change, value
             tile = seq, head, first, end
             if columns[1] - column >= _BLOCK:
-                _block(p, tile, column, prepared, held, cell, _VECTORS, 16)
+                _block(p, tile, column, prepared, held, cell, kind, _VECTORS, 16)
                 column += _BLOCK
             elif columns[1] - column >= 16:
-                _block(p, tile, column, prepared, held, cell, 1, 16)
+                _block(p, tile, column, prepared, held, cell, kind, 1, 16)
                 column += 16
             else:
-                _block(p, tile, column, prepared, held, cell, 1, 1)
+                _block(p, tile, column, prepared, held, cell, kind, 1, 1)
                 column += 1
     return 0
 
 
-def _rule_body(cell: int):
+def _rule_body(cell: int, kind: int):
+    """Make the body of `gated_delta_rule`. cell: bytes of an activation; kind: type of states."""
+
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
         seqs, num = np.int64(i32(p[10], (1,))[0]), p[12]
@@ -242,12 +248,14 @@ def _rule_body(cell: int):
             column = item % parts * width
             head = item // parts
             span = head // heads, head % heads
-            _columns(p, span, (column, column + width), buffers, cell)
+            _columns(p, span, (column, column + width), buffers, cell, kind)
         # The compiler must not free the memory before its last use, of which it sees an address.
         memory[0] = _ZERO
 
     return body
 
 
-# By bytes per element.
-RULE = {cell: Kernel(_rule_body(cell), heavy=True) for cell in (4, 2)}
+@cache
+def rule_kernel(cell: int, kind: int) -> Kernel:
+    """The kernel of `gated_delta_rule` for activations of `cell` bytes. kind: type of the state."""
+    return Kernel(_rule_body(cell, kind), heavy=True)

@@ -8,6 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.block_vectors import load, store
+from kernels.cpu.state_cells import FLOAT32, load_state, round_state, state_bytes
 from kernels.cpu.vectors import fma, splat
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
@@ -18,16 +19,18 @@ READ, UPDATE, BOTH, STREAMED = 1, 2, 3, 6
 
 @intrinsic(prefer_literal=True)
 def state_pass(  # noqa: PLR0913
-    typing_context, places, keys, depth, decay, change, sums, vectors, lanes, does
+    typing_context, places, keys, depth, decay, change, sums, kind, vectors, lanes, does
 ):
-    """Update a block of a state, [depth, vectors * lanes] float32, and compute its products with
-    the next key and query, in one pass.
+    """Update a block of a state, [depth, vectors * lanes], and compute its products with the next
+    key and query, in one pass.
 
     places: (source, its row stride, target, its row stride). UPDATE: target = decay * source + key
     * change, with the key at keys[0] and the row ``change``. READ: the sums at ``sums`` become the
     products of the key and the query at keys[1] with the target; without UPDATE, with the source.
-    A key is ``depth`` float32, followed by its query. vectors, lanes, does: literals."""
-    literals = (vectors, lanes, does)
+    A key is ``depth`` float32, followed by its query. kind: the state's type in memory (see
+    `kernels.cpu.state_cells`), to which the target is rounded. kind, vectors, lanes, does:
+    literals."""
+    literals = (kind, vectors, lanes, does)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     numbers = [given.literal_value for given in literals]
@@ -48,11 +51,12 @@ def state_pass(  # noqa: PLR0913
 class _Pass:
     """Emits the loop over the rows of a block."""
 
-    def __init__(self, builder, places, keys, rest, vectors, lanes, does) -> None:
+    def __init__(self, builder, places, keys, rest, stored, vectors, lanes, does) -> None:  # noqa: PLR0913
         self.builder = builder
         self.places = places
         self.now, self.following = keys
         self.depth, self.decay, self.change, self.sums = rest
+        self.stored = stored
         self.vectors = range(vectors)
         self.kind = ir.VectorType(_F32, lanes)
         self.updates, self.reads = bool(does & UPDATE), bool(does & READ)
@@ -78,7 +82,7 @@ class _Pass:
         builder.cbranch(builder.icmp_signed("<", following, self.depth), loop, done)
         builder.position_at_end(done)
         for v, total in enumerate(added):
-            store(builder, total, self._place(self.sums, v))
+            store(builder, total, self._place(self.sums, v, 4))
 
     def _row(self, row, sums):
         """Emit one row of the pass. Returns the new sums."""
@@ -86,13 +90,16 @@ class _Pass:
         source, stride, target, target_stride = self.places
         source = builder.add(source, builder.mul(row, stride))
         target = builder.add(target, builder.mul(row, target_stride))
-        values = [self._load(source, v) for v in self.vectors]
+        lanes, size = self.kind.count, state_bytes(self.stored)
+        sources = [self._place(source, v, size) for v in self.vectors]
+        values = [load_state(builder, place, self.stored, lanes) for place in sources]
         if self.updates:
             key = self._scalar(self.now, row)
             for v in self.vectors:
                 decayed = builder.fmul(values[v], self.decays)
-                values[v] = fma(builder, key, self.changes[v], decayed)
-                self._store(values[v], self._place(target, v))
+                value = fma(builder, key, self.changes[v], decayed)
+                written, values[v] = round_state(builder, value, self.stored)
+                self._store(written, self._place(target, v, size))
         if not self.reads:
             return []
         query = builder.add(row, self.depth)
@@ -100,21 +107,22 @@ class _Pass:
         given = [(factor, value) for factor in factors for value in values]
         return [fma(builder, *pair, total) for pair, total in zip(given, sums, strict=True)]
 
-    def _place(self, address, vector):
-        return self.builder.add(address, _I64(vector * self.kind.count * 4))
+    def _place(self, address, vector, size):
+        """Emit the address of a vector in a row of elements of `size` bytes."""
+        return self.builder.add(address, _I64(vector * self.kind.count * size))
 
     def _store(self, value, address):
         """Emit the store of a vector, past the caches in a pass that is STREAMED."""
         builder = self.builder
         if not self.streams:
-            store(builder, value, address)
+            store(builder, value, address, 4 if self.stored == FLOAT32 else 2)
             return
         place = builder.inttoptr(address, value.type.as_pointer())
-        stored = builder.store(value, place, align=64)
+        stored = builder.store(value, place, align=16 * state_bytes(self.stored))
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
     def _load(self, address, vector):
-        return load(self.builder, self._place(address, vector), self.kind)
+        return load(self.builder, self._place(address, vector, 4), self.kind)
 
     def _scalar(self, address, index):
         """Emit a float32 in all lanes."""

@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.block_vectors import load, same, store
 from kernels.cpu.columns import exp2_rows, row_at, silu_rows
+from kernels.cpu.state_cells import load_state, round_state, state_bytes
 from kernels.cpu.vectors import LANES, fma, splat
 
 ROWS = 4  # rows of a state per iteration, each with its own sums
@@ -56,17 +57,19 @@ def _loop(builder, count, carried, step):
 
 @intrinsic(prefer_literal=True)
 def scan_heads(  # noqa: PLR0913
-    typing_context, places, stride, depth, decay, moved, factors, sums, vectors, lanes
+    typing_context, places, stride, depth, decay, moved, factors, sums, kind, vectors, lanes
 ):
-    """Advance a block of a state, [depth, vectors * lanes] float32, by one token: target = decay *
-    source + b * moved; the sums become the products of c and the target.
+    """Advance a block of a state, [depth, vectors * lanes], by one token: target = decay * source +
+    b * moved; the sums become the products of c and the target.
 
     places: (source, target), with the same row stride. moved, sums: addresses of a row. factors:
-    addresses of b and c, [depth] float32. depth: a multiple of ROWS. vectors, lanes: literals."""
-    literals = _literals(vectors, lanes)
+    addresses of b and c, [depth] float32. depth: a multiple of ROWS. kind: the state's type in
+    memory (see `kernels.cpu.state_cells`). kind, vectors, lanes: literals."""
+    literals = _literals(kind, vectors, lanes)
     if literals is None:
         return None
-    num, width = literals
+    stored, num, width = literals
+    size = state_bytes(stored)
 
     def build(context, builder, signature, args):
         source, target, b, c = (
@@ -87,10 +90,11 @@ def scan_heads(  # noqa: PLR0913
                     for base in (b, c)
                 )
                 for v in range(num):
-                    place = builder.add(at, _I64(v * width * 4))
-                    value = load(builder, builder.add(source, place), kind)
+                    place = builder.add(at, _I64(v * width * size))
+                    value = load_state(builder, builder.add(source, place), stored, width)
                     value = fma(builder, own, changes[v], builder.fmul(value, decays))
-                    store(builder, value, builder.add(target, place))
+                    rounded, _ = round_state(builder, value, stored)
+                    store(builder, rounded, builder.add(target, place), size)
                     results.append(fma(builder, read, value, totals[r * num + v]))
             return results
 
@@ -104,36 +108,47 @@ def scan_heads(  # noqa: PLR0913
 
     two = types.UniTuple(types.intp, 2)
     kinds = (two, types.intp, types.intp, types.float32, types.intp, two, types.intp)
-    return types.void(*kinds, vectors, lanes), build
+    return types.void(*kinds, kind, vectors, lanes), build
 
 
-@intrinsic
-def scan_channels(typing_context, places, stride, depth, decays, step, moved, factors, sums):  # noqa: PLR0913
+@intrinsic(prefer_literal=True)
+def scan_channels(  # noqa: PLR0913
+    typing_context, places, width, depth, decays, step, moved, factors, sums, kind
+):
     """Advance the states [depth, 16] of 16 channels by one token: target = exp(step * decays) *
     source + b * moved; the sums become the products of c and the target.
 
-    places: (source, target); decays: A. All three have the same row stride. step, moved, sums:
-    addresses of a row. factors: addresses of b and c, [depth] float32."""
+    places: (source, target); decays: A, float32. Rows of all three have `width` elements. step,
+    moved, sums: addresses of a row. factors: addresses of b and c, [depth] float32. kind: the
+    state's type in memory, a literal (see `kernels.cpu.state_cells`)."""
+    literals = _literals(kind)
+    if literals is None:
+        return None
+    (stored,) = literals
+    size = state_bytes(stored)
 
     def build(context, builder, signature, args):
         source, target, b, c = (
             builder.extract_value(args[which], i) for which in (0, 6) for i in range(2)
         )
-        stride, depth, decays, step_at, moved = args[1:6]
+        width, depth, decays, step_at, moved = args[1:6]
         zero = _I64(0)
         times = builder.fmul(row_at(builder, step_at, zero), same(_FLOATS, _LOG2_E))
         change = row_at(builder, moved, zero)
 
         def step(row, totals):
-            at, byte = builder.mul(row, stride), builder.mul(row, _I64(4))
+            first, byte = builder.mul(row, width), builder.mul(row, _I64(4))
             own, read = (
                 splat(builder, load(builder, builder.add(base, byte), _F32), LANES)
                 for base in (b, c)
             )
-            kept = exp2_rows(builder, builder.fmul(times, row_at(builder, decays, at)))
-            value = builder.fmul(row_at(builder, source, at), kept)
-            value = fma(builder, own, change, value)
-            store(builder, value, builder.add(target, at))
+            decay = row_at(builder, decays, builder.mul(first, _I64(4)))
+            kept = exp2_rows(builder, builder.fmul(times, decay))
+            at = builder.mul(first, _I64(size))
+            value = load_state(builder, builder.add(source, at), stored, LANES)
+            value = fma(builder, own, change, builder.fmul(value, kept))
+            rounded, _ = round_state(builder, value, stored)
+            store(builder, rounded, builder.add(target, at), size)
             return [fma(builder, read, value, totals[0])]
 
         (total,) = _loop(builder, depth, [same(_FLOATS, 0.0)], step)
@@ -142,7 +157,7 @@ def scan_channels(typing_context, places, stride, depth, decays, step, moved, fa
 
     two = types.UniTuple(types.intp, 2)
     kinds = (two, *[types.intp] * 5, two, types.intp)
-    return types.void(*kinds), build
+    return types.void(*kinds, kind), build
 
 
 def _softplus(builder, x):

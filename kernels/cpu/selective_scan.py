@@ -14,7 +14,7 @@ from numba import njit
 
 from kernels.cpu import isa
 from kernels.cpu.cells import elements, get, read_cells, write_cells
-from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i64, next_item
+from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i64, next_item, u8
 from kernels.cpu.scan_vectors import (
     ROWS,
     add_skip,
@@ -24,6 +24,7 @@ from kernels.cpu.scan_vectors import (
     scan_heads,
     time_steps,
 )
+from kernels.cpu.state_cells import STATE_TYPES, state_bytes
 from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LANES
@@ -42,13 +43,13 @@ _INFINITY, _LOW_BITS = np.float32(np.inf), 0xFFFFFFFF
 def supports_heads(state: torch.Tensor) -> bool:
     """True if there are compiled loops for these states, [rows, H, S, P]."""
     is_whole = state.shape[2] % ROWS == 0 and state.shape[3] % LANES == 0
-    return state.dtype is torch.float32 and state.is_contiguous() and is_whole
+    return state.dtype in STATE_TYPES and state.is_contiguous() and is_whole
 
 
 def supports_channels(state: torch.Tensor) -> bool:
     """True if there are compiled loops for these states, [rows, S, C]."""
     is_whole = state.shape[2] % LANES == 0
-    return state.dtype is torch.float32 and state.is_contiguous() and is_whole
+    return state.dtype in STATE_TYPES and state.is_contiguous() and is_whole
 
 
 def head_scan(
@@ -58,7 +59,7 @@ def head_scan(
     num, size = len(xbc), xbc.element_size()
     _, heads, depth, width = state.shape
     out = xbc.new_empty((num, heads * width))
-    head_kernel(size, *_shape_of(width)).run(
+    head_kernel(size, STATE_TYPES[state.dtype], *_shape_of(width)).run(
         num_threads() if num * state[0].numel() >= _ENOUGH else 1,
         xbc.data_ptr(),
         xbc.stride(0) * size,
@@ -112,10 +113,10 @@ def _find_states(tensor, reads, writes, span, places):
 
 
 @njit(**EXACT)
-def _clear(address, stride, num, count):
-    """Fill `num` rows of `count` float32 with zeros. stride: bytes between rows."""
+def _clear(address, stride, num, size):
+    """Fill `num` rows of `size` bytes with zeros. stride: bytes between rows."""
     for r in range(num):
-        f32(address + r * stride, (count,))[:] = _ZERO
+        u8(address + r * stride, (size,))[:] = 0
 
 
 @njit(**EXACT)
@@ -154,10 +155,10 @@ def _write_head(sums, x, skip, num, target, stride, cell):
         write_cells(target + i * stride, row, cell)
 
 
-def _head_body(cell: int, vectors: int, lanes: int):
-    """Make the body of `head_scan`. cell: bytes of an activation; vectors, lanes: of a block of the
-    state's columns."""
-    block = vectors * lanes
+def _head_body(cell: int, kind: int, vectors: int, lanes: int):
+    """Make the body of `head_scan`. cell: bytes of an activation; kind: type of the state; vectors,
+    lanes: of a block of the state's columns."""
+    block, held = vectors * lanes, state_bytes(kind)
 
     def body(row):
         p, limits = i64(row, (_PARAMETERS + 1,)), f64(row, (_PARAMETERS + 1,))
@@ -183,7 +184,7 @@ def _head_body(cell: int, vectors: int, lanes: int):
                 continue
             s, head = item // heads, item % heads
             bias[:] = biases[head]
-            size = depth * width * 4
+            size = depth * width * held
             tensor = p[10] + head * size, heads * size, scratch.ctypes.data
             group = (head * groups) // heads
             b = ((heads - head) * width + group * depth) * cell
@@ -199,21 +200,22 @@ def _head_body(cell: int, vectors: int, lanes: int):
             for first in range(0, length, _TOKENS):
                 num = min(_TOKENS, length - first)
                 if _find_states(tensor, reads[s], writes[s], (first, num, length), places):
-                    _clear(places[0, 0], 0, 1, depth * width)
+                    _clear(places[0, 0], 0, 1, size)
                 _read_head(sources, (start + first, num), cell, (raw, x, factors))
                 time_steps(raw.ctypes.data, bias.ctypes.data, least, most, steps.ctypes.data)
                 decay_of_steps(steps.ctypes.data, a[head], decays.ctypes.data)
                 _times(x, steps, num, moved)
-                for k in range(0, width * 4, block * 4):
+                for k in range(0, width, block):
                     for i in range(num):
                         scan_heads(
-                            (places[0, i] + k, places[1, i] + k),
-                            width * 4,
+                            (places[0, i] + k * held, places[1, i] + k * held),
+                            width * held,
                             depth,
                             decays[i],
-                            moved[i].ctypes.data + k,
+                            moved[i].ctypes.data + k * 4,
                             (factors[i, 0].ctypes.data, factors[i, 1].ctypes.data),
-                            sums[i].ctypes.data + k,
+                            sums[i].ctypes.data + k * 4,
+                            kind,
                             vectors,
                             lanes,
                         )
@@ -224,10 +226,10 @@ def _head_body(cell: int, vectors: int, lanes: int):
 
 
 @cache
-def head_kernel(cell: int, vectors: int, lanes: int) -> Kernel:
-    """The kernel of `head_scan` for activations of `cell` bytes. vectors, lanes: of a block of the
-    state's columns."""
-    return Kernel(_head_body(cell, vectors, lanes), heavy=True, exact=True)
+def head_kernel(cell: int, kind: int, vectors: int, lanes: int) -> Kernel:
+    """The kernel of `head_scan` for activations of `cell` bytes. kind: type of the state; vectors,
+    lanes: of a block of the state's columns."""
+    return Kernel(_head_body(cell, kind, vectors, lanes), heavy=True, exact=True)
 
 
 def channel_scan(
@@ -244,7 +246,7 @@ def channel_scan(
     _, depth, width = state.shape
     out = x.new_empty((num, width))
     strides = [tensor.stride(0) * size for tensor in (x, dt, bc, gate)]
-    CHANNELS[size].run(
+    channel_kernel(size, STATE_TYPES[state.dtype]).run(
         num_threads() if num * state[0].numel() >= _ENOUGH else 1,
         x.data_ptr(),
         dt.data_ptr(),
@@ -276,8 +278,9 @@ def _read_channels(sources, strides, span, cell, arrays):
             read_cells(sources[which] + n * strides[which], arrays[which][i], cell)
 
 
-def _channel_body(cell: int):
-    """Make the body of `channel_scan`. cell: bytes of an activation."""
+def _channel_body(cell: int, kind: int):
+    """Make the body of `channel_scan`. cell: bytes of an activation; kind: type of the state."""
+    held = state_bytes(kind)
 
     def body(row):
         p = i64(row, (_PARAMETERS + 1,))
@@ -300,14 +303,14 @@ def _channel_body(cell: int):
                 clear_rows(p[11], width * cell, starts[num_seqs], p[17], width, cell)
                 continue
             s, at = item // blocks, item % blocks * LANES
-            tensor = p[10] + at * 4, depth * width * 4, scratch.ctypes.data + at * 4
+            tensor = p[10] + at * held, depth * width * held, scratch.ctypes.data + at * held
             skip, bias = p[8] + at * 4, p[9] + at * 4
             sources = p[1] + at * cell, p[2] + at * cell, p[3], p[4] + at * cell
             start, length = starts[s], starts[s + 1] - starts[s]
             for first in range(0, length, _TOKENS):
                 num = min(_TOKENS, length - first)
                 if _find_states(tensor, reads[s], writes[s], (first, num, length), places):
-                    _clear(places[0, 0], width * 4, depth, LANES)
+                    _clear(places[0, 0], width * held, depth, LANES * held)
                 _read_channels(sources, strides, (start + first, num), cell, (x, raw, bc, gate))
                 for i in range(num):
                     own = x[i].ctypes.data
@@ -317,13 +320,14 @@ def _channel_body(cell: int):
                     factors = bc[i].ctypes.data, bc[i].ctypes.data + depth * 4
                     scan_channels(
                         (places[0, i], places[1, i]),
-                        width * 4,
+                        width,
                         depth,
                         p[7] + at * 4,
                         steps.ctypes.data,
                         moved.ctypes.data,
                         factors,
                         sums.ctypes.data,
+                        kind,
                     )
                     gate_row(sums.ctypes.data, own, skip, gate[i].ctypes.data, sums.ctypes.data)
                     write_cells(p[11] + ((start + first + i) * width + at) * cell, sums, cell)
@@ -331,5 +335,7 @@ def _channel_body(cell: int):
     return body
 
 
-CHANNELS = {cell: Kernel(_channel_body(cell), heavy=True, exact=True) for cell in (4, 2)}
-"""Kernels of `channel_scan` by bytes of an activation."""
+@cache
+def channel_kernel(cell: int, kind: int) -> Kernel:
+    """The kernel of `channel_scan` for activations of `cell` bytes. kind: type of the state."""
+    return Kernel(_channel_body(cell, kind), heavy=True, exact=True)

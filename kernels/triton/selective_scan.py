@@ -66,7 +66,6 @@ def head_kernel(  # noqa: PLR0913
         time = softplus(raw + bias)
         time = tl.minimum(tl.maximum(time, least), most)
         held = held * tl.exp(time * a) + b[:, None] * (x * time)[None, :]
-        held = held.to(state.dtype.element_ty).to(tl.float32)
         y = tl.sum(c[:, None] * held, 0) + x * d
         target = out + (token * HEADS + head) * WIDTH + column
         tl.store(target, y.to(out.dtype.element_ty), mask=is_column)
@@ -75,6 +74,8 @@ def head_kernel(  # noqa: PLR0913
             written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
             place = state + (written * HEADS + head) * (SIZE * WIDTH) + inside
             tl.store(place, held.to(state.dtype.element_ty), mask=mask)
+        # As if each token were a step, so that results do not depend on how prompts are cut.
+        held = held.to(state.dtype.element_ty).to(tl.float32)
     if seq == tl.num_programs(0) - 1:
         for number in range(num_tokens - end):
             token = end.to(tl.int64) + number
@@ -114,7 +115,6 @@ def channel_kernel(  # noqa: PLR0913
         z = tl.load(gate + token * stride_gate + channel, mask=is_channel, other=0.0).to(tl.float32)
         time = softplus(raw + bias)
         held = held * tl.exp(time[None, :] * a) + b[:, None] * (value * time)[None, :]
-        held = held.to(state.dtype.element_ty).to(tl.float32)
         y = tl.sum(c[:, None] * held, 0) + value * d
         y = y * (z / (1.0 + tl.exp(-z)))
         tl.store(out + token * width + channel, y.to(out.dtype.element_ty), mask=is_channel)
@@ -123,6 +123,8 @@ def channel_kernel(  # noqa: PLR0913
             written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
             place = state + written * SIZE * width + inside
             tl.store(place, held.to(state.dtype.element_ty), mask=mask)
+        # As if each token were a step, so that results do not depend on how prompts are cut.
+        held = held.to(state.dtype.element_ty).to(tl.float32)
     if seq == tl.num_programs(0) - 1:
         for number in range(num_tokens - end):
             token = end.to(tl.int64) + number

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import delta_checks
 from support.delta_checks import SHAPES, Given
-from support.state_steps import STEPS, Part, meta_of
+from support.state_steps import KEPT, STEPS, Part, meta_of
 
 import kernels
 from kernels.cpu.threads import num_threads, set_threads
@@ -34,6 +34,16 @@ def test_a_prompt_in_parts_gives_the_same_bits(
     shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     delta_checks.check_cuts_of_a_prompt(kernels.gated_delta_rule, dtype, shape)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("kept", KEPT)
+def test_states_of_16_bits(kept: torch.dtype) -> None:
+    rule = kernels.gated_delta_rule
+    for shape in SHAPES[1:]:
+        for step in STEPS:
+            delta_checks.check_against_reference(rule, torch.bfloat16, step, shape, kept)
+        delta_checks.check_cuts_of_a_prompt(rule, torch.bfloat16, shape, kept)
 
 
 def test_threads_and_neighbours_change_no_bit() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import scan_checks
-from support.state_steps import STEPS, Part, meta_of
+from support.state_steps import KEPT, STEPS, Part, meta_of
 
 import kernels
 from kernels.cpu.threads import num_threads, set_threads
@@ -56,6 +56,17 @@ def test_a_prompt_in_parts_gives_the_same_bits_by_channels(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     scan_checks.check_cuts_of_channels(kernels.channel_scan, dtype, shape)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("kept", KEPT)
+def test_states_of_16_bits(kept: torch.dtype) -> None:
+    dtype = torch.bfloat16
+    for step in STEPS:
+        scan_checks.check_heads(kernels.head_scan, dtype, step, HEADS[1], kept)
+        scan_checks.check_channels(kernels.channel_scan, dtype, step, CHANNELS[1], kept)
+    scan_checks.check_cuts_of_heads(kernels.head_scan, dtype, HEADS[1], kept)
+    scan_checks.check_cuts_of_channels(kernels.channel_scan, dtype, CHANNELS[1], kept)
 
 
 def test_threads_and_neighbours_change_no_bit() -> None:

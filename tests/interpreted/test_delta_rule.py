@@ -29,3 +29,10 @@ def test_activations_of_two_bytes(dtype: torch.dtype) -> None:
 def test_a_prompt_in_parts_gives_the_same_bits() -> None:
     shape = (1, 2, 16, 16)
     delta_checks.check_cuts_of_a_prompt(delta_rule.gated_delta_rule, torch.float32, shape)
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_states_of_16_bits(kept: torch.dtype) -> None:
+    rule, shape = delta_rule.gated_delta_rule, (1, 2, 16, 16)
+    delta_checks.check_against_reference(rule, torch.float32, "drafts", shape, kept)
+    delta_checks.check_cuts_of_a_prompt(rule, torch.float32, shape, kept)

@@ -32,3 +32,11 @@ def test_scan_by_channels(shape: tuple[int, int], step: str, dtype: torch.dtype)
 def test_a_prompt_in_parts_gives_the_same_bits() -> None:
     scan_checks.check_cuts_of_heads(kernels.head_scan, torch.float32, (2, 1, 16, 16))
     scan_checks.check_cuts_of_channels(kernels.channel_scan, torch.float32, (8, 32))
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_states_of_16_bits(kept: torch.dtype) -> None:
+    scan_checks.check_heads(kernels.head_scan, torch.float32, "drafts", (4, 2, 16, 16), kept)
+    scan_checks.check_channels(kernels.channel_scan, torch.float32, "drafts", (5, 24), kept)
+    scan_checks.check_cuts_of_heads(kernels.head_scan, torch.float32, (2, 1, 16, 16), kept)
+    scan_checks.check_cuts_of_channels(kernels.channel_scan, torch.float32, (8, 32), kept)

@@ -5,7 +5,15 @@ from collections.abc import Callable
 import torch
 
 from kernels import reference
-from support.state_steps import STEPS, check_cuts, meta_of, num_rows
+from support.state_steps import (
+    STATE_TOLERANCE,
+    STEPS,
+    check_cuts,
+    check_states,
+    exact_states,
+    meta_of,
+    num_rows,
+)
 
 Rule = Callable[..., torch.Tensor]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -34,37 +42,47 @@ def random(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(size).to(dtype)
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+def close(
+    got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, of_states: float = 0.0
+) -> None:
     assert got.dtype is dtype
-    limit = TOLERANCE[dtype]
+    limit = max(TOLERANCE[dtype], of_states)
     torch.testing.assert_close(got.double(), wanted, rtol=limit, atol=limit)
 
 
 def check_against_reference(
-    rule: Rule, dtype: torch.dtype, step: str, shape: tuple[int, int, int, int]
+    rule: Rule,
+    dtype: torch.dtype,
+    step: str,
+    shape: tuple[int, int, int, int],
+    kept: torch.dtype = torch.float32,
 ) -> None:
-    """Outputs and states are those of float64; what is not to be read is NaN."""
+    """Outputs and states are those of float64; what is not to be read is NaN. kept: the dtype of
+    states, to which the truth rounds them, too."""
     meta, (_, heads, key_dim, dim) = meta_of(STEPS[step]), shape
     num = int(meta.query_start[-1])
     given = Given(shape, dtype, num, padding=3)
-    state = torch.full((num_rows(meta), heads, key_dim, dim), torch.nan)
+    state = torch.full((num_rows(meta), heads, key_dim, dim), torch.nan, dtype=kept)
     reads = meta.state_reads[meta.state_reads >= 0].long()
-    state[reads] = random(len(reads), heads, key_dim, dim)
-    exact, before = state.double(), state.clone()
+    state[reads] = random(len(reads), heads, key_dim, dim, dtype=kept)
+    exact, before = exact_states(state), state.clone()
     got = rule(given.qkv, given.gates, given.rate, given.bias, state, meta)
     wanted = reference.gated_delta_rule(*given.exact(), exact, meta)
-    close(got, wanted, dtype)
+    close(got, wanted, dtype, STATE_TOLERANCE[kept])
     assert not got[num:].any()
-    torch.testing.assert_close(state.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    check_states(state, exact)
     assert torch.equal(state[reads], before[reads])
 
 
 def check_cuts_of_a_prompt(
-    rule: Rule, dtype: torch.dtype, shape: tuple[int, int, int, int]
+    rule: Rule,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    kept: torch.dtype = torch.float32,
 ) -> None:
     """The bits do not depend on how a prompt is divided, nor do those of the state after it."""
     num, (_, heads, key_dim, dim) = 41, shape
-    given, state = Given(shape, dtype, num), random(2, heads, key_dim, dim)
+    given, state = Given(shape, dtype, num), random(2, heads, key_dim, dim, dtype=kept)
     ends = []
 
     def step(part: slice, meta: object) -> torch.Tensor:

@@ -6,7 +6,15 @@ import torch
 
 from kernels import StateMeta, reference
 from kernels.reference.selective_scan import ChannelScan, HeadScan
-from support.state_steps import STEPS, check_cuts, meta_of, num_rows
+from support.state_steps import (
+    STATE_TOLERANCE,
+    STEPS,
+    check_cuts,
+    check_states,
+    exact_states,
+    meta_of,
+    num_rows,
+)
 
 Scan = Callable[..., torch.Tensor]
 Shape = tuple[int, int, int, int]  # heads, groups, state size, head width
@@ -25,26 +33,36 @@ def head_inputs(num: int, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tenso
     return rows[:, 4 : 4 + columns], rows[:, columns + 8 :] * 3
 
 
-def check_heads(scan: Scan, dtype: torch.dtype, step: str, shape: Shape) -> None:
-    """Outputs and states of a scan by heads are those of float64."""
+def check_heads(
+    scan: Scan, dtype: torch.dtype, step: str, shape: Shape, kept: torch.dtype = torch.float32
+) -> None:
+    """Outputs and states of a scan by heads are those of float64. kept: the dtype of states."""
     meta, layer = meta_of(STEPS[step]), head_layer(shape[0], (0.01, 2.0))
     num = int(meta.query_start[-1])
     xbc, dt = head_inputs(num + 2, shape, dtype)
     xbc[num:], dt[num:] = torch.nan, torch.nan  # these rows belong to no sequence
-    state = _states(meta, (shape[0], *shape[2:]))
+    state = _states(meta, (shape[0], *shape[2:]), kept)
     _compare(lambda *given: scan(*given[:2], layer, *given[2:]), (xbc, dt), state, meta,
              lambda *given: reference.head_scan(*given[:2], layer, *given[2:]))  # fmt: skip
 
 
-def check_channels(scan: Scan, dtype: torch.dtype, step: str, shape: tuple[int, int]) -> None:
-    """Outputs and states of a scan by channels are those of float64. shape: S and C."""
+def check_channels(
+    scan: Scan,
+    dtype: torch.dtype,
+    step: str,
+    shape: tuple[int, int],
+    kept: torch.dtype = torch.float32,
+) -> None:
+    """Outputs and states of a scan by channels are those of float64. shape: S and C; kept: the
+    dtype of states."""
     meta = meta_of(STEPS[step])
     num = int(meta.query_start[-1])
     layer = channel_layer(*shape)
     given = channel_inputs(num + 2, shape, dtype)
     for one in given:
         one[num:] = torch.nan
-    _compare(lambda *all_: scan(*all_[:4], layer, *all_[4:]), given, _states(meta, shape), meta,
+    state = _states(meta, shape, kept)
+    _compare(lambda *all_: scan(*all_[:4], layer, *all_[4:]), given, state, meta,
              lambda *all_: reference.channel_scan(*all_[:4], layer, *all_[4:]))  # fmt: skip
 
 
@@ -62,11 +80,11 @@ def channel_inputs(
     return x, dt, rows[:, 5 : 5 + 2 * size], rows[:, 9 + 2 * size :]
 
 
-def _states(meta: StateMeta, shape: tuple[int, ...]) -> torch.Tensor:
+def _states(meta: StateMeta, shape: tuple[int, ...], kept: torch.dtype) -> torch.Tensor:
     """States that are NaN but in the rows that a step reads."""
-    state = torch.full((num_rows(meta), *shape), torch.nan)
+    state = torch.full((num_rows(meta), *shape), torch.nan, dtype=kept)
     reads = meta.state_reads[meta.state_reads >= 0].long()
-    state[reads] = torch.randn(len(reads), *shape)
+    state[reads] = torch.randn(len(reads), *shape).to(kept)
     return state
 
 
@@ -74,13 +92,13 @@ def _compare(
     scan: Scan, given: tuple[torch.Tensor, ...], state: torch.Tensor, meta: StateMeta, truth: Scan
 ) -> None:
     num, dtype, before = int(meta.query_start[-1]), given[0].dtype, state.clone()
-    exact = state.double()
+    exact = exact_states(state)
     got = scan(*given, state, meta)
     wanted = truth(*(one.double() for one in given), exact, meta)
     assert got.dtype is dtype and not got[num:].any()
-    limit = TOLERANCE[dtype]
+    limit = max(TOLERANCE[dtype], STATE_TOLERANCE[state.dtype])
     torch.testing.assert_close(got.double(), wanted, rtol=limit, atol=limit)
-    torch.testing.assert_close(state.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    check_states(state, exact)
     reads = meta.state_reads[meta.state_reads >= 0].long()
     assert torch.equal(state[reads], before[reads])
 
@@ -88,18 +106,22 @@ def _compare(
 CUTS = ((1,) * 41, (2, 1, 20, 18), (40, 1), (16, 25))
 
 
-def check_cuts_of_heads(scan: Scan, dtype: torch.dtype, shape: Shape) -> None:
+def check_cuts_of_heads(
+    scan: Scan, dtype: torch.dtype, shape: Shape, kept: torch.dtype = torch.float32
+) -> None:
     """The bits of a scan by heads do not depend on how a prompt is divided."""
     (xbc, dt), layer = head_inputs(41, shape, dtype), head_layer(shape[0])
-    state = torch.randn(2, shape[0], *shape[2:])
+    state = torch.randn(2, shape[0], *shape[2:]).to(kept)
     for sizes in CUTS:
         check_cuts(lambda part, meta: scan(xbc[part], dt[part], layer, state, meta), 41, sizes)
 
 
-def check_cuts_of_channels(scan: Scan, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def check_cuts_of_channels(
+    scan: Scan, dtype: torch.dtype, shape: tuple[int, int], kept: torch.dtype = torch.float32
+) -> None:
     """The bits of a scan by channels do not depend on how a prompt is divided."""
     given, layer = channel_inputs(41, shape, dtype), channel_layer(*shape)
-    state = torch.randn(2, *shape)
+    state = torch.randn(2, *shape).to(kept)
     for sizes in CUTS:
         check_cuts(
             lambda part, meta: scan(*(one[part] for one in given), layer, state, meta), 41, sizes

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from kernels import StateMeta
+from kernels.cpu.state_cells import STATE_TYPES
 
 
 class Part(NamedTuple):
@@ -67,3 +69,26 @@ def check_cuts(step: Step, num_tokens: int, sizes: Sequence[int]) -> None:
         first += size
     assert first == num_tokens
     assert torch.equal(torch.cat(outputs), whole)
+
+
+KEPT = [
+    pytest.param(dtype, marks=[pytest.mark.slow] * (dtype is torch.float16))
+    for dtype in STATE_TYPES
+    if dtype.itemsize == 2
+]
+"""Dtypes of 16 bits for states, as parameters of a test."""
+STATE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""By the dtype of a state: its tolerance. A last bit of float32 may round to another number."""
+
+
+def exact_states(state: torch.Tensor) -> torch.Tensor:
+    """The states for a truth in float64: of 16 bits if the states themselves are, so that the truth
+    rounds them after each token, too."""
+    return state.double() if state.dtype is torch.float32 else state.clone()
+
+
+def check_states(state: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that states are those of the truth."""
+    limit = STATE_TOLERANCE[state.dtype]
+    given = state.double(), exact.double()
+    torch.testing.assert_close(*given, rtol=limit, atol=limit, equal_nan=True)
