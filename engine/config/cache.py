@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config.check import check_range, check_types
 from engine.errors import ConfigError
@@ -47,6 +47,9 @@ class CacheConfig:
     state_snapshot_interval: int | None = None
     """Tokens between further snapshots of the states of a model with recurrent layers, a multiple
     of block_size. Default: snapshots only where prompts, outputs and cached prefixes end."""
+    state_snapshot_policy: Any = "cost"
+    """Which snapshots of these states are taken and which are dropped: cost, marconi, interval, or
+    a SnapshotPolicy class, its dotted path or an instance."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
@@ -63,6 +66,8 @@ class CacheConfig:
         check_range(self, 1, MAX_EVENTS_STEPS, "kv_events_buffer_steps")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")
+        if self.state_snapshot_policy is None:
+            raise ConfigError("state_snapshot_policy is None, must name a policy, e.g. 'cost'")
         self._check_events()
 
     def _check_events(self) -> None:

@@ -42,6 +42,7 @@ from engine.spec.payoff import Payoff
 from engine.spec.worker_drafts import WorkerDrafts
 from engine.spec.worth import Worth
 from engine.states.decide import StateSnapshots
+from engine.states.policies import find_snapshot_policy
 from engine.structured.decide import (
     CompiledAtOnce,
     GrammarCompiler,
@@ -61,6 +62,7 @@ def build_core(
 ) -> InprocClient:
     """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
+    find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     drafting = fetched_draft_model(config)
     info = read_model_info(config.model.model)
@@ -225,7 +227,8 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
     ``snapshot_blocks``: KV blocks of a snapshot, 0 for a model without states."""
     if not (snapshot_blocks and cache.enable_prefix_caching):
         return chosen
-    return chosen._replace(resources=(*chosen.resources, StateSnapshots()))
+    policy = find_snapshot_policy(cache.state_snapshot_policy)
+    return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:

@@ -102,17 +102,22 @@ def _group(window: int, max_blocks: int, is_chunked: int = 0) -> Group:
 def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
     options = {**header.scheduler, **changes}
     _check_names(SchedulerConfig, options, "a scheduler")
-    for name, value in options.items():
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str) and item.startswith(OBJECT):
-                raise ConfigError(
-                    f"{name} was given as an {item}, which cannot be created from the log; pass an "
-                    "equal object to replay()"
-                )
+    _check_objects(options, "pass an equal object to replay()")
     resources = options["resources"]
     if isinstance(resources, list):  # JSON has no tuples
         options["resources"] = tuple(resources)
     return SchedulerConfig(**options)
+
+
+def _check_objects(options: dict[str, Any], way_out: str) -> None:
+    """Raise ``ConfigError`` for an option that was given as an object."""
+    for name, value in options.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item.startswith(OBJECT):
+                raise ConfigError(
+                    f"{name} was given as an {item}, which cannot be created from the log; "
+                    f"{way_out}"
+                )
 
 
 def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
@@ -135,6 +140,7 @@ class Replay:
         config = _scheduler_config(header, changes)
         self.config = config
         _check_names(CacheConfig, header.cache, "the KV cache")
+        _check_objects(header.cache, "give its class when you record")
         cache = CacheConfig(**header.cache)
         self.kv = KVManager(
             header.num_blocks,

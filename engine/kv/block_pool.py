@@ -28,6 +28,11 @@ class PrefixCache:
         self._block: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # younger blocks than that in _block, oldest first
 
+    @property
+    def num_hashes(self) -> int:
+        """Number of different hashes of cached blocks."""
+        return len(self._block)
+
     def find(self, block_hash: bytes) -> int | None:
         """The oldest block with this hash, or None."""
         return self._block.get(block_hash)

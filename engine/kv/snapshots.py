@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.kv.block_pool import BlockPool
 
 MARK = b"state"
+MOST_BRANCHES = 1 << 16
 LEAST_KEPT = 1024  # hashes of published snapshots, before those of evicted ones are dropped
 
 
@@ -20,12 +21,31 @@ class Snapshot(NamedTuple):
     keys: Sequence[bytes]
 
 
+@dataclass(slots=True, eq=False)
+class KeptSnapshot:
+    """A snapshot in the prefix cache, as snapshot policies see it.
+
+    ``block_hash``: identifies the tokens before it. ``num_tokens``: how many these are.
+    ``num_saved``: those of them after the nearest snapshot before it that its request knew.
+    ``is_branch``: it was taken where a prefix hit was shorter than the cached KV. ``num_uses``: how
+    many requests have started from it. ``last_used``: when it was taken or used last, in seconds.
+    """
+
+    block_hash: bytes
+    num_tokens: int
+    num_saved: int = 0
+    is_branch: bool = False
+    num_uses: int = 0
+    last_used: float = 0.0
+
+
 @dataclass(slots=True)
 class StateMarks:
-    """The snapshots that a running request has used or made."""
+    """The snapshots that a running request has used or made, and those before them."""
 
     loaded: Sequence[int] = ()  # blocks of the snapshot from which it starts
     num_beyond: int = 0  # ``PrefixHit.num_beyond`` when it got its blocks
+    branches: list[int] = field(default_factory=list)  # where a snapshot stays, in tokens
     hashes: dict[int, bytes] = field(default_factory=dict)  # by number of tokens
     newest: Snapshot | None = None  # its last one, if the next one replaces it
     newest_tokens: int = 0
@@ -40,8 +60,14 @@ class StateMarks:
         self.newest, self.newest_tokens = own, num_tokens
         return former
 
+    def before(self, num_tokens: int) -> int:
+        """Tokens of the nearest snapshot that stays and was taken after fewer than ``num_tokens``
+        tokens; 0 if there is none."""
+        replaced = 0 if self.newest is None else self.newest_tokens
+        return max((n for n in self.hashes if n < num_tokens and n != replaced), default=0)
+
     def deepest_first(self) -> list[bytes]:
-        """The hashes of all its snapshots, those after most tokens first."""
+        """The hashes of all these snapshots, those after most tokens first."""
         return [self.hashes[num_tokens] for num_tokens in sorted(self.hashes, reverse=True)]
 
 
@@ -62,7 +88,8 @@ class Snapshots:
         self._pool = pool
         self._cache = pool.cache
         self._numbers = count()
-        self._published: dict[bytes, None] = {}  # hashes; some snapshots are no longer cached
+        self._published: dict[bytes, KeptSnapshot] = {}  # some are no longer cached
+        self._branches: dict[bytes, None] = {}  # hashes after which prompts have divided
         self._num_cached = 0  # as counted last
 
     @property
@@ -70,11 +97,26 @@ class Snapshots:
         """True if each further block that is taken evicts another one's content."""
         return self._pool.evicts
 
+    @property
+    def pool_fill(self) -> float:
+        """Share of the pool's blocks, 0 to 1, that hold cached content."""
+        return self._cache.num_hashes / self._pool.num_blocks
+
     def count_cached(self) -> int:
         """Count the snapshots of which all blocks are cached at present."""
-        self._published = dict.fromkeys(filter(self.find, self._published))
+        find = self.find
+        self._published = {key: kept for key, kept in self._published.items() if find(key)}
         self._num_cached = len(self._published)
         return self._num_cached
+
+    def kept(self, block_hash: bytes) -> KeptSnapshot | None:
+        """The snapshot after the tokens with this hash; ``None`` if it is not cached."""
+        return self._published.get(block_hash) if self.find(block_hash) else None
+
+    def all_kept(self) -> list[KeptSnapshot]:
+        """All snapshots that are cached."""
+        self.count_cached()
+        return list(self._published.values())
 
     def find(self, block_hash: bytes) -> list[int]:
         """The blocks of the snapshot after the tokens with this hash; [] if there is none."""
@@ -97,6 +139,24 @@ class Snapshots:
             limit -= 1
         return limit
 
+    def among(self, hashes: Sequence[bytes]) -> list[int]:
+        """The numbers of blocks after which there are snapshots, ascending. ``hashes``: those of a
+        sequence's blocks."""
+        find = self._cache.find
+        return [
+            number
+            for number, block_hash in enumerate(hashes, 1)
+            if find(_key(block_hash, 0)) is not None and self.find(block_hash)
+        ]
+
+    def branches(self, hashes: Sequence[bytes]) -> list[int]:
+        """The numbers of blocks, ascending, after which prompts have divided, whether or not there
+        is still a snapshot. ``hashes``: those of a sequence's blocks."""
+        known = self._branches
+        if not known:
+            return []
+        return [number for number, block_hash in enumerate(hashes, 1) if block_hash in known]
+
     def reserve(self, most: int) -> list[Snapshot]:
         """Reserve free blocks for up to ``most`` snapshots, which the next step may write."""
         size = self.num_blocks
@@ -107,10 +167,11 @@ class Snapshots:
         starts = range(0, len(taken), size)
         return [Snapshot(taken[i : i + size], keys[i : i + size]) for i in starts]
 
-    def publish(self, written: Snapshot, block_hash: bytes) -> Snapshot | None:
-        """Make a reserved snapshot, which a step has written, available under the hash of its
-        tokens. If its blocks were taken meanwhile, or if another snapshot has this hash, it is
-        discarded, and ``None`` returned."""
+    def publish(self, written: Snapshot, kept: KeptSnapshot) -> Snapshot | None:
+        """Make a reserved snapshot, which a step has written, available as ``kept``. If its blocks
+        were taken meanwhile, or if another snapshot has this hash, it is discarded, and ``None``
+        returned."""
+        block_hash, kept.last_used = kept.block_hash, self._cache.evictions.now
         is_lost = any(map(self._differs, written.blocks, written.keys))
         self.num_lost += is_lost
         if is_lost or self.find(block_hash):
@@ -120,7 +181,11 @@ class Snapshots:
         for block, key in zip(written.blocks, keys, strict=True):
             self._cache.rename(block, key)
         self.num_published += 1
-        self._published[block_hash] = None
+        self._published[block_hash] = kept
+        if kept.is_branch:
+            self._branches[block_hash] = None
+            if len(self._branches) > MOST_BRANCHES:
+                del self._branches[next(iter(self._branches))]
         if len(self._published) > 2 * self._num_cached + LEAST_KEPT:
             self.count_cached()  # drops the hashes of those that were evicted
         return Snapshot(written.blocks, keys)
@@ -139,7 +204,15 @@ class Snapshots:
 
     def drop(self, block_hash: bytes) -> None:
         """Empty the blocks of the snapshot with this hash; they are the next to be taken."""
-        self.discard(Snapshot(self.find(block_hash), self._keys(block_hash)))
+        if blocks := self.find(block_hash):
+            self.discard(Snapshot(blocks, self._keys(block_hash)))
+            del self._published[block_hash]
+
+    def use(self, block_hash: bytes) -> None:
+        """Record that a request starts from the snapshot with this hash."""
+        if (kept := self._published.get(block_hash)) is not None:
+            kept.num_uses += 1
+            kept.last_used = self._cache.evictions.now
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Make the snapshots with these hashes the last ones to be evicted; of two snapshots, the

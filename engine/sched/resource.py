@@ -60,6 +60,10 @@ class AttachedScheduler(Protocol):
         """Call ``watches`` and ``serializes`` again for this request, because their results have
         changed."""
 
+    def report_fault(self, culprit: str, what: str, req: Request | None = None) -> None:
+        """Log and count a fault of a plug-in that the resource calls. ``culprit``: the hook's name;
+        ``what``: what it did; ``req``: the request for which it was called."""
+
     def get_request_counts(self) -> RequestCounts:
         """The numbers of running, waiting and parked requests."""
         ...

@@ -406,6 +406,10 @@ class Scheduler(SchedulerInterface):
     def reentry(self) -> ReentryGuard:
         return self.guard.faults.reentry
 
+    def report_fault(self, culprit: str, what: str, req: Request | None = None) -> None:
+        """Log and count a fault of a plug-in that a resource calls (``AttachedScheduler``)."""
+        self.guard.faults.record(culprit, req, what)
+
     def get_request_counts(self) -> RequestCounts:
         roster = self.roster
         return RequestCounts(len(roster.running), len(roster.waiting), len(roster.parked))

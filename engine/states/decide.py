@@ -1,12 +1,11 @@
-"""StateSnapshots: decides which snapshots of recurrent states are taken.
+"""StateSnapshots: takes the snapshots of recurrent states that a snapshot policy chooses.
 
     fit       ends a chunk of a prompt where a snapshot is wanted
     describe  reserves a snapshot for each row whose step reaches the end of a block
     settle    publishes the snapshots that the step has written, and discards the others
 
-A snapshot after a position of a prompt that ``stops`` returns stays until it is evicted. Any other
-snapshot replaces the one that its request took before, so that a request that ends or is preempted
-leaves one after its last full block.
+A snapshot stays until it is dropped or evicted, or replaces the one that its request took before,
+so that a request that ends or is preempted leaves one after its last full block.
 
 The scheduler itself loads the snapshots of prefix hits (``engine.sched.step.builder``): a request
 that starts after a prefix hit needs its states even if this resource fails."""
@@ -26,6 +25,9 @@ from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.roster import Rows
 from engine.sched.step_state import Step
 from engine.sched.table import Table
+from engine.states.guard import PolicyGuard
+from engine.states.policies import ByCost
+from engine.states.policy import SnapshotPolicy, SnapshotView, Take
 
 
 class Save(NamedTuple):
@@ -53,7 +55,8 @@ class StateSnapshots(Resource):
     name = "snapshots"
     needs = ("snapshots",)
 
-    def __init__(self) -> None:
+    def __init__(self, policy: SnapshotPolicy | None = None) -> None:
+        self._chosen = policy or ByCost()
         self._running: dict[int, Request] = {}  # by row
         self._saves: dict[int, list[Save]] = {}  # by number of the step in flight
         self._num_loaded = 0
@@ -63,6 +66,9 @@ class StateSnapshots(Resource):
         self._kv = scheduler.kv
         assert self._kv.states is not None
         self._states: RequestStates = self._kv.states
+        default = self._chosen if type(self._chosen) is ByCost else ByCost()
+        view = SnapshotView(scheduler, self._states)
+        self._policy = PolicyGuard(self._chosen, default, view, scheduler)
         self._is_chunked = scheduler.config.enable_chunked_prefill
 
     def watches(self, req: Request) -> bool:
@@ -73,31 +79,17 @@ class StateSnapshots(Resource):
         start = self._kv.ready(req) if req.is_waiting else req.num_computed
         if start + 1 >= req.num_tokens + req.num_pending or not self._is_chunked:
             return Fit(num_tokens)
-        stops, interval = self.stops(req), self._states.interval
-        if interval:
-            stops.add((start // interval + 1) * interval)
-        for stop in sorted(stops):
-            if start < stop < start + num_tokens and not self._states.has_snapshot(req, stop):
+        stop = self._policy.stop(req, start)
+        while stop is not None and stop < start + num_tokens:
+            if not self._states.has_snapshot(req, stop):
                 return Fit(stop - start)
+            stop = self._policy.stop(req, stop)
         return Fit(num_tokens)
-
-    def stops(self, req: Request) -> set[int]:
-        """The numbers of prompt tokens after which a snapshot is taken and stays, in addition to
-        those of the interval: at the last end of a block before the prompt's last token, from which
-        the same prompt starts again; at the end of the prompt's last full block, from which a
-        longer prompt starts; and where the cached KV ended, if the prefix hit was shorter."""
-        size = self._kv.block_size
-        stops = {(req.num_prompt - 1) // size * size, req.num_prompt // size * size}
-        if self._kv.num_held[req.row]:
-            num_beyond = self._states.num_beyond(req)
-        else:
-            num_beyond = self._kv.lookup(req).num_beyond
-        if num_beyond:
-            stops.add(self._kv.ready(req) + num_beyond)
-        return stops
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row], self._table = req, req.table
+        if known := self._states.known(req):
+            self._policy.used(known)
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
@@ -122,9 +114,11 @@ class StateSnapshots(Resource):
             if index in lost or later is None or not save.is_current:
                 self._states.snapshots.discard(save.written)
             else:
-                self._states.publish(
+                kept = self._states.publish(
                     save.req, save.num_tokens, save.written, later, stays=save.stays
                 )
+                if kept is not None:
+                    self._policy.taken(self._states.known(save.req))
 
     def counters(self) -> dict[str, int]:
         snapshots = self._states.snapshots
@@ -149,10 +143,13 @@ class StateSnapshots(Resource):
             req = self._running[row]
             if length <= req.num_tokens and self._states.has_snapshot(req, length):
                 continue
-            stays = self._states.is_at_interval(length)
-            stays = stays or (length <= req.num_prompt and length in self.stops(req))
-            wanted.append((req, place, length, stays))
-        reserved = self._states.snapshots.reserve(len(wanted))
+            take = self._policy.takes(req, length)
+            if take is not Take.NO:
+                wanted.append((req, place, length, take is Take.STAYS))
+        snapshots = self._states.snapshots
+        for kept in self._policy.victims(len(wanted)) if wanted else ():
+            snapshots.drop(kept.block_hash)
+        reserved = snapshots.reserve(len(wanted))
         return [
             Save(req, req.table.generation.at[req.row], place, length, stays, written)
             for (req, place, length, stays), written in zip(wanted, reserved, strict=False)

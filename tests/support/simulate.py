@@ -16,6 +16,7 @@ from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
+from engine.states.policies import find_snapshot_policy
 from policylab.verify.check import check_empty, check_plan, check_snapshots, check_state
 from policylab.verify.fake import DigestWorker, digest_of, mix
 
@@ -41,13 +42,15 @@ def make_scheduler(
     **config,
 ) -> Scheduler:
     """A scheduler; its clock stands still if none is given. ``snapshot_blocks``: as in
-    ``KVManager.keep_states``; 0: the model has no states."""
+    ``KVManager.keep_states``; 0: the model has no states. ``snapshot_policy``: as the option
+    ``state_snapshot_policy``."""
     snapshot_blocks = config.pop("snapshot_blocks", 0)
+    snapshot_policy = find_snapshot_policy(config.pop("snapshot_policy", "cost"))
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **config}
     kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
     if snapshot_blocks:
         kv.keep_states(snapshot_blocks)
-        resources = (*resources, *[StateSnapshots()] * caching)
+        resources = (*resources, *[StateSnapshots(snapshot_policy)] * caching)
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     sched_config = SchedulerConfig(**config)
     return scheduler_cls(sched_config, kv, chosen, clock=clock, resources=resources)

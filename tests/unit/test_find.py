@@ -167,9 +167,7 @@ class WantsSize(Resource):
 
 
 def test_a_resource_that_cannot_work_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"missing .*'size'.*to pass options, give the resource as an object"
-    ):
+    with pytest.raises(ConfigError, match=r"missing .*'size'.*to pass options, give an object"):
         choose(SchedulerConfig(resources=(WantsSize,)))
     with pytest.raises(ConfigError, match=r"engine\.Resource; it is a policy: give"):
         choose(SchedulerConfig(resources=(Ranks,)))

@@ -241,26 +241,6 @@ def test_withdrawn_tokens_take_their_snapshots_along():
     assert kv.lookup(holder(2, PROMPT[:100])).num_tokens == 32
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("is_used", [False, True])
-def test_the_snapshot_of_a_prompt_is_dropped_when_its_answer_is_continued(is_full, is_used):
-    """It is dropped in a full pool, unless a request has started from it."""
-    kv = KVManager(60, 16)
-    kv.keep_states(1)
-    kept(kv, 0, 32)
-    if is_used:
-        fill(kv, again := holder(1, PROMPT[:48]))
-        kv.finish(again)
-    kept(kv, 0, 64)
-    if is_full:
-        empty = [b for b in kv.pool.free_order() if kv.cache.hash_of(b) is None]
-        fill(kv, other := holder(2, OTHER[: 16 * len(empty)]))
-        kv.finish(other)
-    fill(kv, turn := holder(3, PROMPT[:100]))
-    assert kv.ready(turn) == 64
-    assert kv.lookup(holder(4, PROMPT[:40])).num_tokens == (0 if is_full and not is_used else 32)
-
-
 def test_a_kv_source_is_refused():
     with pytest.raises(ConfigError, match="recurrent"):
         KVManager(10, 16, source=Store(16)).keep_states(1)

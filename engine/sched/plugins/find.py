@@ -39,7 +39,7 @@ KINDS = (  # base classes, and the option in which such a class is given
 PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
 NEAR = 0.85  # names of at least this similarity count as misspellings of each other
 
-Plugin = TypeVar("Plugin", Policy, Resource)
+Plugin = TypeVar("Plugin")  # an instance of a class with ``api_version`` and hooks
 
 _deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary()  # by id of object
 
@@ -116,16 +116,25 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
 
 def find_resource(name: Any) -> Resource:
     """Create a resource from its name, dotted path or class; return a resource object unchanged."""
-    if isinstance(name, Resource):
-        _check_class(type(name), Resource, "resources")
+    return find_plugin("resources", name, Resource, {}, RESOURCES_GROUP)
+
+
+def find_plugin(
+    option: str, name: Any, base: type[Plugin], shipped: Mapping[str, Any], group: str
+) -> Plugin:
+    """Create a plug-in that is a ``base`` from its name, dotted path or class; return an object
+    unchanged. ``shipped``: classes by name; ``group``: entry points of installed ones. Raises
+    ``ConfigError``, which names the ``option``."""
+    if isinstance(name, base):
+        _check_class(type(name), base, option)
         return name
-    cls: type[Resource] = _find("resources", name, {}, RESOURCES_GROUP)
-    _check_kind(cls, Resource, "resources", name)
-    _check_class(cls, Resource, "resources")
+    cls: type[Plugin] = _find(option, name, shipped, group)
+    _check_kind(cls, base, option, name)
+    _check_class(cls, base, option)
     try:
         return _make(cls, {}, "options")
     except ConfigError as error:
-        raise ConfigError(f"{error}; to pass options, give the resource as an object") from error
+        raise ConfigError(f"{error}; to pass options, give an object") from error
 
 
 def find_scheduler(name: Any) -> type[Scheduler]:
@@ -189,10 +198,11 @@ def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
         return
     own = [what for kind, what in KINDS if kind is not base and issubclass(cls, kind)]
     hint = f"it is {own[0]}" if own else "give such a class, its name or its dotted path"
-    raise ConfigError(f"{option} {name!r} is not a subclass of engine.{base.__name__}; {hint}")
+    home = "engine" if base in dict(KINDS) else base.__module__
+    raise ConfigError(f"{option} {name!r} is not a subclass of {home}.{base.__name__}; {hint}")
 
 
-def _check_class(cls: type[Plugin], base: type, option: str) -> None:
+def _check_class(cls: Any, base: type, option: str) -> None:
     """Raise ``ConfigError`` if a plug-in class has another API version or invalid hooks."""
     if cls.api_version != API_VERSION:
         is_number = isinstance(cls.api_version, int)
