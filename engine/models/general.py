@@ -5,6 +5,7 @@ Whether a model works that way is checked by inspection and a trial run, not by 
 
     general_support    checks of config and class before weights are loaded
     general_attention  the paged attention function, and a recording one for the trial
+    general_states     recurrent states, for which modules run sequence by sequence
     general_trial      runs a few tokens and checks that only attention relates them
     general_rope       makes rotary frequencies independent of the batch
 
@@ -35,6 +36,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState, cache_arguments
 from engine.models.general_mxfp4 import load_mxfp4
 from engine.models.general_rope import fix_frequencies
+from engine.models.general_states import parts_of
 from engine.models.general_stored import load_stored
 from engine.models.general_support import (
     Misfit,
@@ -46,7 +48,7 @@ from engine.models.general_support import (
 from engine.models.general_trial import Findings, is_close, run_trial
 from engine.models.model import LayerCaches
 from engine.models.quant import format_of
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, StateMeta
 
 logger = logging.getLogger("engine.models")
 
@@ -73,6 +75,9 @@ class GeneralModel:
             else SharedKV(source=layer.source)
             for layer in findings.layers
         )
+        self._held = findings.states
+        if self._held is not None:  # after all layers with attention
+            self.cache_spec += tuple(mixer.cache for mixer in self._held.mixers)
         self._causal = causal
         self._backbone = findings.backbone
         self._embed: Any = causal.get_input_embeddings()
@@ -91,18 +96,30 @@ class GeneralModel:
             vectors[batch.embeds.rows] = batch.embeds.values.to(vectors.dtype)
             tokens = {"inputs_embeds": vectors[None]}
         positions = batch.positions
-        tokens |= cache_arguments(self._causal, positions)
-        with self._state.during(cast(tuple[AttentionMeta, ...], batch.attn), kv):
+        with self._step(batch, kv) as arguments:
             output = self._backbone(
                 **tokens,
+                **arguments,
                 position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
-                use_cache=False,
                 output_hidden_states=bool(batch.aux_layers),
             )
         # Entry 0 of hidden_states is the input of the first layer.
         aux = tuple(output.hidden_states[layer + 1][0] for layer in batch.aux_layers)
         hidden = output[0][0]
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
+
+    @contextmanager
+    def _step(self, batch: ForwardBatch, kv: LayerCaches) -> Iterator[dict[str, Any]]:
+        """Context in which the module runs a step, with the arguments that it needs."""
+        num_layers = len(self._state.layers)
+        attn = cast(tuple[AttentionMeta, ...], batch.attn[:num_layers])
+        with self._state.during(attn, kv[:num_layers]):
+            if self._held is None:
+                yield {"use_cache": False} | cache_arguments(self._causal, batch.positions)
+                return
+            parts = parts_of(cast(StateMeta, batch.attn[-1]))
+            with self._held.during(parts, kv[num_layers:], len(batch.input_ids)):
+                yield self._held.arguments
 
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         raise NotImplementedError("graphs of transformers modules are not supported")
@@ -253,6 +270,8 @@ def _tried(
     except Exception as error:
         raise Misfit(f"a trial of a few tokens failed with {error!r}") from error
     num_layers = text.num_hidden_layers
+    if findings.states is not None:
+        num_layers = findings.states.num_attention_layers
     if len(findings.layers) < num_layers:
         raise Misfit(f"it calls attention {len(findings.layers)} times in {num_layers} layers")
     model = GeneralModel(causal, findings, dtype, is_packed)

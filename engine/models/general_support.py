@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    LinearAttentionCacheLayerMixin,
+)
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 
 # Layer types whose only state is one key and one value per token.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+# Layer types with a recurrent state in transformers' cache, alone or next to keys and values.
+STATE_LAYERS = frozenset(
+    name
+    for name, layer in DYNAMIC_LAYER_TYPE_MAPPING.items()
+    if issubclass(layer, LinearAttentionCacheLayerMixin)
+)
+NO_CACHE_LAYERS = frozenset({"moe", "mlp"})
+STATE_FAMILIES = (
+    "LFM2, Qwen3-Next, Qwen3.5, Granite 4 H, Bamba, Falcon-H1, Nemotron-H, Jamba, Mamba, Mamba-2, "
+    "Falcon-Mamba, Zamba2, Kimi-Linear and OLMo-hybrid"
+)
 
 
 class Misfit(ValueError):
@@ -74,7 +92,7 @@ def _check_config(hf: PreTrainedConfig) -> None:
         raise Misfit("it is an encoder-decoder model")
     if getattr(hf, "add_cross_attention", False):
         raise Misfit("it attends to the output of an encoder")
-    others = layer_types(hf) - ATTENTION_LAYERS
+    others = layer_types(hf) - ATTENTION_LAYERS - STATE_LAYERS - NO_CACHE_LAYERS
     if others:
         raise Misfit(f"it has layers other than attention ({', '.join(sorted(others))})")
 
@@ -98,10 +116,21 @@ def causal_class(hf: PreTrainedConfig) -> type[Any]:
 
 def check_class(cls: type[Any], hf: PreTrainedConfig) -> None:
     """Raise ``Misfit`` if the class shows that its attention cannot be replaced."""
-    if getattr(cls, "_is_stateful", False) and not layer_types(hf):
-        raise Misfit("it keeps a recurrent state, not keys and values")
+    types = layer_types(hf)
+    is_stateful = getattr(cls, "_is_stateful", False) and not types
+    if is_stateful or (types & STATE_LAYERS and not _uses_cache_layers(cls)):
+        raise Misfit(
+            "it keeps a recurrent state, but not in the LinearAttentionLayer of transformers' "
+            f"cache, as is needed. Families with recurrent states that run are {STATE_FAMILIES}"
+        )
     if not cls._can_set_attn_implementation():
         raise Misfit("its attention does not go through transformers' attention interface")
+
+
+def _uses_cache_layers(cls: type[Any]) -> bool:
+    """True if the code of a class stores states in a ``LinearAttentionLayer``."""
+    code = inspect.getsource(sys.modules[cls.__module__])
+    return "update_conv_state" in code or "update_recurrent_state" in code
 
 
 def _reason(error: Exception) -> str:

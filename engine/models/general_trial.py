@@ -6,6 +6,9 @@ same tokens twice: in order, and permuted with their position ids, with one toke
 possible position. The trial's attention returns each token's own value, so all tokens but the moved
 one must have the same results. This detects convolutions, token shifts, positions counted from the
 row, and frequencies that depend on the longest sequence of a batch.
+
+In a model with recurrent states, each token is a sequence of its own in both runs. The modules with
+states are tried one by one (``general_states``).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from engine.models.general_attention import (
     read_options,
     rule_of,
 )
+from engine.models.general_states import HeldStates
 from engine.models.general_support import Misfit
 
 NUM_TOKENS = 6
@@ -45,6 +49,8 @@ class Findings:
     """Type of the backbone's output."""
     hidden: torch.Tensor  # [N, H], of the trial's tokens
     logits: torch.Tensor  # [N, V]
+    states: HeldStates | None
+    """Its recurrent states, if it has any."""
 
 
 @dataclass(slots=True)
@@ -64,23 +70,52 @@ class TrialRun:
 def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> Findings:
     """Run the trial on a module whose attention function is ``TRIAL``. Raises ``Misfit``."""
     tokens = (torch.arange(NUM_TOKENS) * 7 + 3) % vocab_size
-    places = torch.arange(NUM_TOKENS)
-    first = _run(causal, _backbones(causal), tokens, None)
-    layers = _read_layers(first.calls, max_model_len)
-    order = torch.tensor(ORDER)
+    whole = _run(causal, _backbones(causal), tokens, None)
+    layers = _read_layers(whole.calls, max_model_len)
+    states = HeldStates.of(causal.config)
+    first = whole
+    if states is not None:
+        first = _try_states(whole, states, tokens)
+    order, places = torch.tensor(ORDER), torch.arange(NUM_TOKENS)
     places[MOVED] = max_model_len - 1
     try:
-        second = _run(first.backbone, [first.backbone], tokens[order], places[order])
+        second = _run_apart(whole.backbone, tokens[order], places[order], states)
     except IndexError as error:
         raise Misfit(f"it has no position {places[MOVED]}; set a smaller max_model_len") from error
     _compare(first, second, order)
     return Findings(
         layers,
-        first.backbone,
-        type(first.backbone_output),
-        first.hidden,
-        first.output.logits[0],
+        whole.backbone,
+        type(whole.backbone_output),
+        whole.hidden,
+        whole.output.logits[0],
+        states,
     )
+
+
+def _try_states(whole: TrialRun, states: HeldStates, tokens: torch.Tensor) -> TrialRun:
+    """Find the modules with recurrent states, make them use ``states``, and try each. Returns a run
+    in which each token is a sequence of its own."""
+    backbone, places = whole.backbone, torch.arange(NUM_TOKENS)
+    with states.searching(backbone):
+        cached = _run(backbone, [backbone], tokens, places, states)
+    if not is_close(cached.hidden, whole.hidden):
+        raise Misfit("its results with transformers' cache are not those without")
+    states.check_mixers(NUM_TOKENS)
+    return _run_apart(backbone, tokens, places, states)
+
+
+def _run_apart(
+    backbone: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    states: HeldStates | None,
+) -> TrialRun:
+    """Run a backbone. If it has recurrent states, each token is a sequence of its own."""
+    if states is None:
+        return _run(backbone, [backbone], tokens, positions)
+    with states.during_single_tokens(len(tokens)):
+        return _run(backbone, [backbone], tokens, positions, states)
 
 
 def _backbones(causal: PreTrainedModel) -> list[PreTrainedModel]:
@@ -95,6 +130,7 @@ def _run(
     backbones: list[PreTrainedModel],
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
+    states: HeldStates | None = None,
 ) -> TrialRun:
     """Run a module. Record its attention calls and the output of its backbone, which is the first
     of ``backbones`` that it calls. ``positions``: ``None`` for 0, 1, 2, ..."""
@@ -107,12 +143,15 @@ def _run(
     ]
     for part in module.modules():
         setattr(part, STATE, calls)
-    given = {} if positions is None else cache_arguments(module, positions.to(device))
+    given: dict[str, Any] = {"use_cache": False}
+    if states is not None:
+        given = states.arguments
+    elif positions is not None:
+        given |= cache_arguments(module, positions.to(device))
     try:
         output = module(
             input_ids=tokens[None].to(device),
             position_ids=None if positions is None else positions[None].to(device),
-            use_cache=False,
             **given,
         )
     finally:

@@ -29,6 +29,7 @@ class GeneralCase(NamedTuple):
     options: dict[str, Any]
 
 
+LINEAR = "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MLA = {
     "num_key_value_heads": 4,
@@ -204,13 +205,78 @@ GENERAL_CASES: dict[str, GeneralCase] = {
     ),
     # Two calls of attention in a layer.
     "diffllama": GeneralCase("DiffLlamaConfig", {}),
+    # Recurrent states: shared attention next to Mamba-2, gated delta rules, short convolutions,
+    # convolutions inside of attention.
+    "zamba2": GeneralCase(
+        "Zamba2Config",
+        {
+            "hidden_size": 32,  # attention has twice as many columns
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 16,
+            "adapter_rank": 8,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+    ),
+    "kimi-linear": GeneralCase(
+        "KimiLinearConfig",
+        {
+            **MLA,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "num_local_experts": 4,
+        },
+    ),
+    "olmo-hybrid": GeneralCase(
+        "OlmoHybridConfig",
+        {
+            "layer_types": [LINEAR, LINEAR, FULL],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+        },
+    ),
+    "bailing-hybrid": GeneralCase(
+        "BailingHybridConfig",
+        {**MLA, "head_dim": 16, "layer_types": [LINEAR, FULL, LINEAR], "num_local_experts": 4},
+    ),
+    "lfm3": GeneralCase("Lfm3Config", {"head_dim": 16, "sliding_window": 8}),
+    "zaya": GeneralCase(
+        "ZayaConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "router_hidden_size": 32,
+        },
+    ),
 }
+WITH_STATES = ("zamba2", "kimi-linear", "olmo-hybrid", "bailing-hybrid", "lfm3", "zaya")
 
+STATE_ELSEWHERE = (
+    "recurrent state, but not in the LinearAttentionLayer.*Kimi-Linear and OLMo-hybrid"
+)
 # Architecture -> configuration class, options, and a word of the reason.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "RwkvForCausalLM": ("RwkvConfig", {}, "recurrent"),
-    "MiniMaxForCausalLM": ("MiniMaxConfig", {}, "linear_attention"),
-    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}, "linear_attention"),
+    "RwkvForCausalLM": ("RwkvConfig", {}, STATE_ELSEWHERE),
+    "xLSTMForCausalLM": ("xLSTMConfig", {}, STATE_ELSEWHERE),
+    "MiniMaxForCausalLM": ("MiniMaxConfig", {}, STATE_ELSEWHERE),
+    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}, STATE_ELSEWHERE),
+    # transformers computes a prompt in chunks without the state of the chunk before.
+    "ZambaForCausalLM": (
+        "ZambaConfig",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_hidden_layers": 4,
+            "n_mamba_heads": 2,
+        },
+        "ZambaMambaMixer depend on how tokens are divided",
+    ),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BloomForCausalLM": ("BloomConfig", {"n_layer": 2, "n_head": 4}, "interface"),
     "BertLMHeadModel": ("BertConfig", {"is_decoder": False}, "mask"),

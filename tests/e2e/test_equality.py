@@ -50,6 +50,9 @@ WITH_STATES = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "zamba2",
+    "kimi-linear",
+    "olmo-hybrid",
 ]
 GENERAL = [
     "gpt2",

@@ -9,7 +9,7 @@ import torch
 import transformers
 from e2e.general_models import GENERAL_CASES, REFUSED, general_config, make_general_model
 from e2e.paged import PagedRun
-from e2e.test_equality import GENERAL
+from e2e.test_equality import GENERAL, WITH_STATES
 from e2e.tiny_models import VOCAB
 from transformers.utils import is_kernels_available
 
@@ -56,7 +56,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in GENERAL))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in GENERAL + WITH_STATES))
         for name in GENERAL_CASES
     ],
 )

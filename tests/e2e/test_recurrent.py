@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.general_models import WITH_STATES as GENERAL
+from e2e.general_models import make_general_model
 from e2e.references import engine_for, prompts
 from e2e.test_ngram import NGRAM
 from e2e.test_poison_drafts import vulnerable
@@ -84,6 +86,12 @@ def check_ways(path: str, ways: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_seeded_requests_sample_the_same_in_every_way(name: str, tiny_models: TinyModels) -> None:
     check_ways(str(tiny_models.path(name)), WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GENERAL)
+def test_modules_of_transformers_sample_the_same_in_every_way(name: str, tmp_path: Path) -> None:
+    check_ways(str(make_general_model(name, tmp_path)), {**WAYS, **MORE_WAYS})
 
 
 @pytest.mark.slow

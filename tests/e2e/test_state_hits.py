@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from e2e.general_models import GENERAL_CASES, WITH_STATES, general_config
 from e2e.references import WHOLE, Reference, compare, engine_for, finished, generate, run
 from e2e.tiny_models import CASES, config_of, random_model, reference, save
 
@@ -24,6 +25,7 @@ OTHERS = [
     "nemotron-h-moe",
     "jamba-moe",
     "granite-hybrid-moe",
+    *WITH_STATES,
 ]
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_model_len": 3200, "num_kv_blocks": 1200}
 
@@ -33,10 +35,15 @@ OPTIONS = {"dtype": "float32", "block_size": 16, "max_model_len": 3200, "num_kv_
 )
 def path(request, tmp_path_factory) -> str:
     """A tiny model with recurrent states, for sequences of up to 4,096 tokens."""
-    case = CASES[request.param]
-    longer = case._replace(options={**case.options, "max_position_embeddings": 4096})
+    length = {"max_position_embeddings": 4096}
+    if request.param in CASES:
+        case = CASES[request.param]
+        config = config_of(case._replace(options={**case.options, **length}))
+    else:
+        config_class, options = GENERAL_CASES[request.param]
+        config = general_config(config_class, {**options, **length})
     directory = tmp_path_factory.mktemp("states")
-    save(random_model(config_of(longer), seed=3), directory)
+    save(random_model(config, seed=3), directory)
     return str(directory)
 
 
