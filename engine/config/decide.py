@@ -180,11 +180,11 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
     """Return the requested max_model_len, by default the model's limit. Raises ``ConfigError``
-    above that limit."""
-    own = info.max_position_embeddings
+    above the limit in config.json."""
     if requested.max_model_len is None:
-        return own
-    if requested.max_model_len > own:
+        return info.max_position_embeddings
+    own = info.stated_positions
+    if own is not None and requested.max_model_len > own:
         raise ConfigError(
             f"max_model_len is {requested.max_model_len}, but the model was made for {own} "
             "positions (max_position_embeddings in config.json); lower it to that or less"

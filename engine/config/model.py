@@ -160,7 +160,12 @@ class ModelInfo:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence that the model supports, in tokens."""
+        """Longest sequence that the model supports, in tokens; 2,048 if config.json has none."""
+        return self.stated_positions or 2048
+
+    @property
+    def stated_positions(self) -> int | None:
+        """Longest sequence in tokens that config.json has; models without positions have none."""
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             value = self.hf.get(key)
             if value and not isinstance(value, int):
@@ -169,7 +174,7 @@ class ModelInfo:
                 )
             if value:
                 return int(value)
-        return 2048
+        return None
 
     @property
     def name(self) -> str:

@@ -116,6 +116,31 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
+def scale_rows(weight: Weight, factors: torch.Tensor) -> Weight:
+    """Multiply each row of a weight [out, in] by its factor, [out] float32; a plain weight is
+    changed in place. The scales of a quantised weight become float32."""
+    if not isinstance(weight, SplitWeight):
+        return _scaled(weight, factors)
+    pieces = torch.split(factors, [part.shape[0] for part in weight.parts])
+    pairs = zip(weight.parts, pieces, strict=True)
+    return replace(weight, parts=tuple(_scaled(*pair) for pair in pairs))
+
+
+def _scaled(weight: StoredWeight, factors: torch.Tensor) -> StoredWeight:
+    """Multiply each row of a weight that is stored in one way by its factor."""
+    if isinstance(weight, torch.Tensor):
+        return weight.mul_(factors[:, None])
+    if isinstance(weight, GgufWeight):
+        weight = weight.quantized()
+    matrix = weight.matrix
+    given: dict[str, Any] = {}
+    for inner, outer in (("scales", "outer_scales"), ("offsets", "outer_offsets")):
+        name = inner if getattr(matrix, outer) is None else outer
+        if (part := getattr(matrix, name)) is not None:
+            given[name] = part.float() * factors[:, None]
+    return replace(weight, matrix=matrix._replace(**given))
+
+
 def stack(parts: Sequence[StoredWeight]) -> Weight:
     """Concatenate weights along their outputs. Adjacent weights that are stored in the same way
     become one; if there is more than one in the end, the result is a ``SplitWeight``."""

@@ -9,12 +9,11 @@ from functools import partial
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.errors import ModelError
 from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
-from engine.layers.quantized import Weight, plain
+from engine.layers.quantized import Weight, plain, scale_rows
 from engine.layers.recurrent import Convolution, OutputGate
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
@@ -280,20 +279,13 @@ class Assembly:
 def scaled(
     weight: Weight, bias: torch.Tensor | None, factors: tuple[Factor, ...]
 ) -> tuple[Weight, torch.Tensor | None]:
-    """Multiply the rows of a weight and its bias by factors. Raises ``ModelError`` for a quantised
-    weight."""
-    if not isinstance(weight, torch.Tensor):
-        raise ModelError(
-            "config.json has multipliers, which are not supported with quantized weights; use the "
-            "original model"
-        )
+    """Multiply the rows of a weight and its bias by factors."""
     counts = torch.tensor([factor.num_rows for factor in factors])
     rows, biases = (
         torch.tensor(column, dtype=torch.float32).repeat_interleave(counts)
         for column in zip(*(factor[1:] for factor in factors), strict=True)
     )
-    weight = weight.mul_(rows[:, None])
-    return weight, None if bias is None else bias * biases.to(bias.dtype)
+    return scale_rows(weight, rows), None if bias is None else bias * biases.to(bias.dtype)
 
 
 def compute_dtype(

@@ -14,10 +14,10 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.hf_config import (
     HF,
-    NotNative,
     activation,
     attention,
     by_type,
+    check_silu,
     count,
     layer_types,
     layers,
@@ -40,23 +40,25 @@ from engine.models.spec import (
 def decoder(hf: HF, **differences: Any) -> DecoderSpec:
     """The spec of a Llama model without biases. ``differences`` override fields of
     ``DecoderSpec``."""
-    fields: dict[str, Any] = {
-        "attention": attention(hf),
-        "mlp": mlp(hf),
-        "norm": NormSpec(eps=float(hf.get("rms_norm_eps", 1e-6))),
-        "tied": bool(hf.get("tie_word_embeddings", False)),
-        **differences,
+    # A file need not have what only an unused default reads.
+    defaults: dict[str, Callable[[], Any]] = {
+        "attention": lambda: attention(hf),
+        "mlp": lambda: mlp(hf),
+        "norm": lambda: NormSpec(eps=float(hf.get("rms_norm_eps", 1e-6))),
+        "tied": lambda: bool(hf.get("tie_word_embeddings", False)),
+        "layers": lambda: layers(hf, rope(hf)),
     }
-    if "layers" not in fields:
-        fields["layers"] = layers(hf, rope(hf))
+    missing = defaults.keys() - differences
+    fields = {**differences, **{name: defaults[name]() for name in missing}}
     return DecoderSpec(
         vocab_size=count(hf, "vocab_size"), hidden_size=count(hf, "hidden_size"), **fields
     )
 
 
 def mlp(hf: HF, **differences: Any) -> MLPSpec:
-    fields = {"activation": activation(hf), **differences}
-    return MLPSpec(intermediate_size=count(hf, "intermediate_size"), **fields)
+    if "activation" not in differences:
+        differences["activation"] = activation(hf)
+    return MLPSpec(intermediate_size=count(hf, "intermediate_size"), **differences)
 
 
 def biased(hf: HF, **differences: Any) -> AttentionSpec:
@@ -390,8 +392,7 @@ def shared_moe(hf: HF, num_experts: int, *, renormalize: bool) -> MoESpec:
 def gated_delta(hf: HF, is_moe: bool | list[bool], **differences: Any) -> DecoderSpec:
     """The common parts of Qwen3-Next and Qwen3.5. is_moe: True for layers with experts."""
     hf = {"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768, **hf}
-    if activation(hf) != "silu":
-        raise NotNative(f"config.json's hidden_act is {hf['hidden_act']!r}, must be 'silu'")
+    check_silu(hf)
     share = hf.get("partial_rotary_factor")
     table = rope(hf, partial=0.25 if share is None else share)
     return decoder(

@@ -63,6 +63,17 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
     return ACTIVATIONS[name]
 
 
+def check_silu(hf: HF, key: str = "hidden_act") -> None:
+    """Raise ``ModelError`` if config.json has another activation than SiLU, the only one that
+    convolutions before recurrent states support."""
+    name = hf.get(key) or "silu"
+    if ACTIVATIONS.get(name) != "silu":
+        raise ModelError(
+            f"config.json's {key} is {name!r}, must be 'silu', since the layers with recurrent "
+            "states support no other activation"
+        )
+
+
 def head_dim(hf: HF) -> int:
     """Size of an attention head. Raises ``ModelError`` if it is odd, as rotation needs pairs."""
     if hf.get("head_dim") is not None:
@@ -99,12 +110,13 @@ def attention(hf: HF, **differences: Any) -> AttentionSpec:
 
 
 def rope(
-    hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float = 1.0
+    hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float | None = None
 ) -> RopeSpec:
     """Read the rotary embedding, or the one for ``layer_type`` if config.json has one for each
     type.
 
-    theta, partial: default base, and default fraction of a head's dimensions that are rotated.
+    theta: default base. partial: default fraction of a head's dimensions that are rotated; with
+    ``None``, embeddings of type "default" rotate all dimensions whatever config.json has.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if layer_type is not None and layer_type in given:
@@ -117,7 +129,9 @@ def rope(
         or max_position(hf)
     )
     _check_rope(rope_type, scaling)
-    share = scaling.get("partial_rotary_factor", partial)
+    share = scaling.get("partial_rotary_factor", partial or 1.0)
+    if partial is None and rope_type == "default":
+        share = 1.0
     return RopeSpec(
         rope_type=rope_type,
         theta=float(scaling.get("rope_theta") or hf.get("rope_theta") or theta),

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.families import biased, decoder, granite, mlp
-from engine.models.hf_config import HF, activation, attention, by_type, count, layers, rope
+from engine.models.hf_config import HF, attention, by_type, check_silu, count, layers, rope
 from engine.models.spec import (
     AttentionSpec,
     ChannelMambaSpec,
@@ -69,6 +69,7 @@ def checked(mamba: HeadMambaSpec) -> HeadMambaSpec:
 def granite_hybrid(hf: HF) -> Spec:
     """The spec of Granite 4 H: Mamba-2 or attention without positions, then a shared MLP and, in
     some models, experts."""
+    check_silu(hf)
     types = hf.get("layer_types") or hf.get("layers_block_type")
     kinds = by_type(hf, types or ["mamba"] * count(hf, "num_hidden_layers"), KINDS)
     num_experts = hf.get("num_local_experts", 8) or 0
@@ -96,6 +97,7 @@ def granite_hybrid(hf: HF) -> Spec:
 
 def bamba(hf: HF) -> Spec:
     """The spec of Bamba: Mamba-2, and attention in some layers."""
+    check_silu(hf)
     hf = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -129,6 +131,7 @@ def feed_forward_names(hf: HF) -> dict[str, Any]:
 def falcon_h1(hf: HF) -> Spec:
     """The spec of Falcon-H1: attention and Mamba-2 with the same input in each layer, and
     multipliers on most outputs."""
+    check_silu(hf)
     hf = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -214,7 +217,7 @@ def nemotron_h(hf: HF) -> Spec:
     pattern = hf.get("hybrid_override_pattern")
     types = hf.get("layers_block_type") or hf.get("layer_types")
     if types is None:
-        types = [PATTERN.get(letter, letter) for letter in pattern or "MEM*"]
+        types = [PATTERN.get(letter, letter) for letter in pattern or "ME*-"]
     hf = {**hf, "num_hidden_layers": len(types)}
     without_mixer = {
         name: DecoderLayerSpec(rope=None, mixers=(), is_moe=name == "moe")
@@ -228,6 +231,7 @@ def nemotron_h(hf: HF) -> Spec:
     relu = hf.get("mlp_hidden_act", "relu2")
     if relu != "relu2":
         raise ModelError(f"config.json's mlp_hidden_act is {relu!r}, must be 'relu2'")
+    check_silu(hf, "mamba_hidden_act")
     bias = bool(hf.get("mlp_bias", False))
     return decoder(
         hf,
@@ -294,6 +298,7 @@ def nemotron_experts(hf: HF) -> MoESpec:
 def jamba(hf: HF) -> Spec:
     """The spec of Jamba: Mamba-1, attention without positions in some layers, and experts in
     some."""
+    check_silu(hf)
     hf = {"num_key_value_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, **hf}
     num, hidden = count(hf, "num_hidden_layers"), count(hf, "hidden_size")
     period, offset = hf.get("attn_layer_period", 8), hf.get("attn_layer_offset", 4)
@@ -306,7 +311,7 @@ def jamba(hf: HF) -> Spec:
     return decoder(
         hf,
         attention=attention(hf),
-        mlp=mlp(hf, activation=activation(hf)),
+        mlp=mlp(hf),
         layers=layers(hf, nowhere, 0, sparse, kinds),
         mamba=ChannelMambaSpec(
             width=hf.get("mamba_expand", 2) * hidden,
@@ -362,6 +367,7 @@ def unused_head_dim(num_numbers: int) -> int:
 
 def mamba2(hf: HF) -> Spec:
     """The spec of Mamba-2, which has no attention."""
+    check_silu(hf)
     hf = {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, **hf}
     bias = bool(hf.get("use_bias", False))
     mamba = HeadMambaSpec(
@@ -380,6 +386,7 @@ def mamba2(hf: HF) -> Spec:
 
 def mamba(hf: HF, **differences: Any) -> Spec:
     """The spec of Mamba, which has no attention."""
+    check_silu(hf)
     hf = {"state_size": 16, "conv_kernel": 4, **hf}
     hidden, rank = count(hf, "hidden_size"), hf.get("time_step_rank", "auto")
     spec = ChannelMambaSpec(

@@ -77,7 +77,7 @@ class DraftModel(Feature):
         self._info = info
         self._model_config = model
         sched = config.scheduler
-        self._limit = min(info.max_position_embeddings, sched.max_model_len)
+        self._limit = min(info.stated_positions or sched.max_model_len, sched.max_model_len)
         self._num_drafts = num_drafts
         self._spare = SpareBlocks(sched.max_num_seqs, num_drafts, config.block_size)
         self._proposals: deque[_Proposals] = deque()  # of steps whose results are not collected yet

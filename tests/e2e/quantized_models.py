@@ -221,7 +221,7 @@ def take_apart_experts(model: PreTrainedModel, stored: Tensors) -> Tensors:
             continue
         del stored[name]
         for expert, weight in enumerate(parameter.data):
-            parts = {"down_proj": weight}
+            parts = {last: weight}
             if last == "gate_up_proj":
                 parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
             places |= {f"{prefix}.{expert}.{part}": one for part, one in parts.items()}

@@ -79,6 +79,11 @@ def keep_gates(module: str) -> bool:
     return module.endswith(("lm_head", "in_proj_ba", "in_proj_a", "in_proj_b", "_gate"))
 
 
+def keep_small(module: str) -> bool:
+    """The head, routers, and the projections to the time steps of Mamba."""
+    return module.endswith(("lm_head", "router", ".router.layer", "gate", "dt_proj", "x_proj"))
+
+
 class Directory(NamedTuple):
     """A tiny model and how it is stored."""
 
@@ -103,6 +108,16 @@ DIRECTORIES = {
     "fp8-blocks-lfm2": Directory("lfm2", fp8("block", scale_name="weight_scale_inv"), BLOCKS),
     "ct-w4a16-lfm2": Directory(
         "lfm2", packed(4, 32), compressed("pack-quantized", integers(4, "group"))
+    ),
+    "awq-bamba": Directory("bamba", awq(32), AWQ),
+    "gptq-multipliers": Directory("falcon-h1-norm", gptq(4, 32, sym=False), {**GPTQ, "sym": False}),
+    "fp8-blocks-nemotron": Directory(
+        "nemotron-h-moe", fp8("block", scale_name="weight_scale_inv"), BLOCKS, keep_small
+    ),
+    "ct-w8a8-mamba": Directory(
+        "mamba2",
+        int8("channel"),
+        compressed("int-quantized", integers(8, "channel"), TOKEN_INTEGERS),
     ),
     "gptq": Directory("qwen3", gptq(4, 32), GPTQ),
     "gptq-ordered-by-head": Directory("qwen3-next", gptq(4, 32), GPTQ, keep_gates),
@@ -191,13 +206,34 @@ DIRECTORIES = {
     ),
 }
 
+MORE_WITH_STATES = {
+    f"{name}-{model}": Directory(model, write, stated, keep_small)
+    for model in (
+        *("jamba-moe", "mamba2", "falcon-mamba", "granite-hybrid", "falcon-h1"),
+        *("nemotron-h", "nemotron-h-moe", "bamba-limits"),
+    )
+    for name, write, stated in (
+        ("awq", awq(8), {**AWQ, "group_size": 8}),
+        ("gptq-8", gptq(8, 8), {**GPTQ, "bits": 8, "group_size": 8}),
+        ("fp8-blocks", fp8("block", scale_name="weight_scale_inv"), BLOCKS),
+        (
+            "ct-w8a8",
+            int8("channel"),
+            compressed("int-quantized", integers(8, "channel"), TOKEN_INTEGERS),
+        ),
+    )
+}
+
 
 def written(path: Path, name: str) -> Written:
-    one = DIRECTORIES[name]
+    one = (DIRECTORIES | MORE_WITH_STATES)[name]
     return write_model(path / name, CASES[one.model], one.write, one.stated, keep=one.keep)
 
 
-@pytest.mark.parametrize("name", DIRECTORIES)
+@pytest.mark.parametrize(
+    "name",
+    [*DIRECTORIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_WITH_STATES)],
+)
 def test_logits_are_those_of_what_weights_stand_for(tmp_path: Path, name: str, seed: int) -> None:
     made, tokens = written(tmp_path, name), tokens_of(seed, 23)
     expected = reference_logits(made.reference, tokens)

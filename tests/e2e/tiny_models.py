@@ -480,9 +480,12 @@ def reference(path: Path) -> PreTrainedModel:
 
 def config_of(case: Case) -> PreTrainedConfig:
     family = "Gemma3Text" if case.family == "Gemma3" else case.family
-    options = {**BASE, **case.options}
+    made = getattr(transformers, f"{family}Config")
+    # A file of Mamba does not mention attention: the engine must not look for it.
+    known = {**BASE} if "Mamba" not in family else BASE.keys() & made.__dataclass_fields__
+    options = {**{name: BASE[name] for name in known}, **case.options}
     # Nested tables are changed in place by the classes that take them.
-    return getattr(transformers, f"{family}Config")(**_copied(options))
+    return made(**_copied(options))
 
 
 def _copied(value: Any) -> Any:

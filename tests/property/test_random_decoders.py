@@ -52,7 +52,9 @@ def sizes(dice: random.Random, heads: Heads) -> dict[str, Any]:
 def rope_of(dice: random.Random) -> dict[str, Any]:
     kind = dice.choice(["default", "linear", "yarn", "llama3"])
     given: dict[str, Any] = {"rope_type": kind, "rope_theta": dice.choice([100.0, 1e4, 1e6])}
-    if kind != "default":
+    if kind == "default":  # most families rotate whole heads all the same
+        given["partial_rotary_factor"] = dice.choice([0.5, 1.0])
+    else:
         given["factor"] = dice.choice([1.5, 8.0])
     if kind in ("yarn", "llama3"):
         given["original_max_position_embeddings"] = dice.choice([16, 64])

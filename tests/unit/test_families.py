@@ -17,25 +17,36 @@ from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table, frequencies
 from engine.models.families import FAMILIES
 from engine.models.hf_config import rope
+from engine.models.mamba_families import MAMBA_FAMILIES
 from engine.models.spec import DecoderSpec
 
 # Families whose class of configuration is not named as the model's: those with images, too.
 TEXT = ("Gemma3", "Qwen3_5")
+ALL = {**FAMILIES, **MAMBA_FAMILIES}
 CONFIG_CLASSES = {
     name: getattr(
         transformers,
         re.sub("(Vl)?For[A-Za-z]*$", "TextConfig" if name.startswith(TEXT) else "Config", name),
     )
-    for name in FAMILIES
+    for name in ALL
 }
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
+# Other sizes that a file must have, since the class's default belongs to a larger hidden size.
+SIZES_OF_MAMBA: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"mamba_n_heads": 8, "num_attention_heads": 8},
+    "FalconMambaForCausalLM": {},
+    "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_attention_heads": 8},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16},
+    "MambaForCausalLM": {},
+    "NemotronHForCausalLM": {"num_hidden_layers": 4, "num_attention_heads": 8},
+}
 
 
 def comparable(spec: DecoderSpec) -> dict[str, Any]:
     """A spec as plain values; of a rotary embedding, the frequencies it comes to."""
     content = asdict(replace(spec, layers=()))
     content["layers"] = [
-        (layer.window, layer.is_moe, layer.rope and summary(layer.rope)) for layer in spec.layers
+        (replace(layer, rope=None), layer.rope and summary(layer.rope)) for layer in spec.layers
     ]
     return content
 
@@ -66,15 +77,27 @@ def older(hf: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_what_a_file_leaves_out_takes_the_familys_default(name: str) -> None:
     sizes = {**SIZES, "num_attention_heads": 8}
+    if name in SIZES_OF_MAMBA:
+        sizes = {**SIZES, **SIZES_OF_MAMBA[name]}
     if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         # These classes' defaults (32 heads for keys) belong to sizes nobody publishes.
         sizes["num_key_value_heads"] = 4
-    short = FAMILIES[name]({"model_type": name, **sizes})
-    full = FAMILIES[name](CONFIG_CLASSES[name](**sizes).to_dict())
+    short = ALL[name]({"model_type": name, **sizes})
+    full = ALL[name](CONFIG_CLASSES[name](**sizes).to_dict())
     assert comparable(short) == comparable(full)
+
+
+@pytest.mark.parametrize("name", MAMBA_FAMILIES)
+def test_other_activations_before_a_scan_are_refused(name: str) -> None:
+    key = "mamba_hidden_act" if name.startswith("Nemotron") else "hidden_act"
+    hf = CONFIG_CLASSES[name]().to_dict()
+    MAMBA_FAMILIES[name]({**hf, key: "swish"})
+    for value in ("gelu", "relu"):
+        with pytest.raises(ModelError, match=f"{key} is '{value}', must be 'silu'"):
+            MAMBA_FAMILIES[name]({**hf, key: value})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
