@@ -218,7 +218,8 @@ def gated_delta_rule(
     scaled by Dk ** -0.5. qkv: [N, 2 Hk Dk + Hv Dv], the columns of q, k and v. gates: [N, 2 Hv],
     the columns of b and a. rate, bias: [Hv] float32. state: [rows, Hv, Dk, Dv], read and written at
     the rows that ``meta`` names. Returns [N, Hv Dv] of qkv's dtype; rows that belong to no sequence
-    are zeros. A sequence's results are the same bits however it is cut into steps.
+    are zeros. A sequence's results are the same bits however it is cut into steps; on a GPU this
+    needs `meta.batch_invariant`.
     """
     return _bodies(qkv).gated_delta_rule(qkv, gates, rate, bias, state, meta)
 
@@ -235,7 +236,7 @@ def head_scan(
     xbc: [N, H * P + 2 * G * S], x of all heads, then b and c of all groups. dt: [N, H]. Rows of
     both may be apart. state: [rows, H, S, P], read and written at the rows that `meta` names.
     Returns y [N, H * P]; rows that belong to no sequence are zeros. Results do not depend on how a
-    sequence is divided into steps.
+    sequence is divided into steps; on a GPU this needs `meta.batch_invariant`.
     """
     return _bodies(xbc).head_scan(xbc, dt, layer, state, meta)
 

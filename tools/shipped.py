@@ -17,6 +17,9 @@ from kernels.reference import AttentionOptions, HeadNorm, Rope
 from kernels.triton import (
     activation,
     bitmask,
+    causal_conv,
+    delta_chunks,
+    delta_rule,
     gemv,
     index,
     invariant,
@@ -25,6 +28,9 @@ from kernels.triton import (
     penalties,
     quant,
     sampling,
+    scan_chunks,
+    selective_scan,
+    states,
 )
 from kernels.triton import norm as norms
 from kernels.triton.attention_decode import decode_kernel, decode_launches
@@ -61,6 +67,9 @@ ROPES = ("none", "halves", "neighbours", "partial")
 OTHERS = (
     activation,
     bitmask,
+    causal_conv,
+    delta_chunks,
+    delta_rule,
     gemv,
     index,
     invariant,
@@ -70,6 +79,9 @@ OTHERS = (
     penalties,
     quant,
     sampling,
+    scan_chunks,
+    selective_scan,
+    states,
 )
 
 

@@ -115,9 +115,11 @@ def _run_all_edits(driver: Driver, num_prompt: int) -> None:
     pending = driver.launch(first)
     driver.sample(pending, Masks(np.full(num_words, -1, dtype=np.int32), num_words))
     driver.collect(pending)
-    if machine.batches.max_num_tokens >= NUM_DECODES:  # else a step has no room for a draft
+    num_drafts, num_copies = NUM_DECODES - 1, machine.slots.state.num_copies
+    has_copies = num_copies == 0 or num_copies - 2 >= num_drafts  # of recurrent states
+    # Otherwise no step has room for a draft.
+    if machine.batches.max_num_tokens >= NUM_DECODES and has_copies:
         verify = _plan(num_prompt, NUM_DECODES, block_size)
-        num_drafts = NUM_DECODES - 1
         verify.drafts = DraftPart(
             np.full(1, num_drafts, dtype=np.int32), np.zeros(num_drafts, dtype=np.int32)
         )

@@ -17,6 +17,19 @@ ACTS = ("silu", "gelu_tanh", "gelu")
 
 
 @triton.jit
+def softplus(x):
+    """Returns log(1 + e ** x)."""
+    u = tl.exp(-tl.abs(x))
+    # A series of log(1 + u) = 2 * atanh(u / (2 + u)), exact for small u.
+    s = u / (2.0 + u)
+    square = s * s
+    series = 2.0 / 15.0
+    for n in tl.static_range(7):
+        series = series * square + 2.0 / (13 - 2 * n)
+    return tl.maximum(x, 0.0) + series * s
+
+
+@triton.jit
 def activate(gate, ACT: tl.constexpr):
     """Returns ACT(gate) of float32 values; ACT: "silu", "gelu_tanh" or "gelu", a literal."""
     if ACT == "silu":

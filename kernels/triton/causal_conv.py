@@ -19,12 +19,12 @@ TOKENS = 16  # per program, in a step with prompts
 
 
 @triton.jit
-def find_sequence(query_start, token, num_seqs, STEPS: tl.constexpr):
-    """Index of each token's sequence: the last one that starts at the token or before it. STEPS:
-    rounds of a binary search over num_seqs sequences."""
+def find_sequence(query_start, token, num_seqs, rounds):
+    """Index of each token's sequence: the last one that starts at the token or before it. rounds:
+    of a binary search over num_seqs sequences."""
     low = token * 0
     high = low + num_seqs
-    for _ in tl.static_range(STEPS):
+    for _ in range(rounds):
         middle = (low + high) // 2
         is_later = (tl.load(query_start + middle) <= token) & (middle > low)
         high = tl.where(is_later, high, middle)
@@ -32,17 +32,17 @@ def find_sequence(query_start, token, num_seqs, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "rounds"])
 def conv_kernel(  # noqa: PLR0913
-    x, weight, bias, state, query_start, reads, writes, out, num_tokens, num_seqs, stride, width,
-    TAPS: tl.constexpr, WRITES: tl.constexpr, STEPS: tl.constexpr, ACT: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    x, weight, bias, state, query_start, reads, writes, out, num_tokens, num_seqs, rounds, stride,
+    width, TAPS: tl.constexpr, WRITES: tl.constexpr, ACT: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program computes some channels of some tokens, and writes the states after these tokens.
     stride: elements between rows of x; WRITES: states that a sequence may write."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    seq = find_sequence(query_start, token, num_seqs, STEPS)
+    seq = find_sequence(query_start, token, num_seqs, rounds)
     begin, end = tl.load(query_start + seq), tl.load(query_start + seq + 1)
     is_real = (token < num_tokens) & (token >= begin) & (token < end)
     is_channel = channel < width
@@ -116,7 +116,7 @@ def conv_launch(
         "stride": x.stride(0),
         "width": width,
         "TAPS": weight.shape[1],
-        "STEPS": num_seqs.bit_length(),
+        "rounds": num_seqs.bit_length(),
         "ACT": activation,
         "TOKENS": tokens,
         "CHANNELS": CHANNELS,

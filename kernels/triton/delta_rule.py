@@ -1,4 +1,4 @@
-"""The gated delta rule."""
+"""The gated delta rule, token by token, and in chunks for long sequences (`delta_chunks`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import triton.language as tl
 
 from kernels.meta import StateMeta
 from kernels.reference.delta_rule import NORM_EPS
-from kernels.triton.launch import Launch
+from kernels.triton.chunks import SHORTEST, is_chunked, takes_chunks
+from kernels.triton.delta_chunks import COLUMNS as COLUMNS_BY_ARCH
+from kernels.triton.delta_chunks import chunk_launches
+from kernels.triton.launch import Launch, arch_of
 from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
@@ -21,10 +24,11 @@ COLUMNS = 32  # value columns of a program
 def gated_delta_rule_kernel(  # noqa: PLR0913
     qkv, gates, rate, bias, state, query_start, reads, writes, out, key_heads,
     HEADS: tl.constexpr, KEY: tl.constexpr, DIM: tl.constexpr, WRITES: tl.constexpr,
-    EPS: tl.constexpr, PAD_KEY: tl.constexpr, COLUMNS: tl.constexpr,
+    EPS: tl.constexpr, PAD_KEY: tl.constexpr, COLUMNS: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """One program computes COLUMNS value columns of one head over the tokens of one sequence. Its
-    block of the state, [PAD_KEY, COLUMNS] float32, stays in registers."""
+    block of the state, [PAD_KEY, COLUMNS] float32, stays in registers. Sequences that are computed
+    in chunks are left out."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,10 +38,12 @@ def gated_delta_rule_kernel(  # noqa: PLR0913
     mask = is_key[:, None] & here[None, :]
     begin = tl.load(query_start + seq)
     end = tl.load(query_start + seq + 1)
+    num_written = count_states(writes, seq, WRITES)
+    if is_chunked(end - begin, num_written, SHORTEST):
+        return
     read = tl.load(reads + seq).to(tl.int64)
     matrix = tl.load(state + read * (HEADS * KEY * DIM) + place, mask=mask & (read >= 0), other=0.0)
     matrix = matrix.to(tl.float32)
-    num_written = count_states(writes, seq, WRITES)
     factor = tl.load(rate + head)
     added = tl.load(bias + head)
     width = 2 * key_heads * KEY + HEADS * DIM
@@ -84,7 +90,11 @@ def gated_delta_rule(
     # Only rows of sequences are computed.
     out = qkv.new_zeros((len(qkv), heads * dim))
     if len(qkv):
-        rule_launch((qkv, gates), (rate, bias), state, meta, out).run()
+        step = ((qkv, gates), (rate, bias), state, meta, out)
+        is_divided = takes_chunks(qkv, state, meta) and arch_of(qkv) in COLUMNS_BY_ARCH
+        for launch in chunk_launches(*step) if is_divided else ():
+            launch.run()
+        rule_launch(*step, SHORTEST if is_divided else 0).run()
     return out
 
 
@@ -94,8 +104,10 @@ def rule_launch(
     state: torch.Tensor,
     meta: StateMeta,
     out: torch.Tensor,
+    least: int = 0,
 ) -> Launch:
-    """The launch of `gated_delta_rule_kernel`. given: qkv and gates; weights: rate and bias."""
+    """The launch of `gated_delta_rule_kernel`. given: qkv and gates; weights: rate and bias.
+    least: tokens of the shortest sequence that is computed in chunks; 0 if none is."""
     _, heads, key_dim, dim = state.shape
     columns = min(COLUMNS, pad_power(dim))
     args = step_arguments(meta) | {
@@ -112,6 +124,7 @@ def rule_launch(
         "EPS": NORM_EPS,
         "PAD_KEY": pad_power(key_dim),
         "COLUMNS": columns,
+        "SHORTEST": least,
     }
     grid = (len(meta.state_reads), heads, triton.cdiv(dim, columns))
     return Launch(gated_delta_rule_kernel, grid, args, 4, 1)
@@ -125,4 +138,4 @@ def configurations() -> Iterator[Launch]:
         qkv = torch.empty((64, 8192), dtype=dtype, device="meta")
         gates, out = qkv[:, :64].contiguous(), qkv[:, :4096].contiguous()
         for meta in (example_step(1), example_step(5)):
-            yield rule_launch((qkv, gates), (numbers, numbers), state, meta, out)
+            yield rule_launch((qkv, gates), (numbers, numbers), state, meta, out, SHORTEST)

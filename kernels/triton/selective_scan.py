@@ -1,5 +1,5 @@
-"""Selective scans over the tokens of each sequence, one token after the other: by heads (Mamba-2)
-and by channels (Mamba-1)."""
+"""Selective scans over the tokens of each sequence: by heads (Mamba-2) and by channels (Mamba-1).
+They go token by token, but by heads also in chunks (`scan_chunks`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import triton.language as tl
 
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
+from kernels.triton.activation import softplus
+from kernels.triton.chunks import SHORTEST, is_chunked, takes_chunks
 from kernels.triton.launch import Launch
+from kernels.triton.scan_chunks import chunk_launches, head_arguments
 from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
@@ -19,27 +22,15 @@ COLUMNS = 16  # of a head's state per program
 CHANNELS = 64  # per program
 
 
-@triton.jit
-def softplus(x):
-    """Returns log(1 + e ** x)."""
-    u = tl.exp(-tl.abs(x))
-    # A series of log(1 + u) = 2 * atanh(u / (2 + u)), exact for small u.
-    s = u / (2.0 + u)
-    square = s * s
-    series = 2.0 / 15.0
-    for n in tl.static_range(7):
-        series = series * square + 2.0 / (13 - 2 * n)
-    return tl.maximum(x, 0.0) + series * s
-
-
 @triton.jit(do_not_specialize=["least", "most", "num_tokens"])
 def head_kernel(  # noqa: PLR0913
     xbc, dt, decay, skip, dt_bias, state, out, query_start, reads, writes, least, most, num_tokens,
     stride_xbc, stride_dt, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr, PAD: tl.constexpr, COLUMNS: tl.constexpr, WRITES: tl.constexpr,
+    SHORTEST: tl.constexpr,
 ):  # fmt: skip
-    """One program advances some columns of one head's state by all tokens of one sequence; the last
-    sequence's programs also clear the rows after it."""
+    """One program advances some columns of one head's state by all tokens of one sequence, unless
+    it is computed in chunks; the last sequence's programs also clear the rows after it."""
     seq, head = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, PAD)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -51,11 +42,13 @@ def head_kernel(  # noqa: PLR0913
     read = tl.load(reads + seq).to(tl.int64)
     inside = row[:, None] * WIDTH + column[None, :]
     place = state + (read * HEADS + head) * (SIZE * WIDTH) + inside
-    held = tl.load(place, mask=mask & (read >= 0), other=0.0).to(tl.float32)
+    num = tl.where(is_chunked(end - begin, num_written, SHORTEST), 0, end - begin)
+    is_read = (read >= 0) & (num > 0)
+    held = tl.load(place, mask=mask & is_read, other=0.0).to(tl.float32)
     a, d = tl.load(decay + head), tl.load(skip + head)
     bias = tl.load(dt_bias + head)
     group = head // (HEADS // GROUPS)
-    for number in range(end - begin):
+    for number in range(num):
         token = begin.to(tl.int64) + number
         line = xbc + token * stride_xbc
         x = tl.load(line + head * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
@@ -138,7 +131,8 @@ def head_scan(
     """See kernels.ops.head_scan."""
     out = xbc.new_empty((len(xbc), state.shape[1] * state.shape[3]))
     if len(xbc):
-        head_launch((xbc, dt), layer, state, meta, out).run()
+        for launch in head_launches((xbc, dt), layer, state, meta, out):
+            launch.run()
     return out
 
 
@@ -158,38 +152,23 @@ def channel_scan(
     return out
 
 
-def head_launch(
+def head_launches(
     inputs: tuple[torch.Tensor, torch.Tensor],
     layer: HeadScan,
     state: torch.Tensor,
     meta: StateMeta,
     out: torch.Tensor,
-) -> Launch:
-    """The launch of `head_kernel`. inputs: xbc and dt."""
-    xbc, dt = inputs
-    _, heads, size, width = state.shape
-    args = step_arguments(meta) | {
-        "num_tokens": len(xbc),
-        "xbc": xbc,
-        "dt": dt,
-        "decay": layer.decay,
-        "skip": layer.skip,
-        "dt_bias": layer.dt_bias,
-        "state": state,
-        "out": out,
-        "least": layer.dt_limits[0],
-        "most": layer.dt_limits[1],
-        "stride_xbc": xbc.stride(0),
-        "stride_dt": dt.stride(0),
-        "HEADS": heads,
-        "GROUPS": (xbc.shape[1] - heads * width) // (2 * size),
-        "SIZE": size,
-        "WIDTH": width,
-        "PAD": pad_power(size),
-        "COLUMNS": COLUMNS,
-    }
-    grid = (len(meta.state_reads), heads, triton.cdiv(width, COLUMNS))
-    return Launch(head_kernel, grid, args, 4, 1)
+) -> list[Launch]:
+    """The launches of `head_kernel` and of the chunks of long sequences. inputs: xbc and dt."""
+    xbc = inputs[0]
+    args = head_arguments(inputs, layer, state, meta, out)
+    is_divided = takes_chunks(xbc, state, meta)
+    grid = (len(meta.state_reads), args["HEADS"], triton.cdiv(args["WIDTH"], COLUMNS))
+    own = {"COLUMNS": COLUMNS, "SHORTEST": SHORTEST if is_divided else 0, "num_tokens": len(xbc)}
+    launches = [Launch(head_kernel, grid, args | own, 4, 1)]
+    if is_divided:
+        launches += chunk_launches(args, len(xbc), len(meta.state_reads))
+    return launches
 
 
 def channel_launch(
@@ -235,11 +214,12 @@ def configurations() -> Iterator[Launch]:
                 floats = torch.empty(heads, device="meta")
                 state = torch.empty((128, heads, size, width), device="meta")
                 columns = heads * width + 2 * groups * size
-                rows = torch.empty((64, columns + heads), dtype=dtype, device="meta")
-                out = rows.new_empty((64, heads * width))
+                xbc = torch.empty((64, columns), dtype=dtype, device="meta")
+                rows = xbc.new_empty((64, heads * width + columns + heads))
+                out = xbc.new_empty((64, heads * width))
                 layer = HeadScan(floats, floats, floats)
-                given = rows[:, :columns], rows[:, columns:]
-                yield head_launch(given, layer, state, meta, out)
+                given = xbc, rows[:, heads * width + columns :]
+                yield from head_launches(given, layer, state, meta, out)
             x = torch.empty((64, 8192), dtype=dtype, device="meta")
             state = torch.empty((128, 16, 8192), device="meta")
             channels = ChannelScan(state[0], state[0, 0], state[0, 0])

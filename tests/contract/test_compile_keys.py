@@ -175,15 +175,18 @@ def test_steps_of_one_token(keys: Keys, tmp_path: Path) -> None:
 
 LAYERS = {
     "gemma2": {"num_hidden_layers": 3},
+    "qwen3-next": {"num_hidden_layers": 3},
     "qwen3-moe": {"num_experts": 32, "num_experts_per_tok": 1},
     "qwen3": {"head_dim": 128},
     "phi3": {"head_dim": 96},
     "olmo2": {},
     "mixtral": {"intermediate_size": 128},
+    "lfm2": {"num_hidden_layers": 4},
+    "bamba": {"num_hidden_layers": 3},
 }
 
 
-@pytest.mark.parametrize("family", quickly(tuple(LAYERS)[:1], tuple(LAYERS)[1:]))
+@pytest.mark.parametrize("family", quickly(tuple(LAYERS)[:2], tuple(LAYERS)[2:]))
 def test_every_kind_of_layer(family: str, keys: Keys, tmp_path: Path) -> None:
     options = LAYERS[family]
     serve(model(tmp_path, family, **options), keys, 2, 8)

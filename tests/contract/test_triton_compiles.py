@@ -30,6 +30,7 @@ MODULES = (
     "selective_scan",
     "states",
 )
+CHUNKED = ("delta_chunks", "scan_chunks")  # compiled slowly, for their many products
 
 
 def by_kernel(module: str, device: Device) -> list[list[Launch]]:
@@ -44,11 +45,15 @@ def by_kernel(module: str, device: Device) -> list[list[Launch]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "sm_90")) for name in DEVICES]
 )
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module", [*MODULES, *(pytest.param(name, marks=pytest.mark.slow) for name in CHUNKED)]
+)
 def test_kernels_compile(module: str, name: str) -> None:
     device = DEVICES[name]
     order = list(DEVICES).index(name)
-    for number, launches in enumerate(by_kernel(module, device), MODULES.index(module)):
+    for number, launches in enumerate(
+        by_kernel(module, device), (*MODULES, *CHUNKED).index(module)
+    ):
         if order and number % 3 != order:
             continue
         launch = launches[-1] if order else launches[number % len(launches)]

@@ -1,5 +1,7 @@
 """The gated delta rule on GPUs against plain torch in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import delta_checks
@@ -24,6 +26,22 @@ def test_activations_of_two_bytes(dtype: torch.dtype) -> None:
     delta_checks.check_against_reference(
         delta_rule.gated_delta_rule, dtype, "drafts", (1, 2, 16, 16)
     )
+
+
+@pytest.mark.parametrize("are_alike", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 16, 16), (2, 2, 12, 40)], ids=str)
+def test_prompts_in_chunks(shape: tuple[int, int, int, int], are_alike: bool) -> None:
+    """Their states differ by at most 1e-5 from float64, as those of other sequences do."""
+    rule = delta_rule.gated_delta_rule
+    delta_checks.check_against_reference(rule, torch.bfloat16, "chunks", shape, are_alike=are_alike)
+
+
+def test_batch_invariant_prompts_in_parts_give_the_same_bits() -> None:
+    def rule(*given: Any) -> torch.Tensor:
+        given[-1].batch_invariant = True
+        return delta_rule.gated_delta_rule(*given)
+
+    delta_checks.check_cuts_of_a_prompt(rule, torch.bfloat16, (1, 2, 16, 16))
 
 
 def test_a_prompt_in_parts_gives_the_same_bits() -> None:

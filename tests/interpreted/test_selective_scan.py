@@ -1,5 +1,7 @@
 """The selective scans of GPUs against plain torch in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import scan_checks
@@ -20,6 +22,20 @@ def _seeded(seed: int) -> None:
 @pytest.mark.parametrize("shape", [(4, 2, 16, 16), (2, 1, 12, 20)])
 def test_scan_by_heads(shape: scan_checks.Shape, step: str, dtype: torch.dtype) -> None:
     scan_checks.check_heads(kernels.head_scan, dtype, step, shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (2, 1, 12, 20)])
+def test_prompts_in_chunks(shape: scan_checks.Shape) -> None:
+    """Their states differ by at most 1e-5 from float64, as those of other sequences do."""
+    scan_checks.check_heads(kernels.head_scan, torch.bfloat16, "chunks", shape)
+
+
+def test_batch_invariant_prompts_in_parts_give_the_same_bits() -> None:
+    def scan(*given: Any) -> torch.Tensor:
+        given[-1].batch_invariant = True
+        return kernels.head_scan(*given)
+
+    scan_checks.check_cuts_of_heads(scan, torch.bfloat16, (2, 1, 16, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

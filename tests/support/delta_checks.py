@@ -6,6 +6,7 @@ import torch
 
 from kernels import reference
 from support.state_steps import (
+    LONG_STEPS,
     STATE_TOLERANCE,
     STEPS,
     check_cuts,
@@ -34,6 +35,14 @@ class Given:
         self.qkv[tokens:] = self.gates[tokens:] = torch.nan
         self.rate, self.bias = -4 * torch.rand(heads), torch.randn(heads)
 
+    def make_alike(self, tokens: int, width: int) -> None:
+        """Give all tokens nearly the same queries and keys, a large beta and a slow decay. width:
+        columns of queries and keys."""
+        one = random(1, width) + 0.01 * random(tokens, width)
+        self.qkv[:tokens, :width] = one.to(self.qkv.dtype)
+        self.gates[:tokens, : self.gates.shape[1] // 2] = 6
+        self.rate /= 100
+
     def exact(self) -> tuple[torch.Tensor, ...]:
         return tuple(x.double() for x in (self.qkv, self.gates, self.rate, self.bias))
 
@@ -56,12 +65,16 @@ def check_against_reference(
     step: str,
     shape: tuple[int, int, int, int],
     kept: torch.dtype = torch.float32,
+    are_alike: bool = False,
 ) -> None:
     """Outputs and states are those of float64; what is not to be read is NaN. kept: the dtype of
-    states, to which the truth rounds them, too."""
-    meta, (_, heads, key_dim, dim) = meta_of(STEPS[step]), shape
+    states, to which the truth rounds them, too. are_alike: all keys are nearly the same, and each
+    value replaces the one before it."""
+    meta, (_, heads, key_dim, dim) = meta_of((STEPS | LONG_STEPS)[step]), shape
     num = int(meta.query_start[-1])
     given = Given(shape, dtype, num, padding=3)
+    if are_alike:
+        given.make_alike(num, 2 * shape[0] * key_dim)
     state = torch.full((num_rows(meta), heads, key_dim, dim), torch.nan, dtype=kept)
     reads = meta.state_reads[meta.state_reads >= 0].long()
     state[reads] = random(len(reads), heads, key_dim, dim, dtype=kept)

@@ -7,6 +7,7 @@ import torch
 from kernels import StateMeta, reference
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 from support.state_steps import (
+    LONG_STEPS,
     STATE_TOLERANCE,
     STEPS,
     check_cuts,
@@ -37,7 +38,7 @@ def check_heads(
     scan: Scan, dtype: torch.dtype, step: str, shape: Shape, kept: torch.dtype = torch.float32
 ) -> None:
     """Outputs and states of a scan by heads are those of float64. kept: the dtype of states."""
-    meta, layer = meta_of(STEPS[step]), head_layer(shape[0], (0.01, 2.0))
+    meta, layer = meta_of((STEPS | LONG_STEPS)[step]), head_layer(shape[0], (0.01, 2.0))
     num = int(meta.query_start[-1])
     xbc, dt = head_inputs(num + 2, shape, dtype)
     xbc[num:], dt[num:] = torch.nan, torch.nan  # these rows belong to no sequence

@@ -24,6 +24,13 @@ STEPS = {
     "decodes": (Part(1, True), Part(1, True), Part(1)),
     "drafts": (Part(1, True), Part(4, True, 3), Part(0), Part(3, True, 1), Part(33, True)),
 }
+# Prompts of several chunks, which GPUs compute as products of matrices, next to other sequences.
+LONG_STEPS = {
+    "chunks": (
+        *(Part(1, True), Part(70), Part(16, True), Part(0)),
+        *(Part(4, True, 3), Part(64), Part(130, True)),
+    )
+}
 
 
 def meta_of(parts: Sequence[Part], num_writes: int = 4) -> StateMeta:
