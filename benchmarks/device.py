@@ -1,13 +1,15 @@
 """Measures a GPU from its ceilings to the whole engine, in less than nine minutes.
 
     python benchmarks/device.py [--only ceilings,decode,...] [--json FILE] [--dry-run]
+    python benchmarks/device.py --estimates
 
 Measures bandwidth and peak operations, attention, sampler, launches, and the engine on random
 weights of two published shapes, each figure next to the least possible time; `pytest -m gpu` tests
-the results of kernels. Sections for windows, quantised weights, experts, draft models and grammars
-run only if --only names them. Every section has a budget of seconds, and rows are written at once,
-so that a run that is cut off loses nothing. The exit status is 1 after an error. With --dry-run all
-sections run on the CPU with tiny sizes and interpreted kernels; the figures then mean nothing.
+the results of kernels. Sections for windows, quantised weights, experts, draft models, grammars and
+recurrent states run only if --only names them. Every section has a budget of seconds, and rows are
+written at once, so that a run that is cut off loses nothing. The exit status is 1 after an error.
+With --dry-run all sections run on the CPU with tiny sizes and interpreted kernels; the figures then
+mean nothing. With --estimates, times of the kernels of recurrent states are estimated.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if "--dry-run" in sys.argv:
 import machine
 import torch
 import triton
-from gpu import attention, ceilings, engines, kinds, pieces
+from gpu import attention, ceilings, engines, kinds, pieces, states
 from gpu.box import Box
 from gpu.report import Report, Section
 
@@ -55,6 +57,7 @@ KINDS = [
     Section("experts", 90, kinds.experts),
     Section("drafts", 60, kinds.drafts),
     Section("grammars", 60, kinds.grammars),
+    Section("states", 60, states.states),
 ]
 DRY_MODELS = [Section("tiny", 60, partial(engines.of_model, "tiny"))]
 
@@ -78,7 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
     parser.add_argument("--json", type=Path, default=RESULTS / "device.json")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument(
+        "--estimates", action="store_true", help="of recurrent states, without a device, and exit"
+    )
     args = parser.parse_args(arguments)
+    if args.estimates:
+        states.show_estimates()
+        return 0
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --dry-run goes through everything without one")
     box = Box(is_dry=args.dry_run)

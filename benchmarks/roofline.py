@@ -140,6 +140,10 @@ def show_floors(model: Model, ceilings: Ceilings, args: argparse.Namespace) -> N
             args.batch * args.prompt,
         ),
     }
+    if num_bytes := model.state_bytes(CELL[args.dtype]):
+        advanced = ModelWork(2 * args.batch * num_bytes, args.batch * model.state_operations())
+        works[f"states of {args.batch} decodes"] = (advanced, args.batch)
+        works["copy of a snapshot"] = (ModelWork(2 * num_bytes, 0.0), 1)
     rows = []
     for name, (work, num_tokens) in works.items():
         floor = ceilings.floor(work, args.dtype)

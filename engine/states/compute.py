@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import tensors_of
 from engine.worker.slots import LiveSeqs
+from kernels.bodies import triton_for
 
 
 class Piece(NamedTuple):
@@ -23,6 +24,12 @@ class Piece(NamedTuple):
     states: torch.Tensor  # [rows, n], the same bytes of all rows
     pool: torch.Tensor  # [blocks, n], the same bytes of all blocks
     block: int  # index of the block in the snapshot
+
+    def place(self) -> tuple[int, ...]:
+        """Its address in the states and bytes between their rows, the same in the pool, its number
+        of bytes, and its block."""
+        ends = (self.states.data_ptr(), self.states.stride(0), self.pool.data_ptr())
+        return (*ends, self.pool.stride(0), self.states.shape[1], self.block)
 
 
 class StateCopies(Feature):
@@ -35,7 +42,7 @@ class StateCopies(Feature):
     waits_for_part = True
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: Pieces
         self._pool: list[torch.Tensor] = []
         self._is_used = np.zeros(0, dtype=np.bool_)  # by block: held a snapshot since it held KV
         self._part: SnapshotPart | None = None  # of the newest step
@@ -53,7 +60,7 @@ class StateCopies(Feature):
         self._is_used = np.zeros(num_blocks, dtype=np.bool_)
         self._pool = list(pool_bytes(tensors_of(machine.kv), num_blocks))
         states = [rows_of_bytes(one) for layer in machine.states for one in layer]
-        self._pieces = list(divide(states, self._pool))
+        self._pieces = Pieces(divide(states, self._pool), machine.platform.upload)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         part = self._part = plan.snapshots
@@ -86,7 +93,7 @@ class StateCopies(Feature):
         slots = self._upload(part.load_slots)
         blocks = self._upload(part.load_blocks).view(-1, part.num_blocks)
         state = self._machine.slots.state
-        load(self._pieces, slots * state.num_copies, blocks)
+        self._pieces.load(slots * state.num_copies, blocks)
         assert state.copy is not None
         state.copy[slots] = 0
 
@@ -100,7 +107,7 @@ class StateCopies(Feature):
         assert state.copy is not None
         num_back = state.num_computed[slots] - lengths
         copies = (state.copy[slots] - num_back).remainder(state.num_copies)
-        save(self._pieces, slots * state.num_copies + copies, blocks)
+        self._pieces.save(slots * state.num_copies + copies, blocks)
         self._is_used[blocks_of] = True
 
     def _clean(self, plan: StepPlan) -> None:
@@ -118,25 +125,35 @@ class StateCopies(Feature):
         return self._machine.platform.upload(values.astype(np.int64))
 
 
-def load(pieces: Sequence[Piece], rows: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copy snapshots into rows [n] of the state tensors. blocks [n, blocks of a snapshot]."""
-    if rows.device.type == "cpu":
-        for source, target in on_host(pieces, rows, blocks):
-            target[:] = source
-        return
-    for piece in pieces:
-        found = piece.pool.index_select(0, blocks[:, piece.block])
-        piece.states.index_copy_(0, rows, found)
+class Pieces:
+    """All pieces of a snapshot, and copies of them. ``upload``: copies an array to the device."""
 
+    def __init__(
+        self, pieces: Iterable[Piece], upload: Callable[[np.ndarray], torch.Tensor]
+    ) -> None:
+        self._all = list(pieces)
+        # [pieces, 6], as `kernels.triton.copies` reads them: addresses, and numbers of bytes
+        table = np.array([piece.place() for piece in self._all], dtype=np.int64).reshape(-1, 6)
+        common = int(np.gcd.reduce(table[:, :5], axis=None)) if len(table) else 1
+        self._word = next(size for size in (8, 4, 2, 1) if common % size == 0)
+        table[:, 4] //= self._word
+        self._table = upload(table)
 
-def save(pieces: Sequence[Piece], rows: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copy rows [n] of the state tensors into snapshots. blocks [n, blocks of a snapshot]."""
-    if rows.device.type == "cpu":
-        for target, source in on_host(pieces, rows, blocks):
+    def load(self, rows: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy snapshots into rows [n] of the state tensors. blocks [n, blocks of a snapshot]."""
+        self._copy(rows, blocks, to_blocks=False)
+
+    def save(self, rows: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy rows [n] of the state tensors into snapshots. blocks [n, blocks of a snapshot]."""
+        self._copy(rows, blocks, to_blocks=True)
+
+    def _copy(self, rows: torch.Tensor, blocks: torch.Tensor, *, to_blocks: bool) -> None:
+        if (triton := triton_for(rows)) is not None:
+            triton.copy_pieces(self._table, self._word, rows, blocks, to_blocks=to_blocks)
+            return
+        for own, of_states in on_host(self._all, rows, blocks):
+            source, target = (of_states, own) if to_blocks else (own, of_states)
             target[:] = source
-        return
-    for piece in pieces:
-        piece.pool.index_copy_(0, blocks[:, piece.block], piece.states.index_select(0, rows))
 
 
 def on_host(

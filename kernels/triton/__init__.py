@@ -6,6 +6,7 @@ from kernels.triton.activation import act_mul, apply_gate, relu_squared
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
+from kernels.triton.copies import copy_pieces
 from kernels.triton.delta_rule import gated_delta_rule
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
@@ -31,6 +32,7 @@ __all__ = [
     "causal_conv",
     "channel_scan",
     "choose_tokens",
+    "copy_pieces",
     "count_tokens",
     "forbid_words",
     "gated_delta_rule",

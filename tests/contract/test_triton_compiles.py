@@ -26,6 +26,7 @@ MODULES = (
     "index",
     "moe",
     "causal_conv",
+    "copies",
     "delta_rule",
     "selective_scan",
     "states",

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ["decode", "prefill", "launches", "sampler", "pieces", "products"]
-KINDS = ["windows", "quantised", "experts", "drafts", "grammars"]
+KINDS = ["windows", "quantised", "experts", "drafts", "grammars", "states"]
 SECTIONS = ["ceilings", *MEASURED, "tiny", *KINDS]
 
 

@@ -126,7 +126,8 @@ def test_a_model_of_several_kv_groups_is_in_order_too(mode, tmp_path):
 
 @pytest.mark.parametrize("mode", ["recorded", pytest.param("drafts", marks=pytest.mark.slow)])
 def test_a_model_with_recurrent_states_is_in_order_too(mode, tmp_path):
-    """They are read and written by the steps in flight, one after the other."""
+    """They are read and written by the steps in flight, one after the other, and copied to
+    snapshots, from which a second request with the same prompt starts."""
     sizes = {**SHAPE, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
     sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     case = CASES["qwen3.5"]
@@ -135,6 +136,10 @@ def test_a_model_with_recurrent_states_is_in_order_too(mode, tmp_path):
         expected = tokens(run(llm, 3, 5))
     with FakeCuda() as cuda, llm_for(tmp_path, **MODES[mode]) as llm:
         assert tokens(run(llm, 3, 5)) == expected
+        again = run(llm, 2, 2)
+        assert tokens(again) == [one[:2] for one in expected[:2]]
+        assert again[1].num_cached_tokens == 16
+        assert llm.llm_engine.stats().counters["snapshots.loaded"] == 1
         assert cuda.num_replays > 5
     assert not cuda.faults
 
