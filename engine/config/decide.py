@@ -13,6 +13,7 @@ from engine.config.kv_groups import FULL, Group, longest_request, request_blocks
 from engine.config.model import ModelInfo
 from engine.config.option import part
 from engine.config.sched import SchedulerConfig, SchedulerOptions
+from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
 
 logger = logging.getLogger("engine.config")
@@ -81,6 +82,8 @@ class ModelFacts:
     """Groups of layers; the layers of a group share a block table."""
     snapshot_blocks: int = 0
     """Blocks for a copy of a request's recurrent states; 0: the model keeps none."""
+    most_drafts: int | None = None
+    """Most drafts per decode that the worker can verify; ``None``: no limit."""
 
 
 def resolve(
@@ -140,6 +143,7 @@ def decide(
         max_model_len=sched.max_model_len,
         max_num_seqs=sched.max_num_seqs,
     )
+    sched = cap_drafts(sched, facts.most_drafts)
     sched = cap_to_pool(sched, config.block_size, num_blocks, facts.kv_groups)
     return Decided(
         max_model_len=sched.max_model_len,
@@ -154,6 +158,15 @@ def decide(
         kv_groups=facts.kv_groups,
         snapshot_blocks=facts.snapshot_blocks,
     )
+
+
+def cap_drafts(sched: SchedulerConfig, most: int | None) -> SchedulerConfig:
+    """The scheduler's configuration with at most ``most`` drafts per decode; ``None``: no limit."""
+    options = sched.speculative_config
+    if most is None or options is None:
+        return sched
+    num_drafts = min(most, SpeculativeConfig.of(options).num_speculative_tokens)
+    return replace(sched, speculative_config={**options, "num_speculative_tokens": num_drafts})
 
 
 def decide_token_budget(

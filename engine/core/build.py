@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config.cache import CacheConfig
-from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
+from engine.config.decide import GIB, Decided, ModelFacts, cap_drafts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
 from engine.config.kv_groups import FULL, max_concurrency, request_blocks, sized
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
-from engine.config.sched import SchedulerOptions
+from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.inproc_client import InprocClient
@@ -80,6 +80,7 @@ def build_core(
     worker = make_worker(resolved, info, computing_halves(resolved, info, drafting), failures)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
+    chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
     decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
@@ -188,6 +189,15 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     if speculative.method == "draft_model":
         return [WorkerDrafts(num, worth=worth, payoff=payoff)]
     return [Drafts(num, proposer_of(speculative), worth=worth, payoff=payoff)]
+
+
+def with_most_drafts(chosen: Chosen, config: SchedulerConfig, most: int | None) -> Chosen:
+    """Replace the resource for drafts, the first one, if the worker verifies fewer drafts than
+    configured. ``most``: drafts per decode that it verifies, ``None`` for no limit."""
+    capped = cap_drafts(config, most)
+    if capped.speculative_config == config.speculative_config:
+        return chosen
+    return chosen._replace(resources=(*features_of(capped), *chosen.resources[1:]))
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer:

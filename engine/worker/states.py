@@ -3,6 +3,7 @@ pool."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.config.engine import ResolvedConfig
+from engine.config.gpu_memory import GIB
 from engine.config.speculative import SpeculativeConfig
 from engine.errors import ModelError
 from engine.kv.layout import (
@@ -27,17 +29,48 @@ from kernels.meta import StateMeta
 from kernels.slots import Inputs
 
 STATE_DTYPE_KEYS = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")  # of config.json
+DRAFT_SHARE = 0.25  # of the memory for states and KV that copies of states for drafts may take
 OF_STATES = -1  # in place of a KV group: the layer keeps a recurrent state
+
+logger = logging.getLogger("engine.worker")
 
 States = tuple[tuple[torch.Tensor, ...], ...]
 """The state tensors of each layer, () for a layer without a state. Copy c of slot s is row s *
 number of copies + c of each tensor."""
 
 
+def most_drafts(config: ResolvedConfig, request_bytes: int, free_bytes: float) -> int:
+    """The most drafts per decode for which states are copied: ``num_speculative_tokens``, or fewer
+    if the copies of all slots would take more than ``DRAFT_SHARE`` of ``free_bytes``; at least 1
+    if there are drafts. request_bytes: of one copy of a request's states."""
+    requested, num_seqs = _num_drafts(config), config.scheduler.max_num_seqs
+    if not (requested and request_bytes):
+        return requested
+    each = num_seqs * request_bytes
+    most = max(1, min(requested, int(free_bytes * DRAFT_SHARE) // each))
+    logger.info(
+        "Each draft that a decode verifies needs a copy of the recurrent states: %.3f GiB for "
+        "max_num_seqs=%d. Up to %d drafts per decode take %.0f %% of the memory for states and KV",
+        *(each / GIB, num_seqs, most, 100 * most * each / max(1.0, free_bytes)),
+    )
+    if most < requested:
+        logger.warning(
+            "num_speculative_tokens is %d, but %d is used: copies of recurrent states for more "
+            "drafts would take over %.0f %% of that memory. Lower max_num_seqs for more drafts",
+            *(requested, most, 100 * DRAFT_SHARE),
+        )
+    return most
+
+
 def num_copies(config: ResolvedConfig) -> int:
     """Number of copies of each state: one to read, and one for each number of kept drafts."""
+    return 2 + _num_drafts(config)
+
+
+def _num_drafts(config: ResolvedConfig) -> int:
+    """The configured number of drafts per decode, 0 without drafts."""
     options = config.scheduler.speculative_config
-    return 2 + (0 if options is None else SpeculativeConfig.of(options).num_speculative_tokens)
+    return 0 if options is None else SpeculativeConfig.of(options).num_speculative_tokens
 
 
 def check_drafts(plan: StepPlan, num_copies: int) -> None:

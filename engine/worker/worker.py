@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from engine.config.decide import ModelFacts
+from engine.config.decide import ModelFacts, cap_drafts
 from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
 from engine.config.gpu import MOST_RECORDED, graph_sizes, mixed_sizes
@@ -59,6 +60,7 @@ from engine.worker.states import (
     enter_states,
     groups_of,
     make_states,
+    most_drafts,
     num_bytes,
     num_copies,
     with_state_dtype,
@@ -146,6 +148,9 @@ class ModelWorker:
         self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
         self._features = tuple(one for one in self._features if one.is_needed_by(model))
         self._layers, self._layout = self._lay_out(model)
+        num_drafts = self._affordable_drafts()
+        config = replace(config, scheduler=cap_drafts(config.scheduler, num_drafts))
+        self.config = config
         with explain_shortage(platform, "room was made for the requests"):
             parts = self._layers, self._layout
             machine = make_machine(model, platform, config, *parts, self._features)
@@ -159,6 +164,7 @@ class ModelWorker:
             block_bytes=self._block_bytes(),
             kv_groups=self.layout.groups,
             snapshot_blocks=-(-state_bytes(self._layers) // self.layout.block_bytes),
+            most_drafts=num_drafts,
         )
 
     def measure(self) -> int:
@@ -301,6 +307,15 @@ class ModelWorker:
         if padded:
             logger.info("%.1f %% of each KV block is padding, on average", 100 * padded)
         return layers, layout
+
+    def _affordable_drafts(self) -> int:
+        """The most drafts per decode for which there is memory for copies of recurrent states."""
+        config, platform = self.config, self.platform
+        share = config.gpu.gpu_memory_utilization
+        if platform.shares_memory:
+            share = config.cache.memory_utilization
+        free = platform.free_and_total()[0] * share
+        return most_drafts(config, state_bytes(self._layers), free)
 
     def _block_bytes(self) -> int:
         """Bytes of one KV block, including what features store per block."""

@@ -107,6 +107,20 @@ def test_a_run_replays_to_identical_plans(tiny_models: TinyModels, tmp_path: Pat
     assert outcome.difference is None and outcome.num_steps > 20
 
 
+def test_too_little_memory_for_copies_of_states_means_fewer_drafts(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    path, log = str(tiny_models.path("lfm2")), tmp_path / "steps.log"
+    little = {**NGRAM, "memory_utilization": 1e-9}
+    with engine_for(path, **little) as engine:
+        speculative = engine.session.client.decided.scheduler.speculative_config
+    assert speculative == {**NGRAM["speculative_config"], "num_speculative_tokens": 1}
+    tokens, counters = told(path, step_log=log, **little, **TIGHT)
+    assert tokens == told(path)[0]
+    assert counters["drafts.num_accepted_tokens"] > 0
+    assert replay(log).difference is None
+
+
 @pytest.mark.parametrize("options", [{}, {**NGRAM, "async_scheduling": True}], ids=["", "drafts"])
 def test_requests_that_fail_hurt_no_others(
     options: dict[str, Any], tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
