@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 from e2e.general_models import WITH_STATES as GENERAL
 from e2e.general_models import make_general_model
 from e2e.references import engine_for, prompts
+from e2e.test_draft_model import ROUGH
 from e2e.test_ngram import NGRAM
 from e2e.test_poison_drafts import vulnerable
+from e2e.test_suffix import SUFFIX
 from e2e.tiny_models import CASES, Case, TinyModels, config_of, random_model, save
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
@@ -24,11 +28,9 @@ from engine.worker import worker
 
 WITH_STATES = ("Lfm2", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
 WITH_STATES += ("FalconH1", "Jamba", "Mamba", "FalconMamba")
-FAMILIES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lfm2", "qwen3.5", "bamba")))
-    for name in CASES
-    if CASES[name].family.startswith(WITH_STATES)
-]
+NAMES = [name for name in CASES if CASES[name].family.startswith(WITH_STATES)]
+# The first configuration of each family.
+FIRST = list({CASES[name].family: name for name in reversed(NAMES)}.values())[::-1]
 # Few tokens are allowed, so that some drafts are right.
 SEEDED = [
     SamplingParams(
@@ -40,13 +42,13 @@ TIGHT = {"num_kv_blocks": 36, "async_scheduling": True}
 WAYS: dict[str, dict[str, Any]] = {
     "chunks, preempted, two in flight": {**TIGHT, "max_num_batched_tokens": 17},
     "drafts, preempted": {**NGRAM, **TIGHT},
-}
-MORE_WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 5": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
     "two in flight": {"async_scheduling": True, "max_num_batched_tokens": 33},
     "drafts in chunks": {**NGRAM, "max_num_batched_tokens": 13, "async_scheduling": True},
     "core in a process": {"multiprocess": True},
+    "drafts of a suffix tree": SUFFIX,
+    "drafts of a draft model": {"speculative_config": ROUGH},
 }
 RAISES, NAN = 291, 292
 DIGITS = r"[0-9]{2,6}(-[a-f]{3})?"
@@ -71,38 +73,65 @@ def told(path: str, **options: Any) -> tuple[list[list[list[int]]], dict[str, fl
     return [[list(one.token_ids) for one in last[n].outputs] for n in sorted(last)], counters
 
 
-def check_ways(path: str, ways: dict[str, dict[str, Any]]) -> None:
-    right, _ = told(path, max_num_seqs=1, enforce_eager=True)
-    assert [len(answers) for answers in right] == [params.n for params in SEEDED]
-    for way, options in ways.items():
-        tokens, counters = told(path, **options)
-        assert tokens == right, way
-        assert "preempted" not in way or counters["preemptions"] > 0
-        if "drafts" in way:
-            accepted = counters["drafts.num_accepted_tokens"]
-            assert 0 < accepted < counters["drafts.num_draft_tokens"], way
+def few(always: Iterable[str]) -> list[Any]:
+    """All models, of which only some are tested always."""
+    chosen = set(always)
+    return [
+        pytest.param(name, marks=[] if name in chosen else [pytest.mark.slow]) for name in NAMES
+    ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_seeded_requests_sample_the_same_in_every_way(name: str, tiny_models: TinyModels) -> None:
-    check_ways(str(tiny_models.path(name)), WAYS)
+def each_in_one_way() -> Iterator[Any]:
+    """Each model in each way; always, each family in one way."""
+    for name in NAMES:
+        own = FIRST.index(name) % len(WAYS) if name in FIRST else None
+        for place, way in enumerate(WAYS):
+            yield pytest.param(name, way, marks=[] if place == own else [pytest.mark.slow])
+
+
+@cache
+def alone(path: str) -> list[list[list[int]]]:
+    """The tokens of requests that run one after the other."""
+    tokens, _ = told(path, max_num_seqs=1, enforce_eager=True)
+    assert [len(answers) for answers in tokens] == [params.n for params in SEEDED]
+    return tokens
+
+
+def check_way(path: str, way: str) -> None:
+    """Compare the tokens of requests that run in a way with those of requests that run alone."""
+    options = dict(WAYS[way])
+    if options.get("speculative_config") is ROUGH:
+        options["speculative_config"] = {**ROUGH, "model": path}
+    tokens, counters = told(path, **options)
+    assert tokens == alone(path)
+    assert "preempted" not in way or counters["preemptions"] > 0
+    if "drafts" in way:
+        accepted = counters["drafts.num_accepted_tokens"]
+        assert 0 < accepted < counters["drafts.num_draft_tokens"]
+
+
+@pytest.mark.parametrize(("name", "way"), list(each_in_one_way()))
+def test_seeded_requests_sample_the_same_in_every_way(
+    name: str, way: str, tiny_models: TinyModels
+) -> None:
+    check_way(str(tiny_models.path(name)), way)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GENERAL)
 def test_modules_of_transformers_sample_the_same_in_every_way(name: str, tmp_path: Path) -> None:
-    check_ways(str(make_general_model(name, tmp_path)), {**WAYS, **MORE_WAYS})
+    path = str(make_general_model(name, tmp_path))
+    for way in WAYS:
+        if way != "drafts of a draft model":
+            check_way(path, way)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_seeded_requests_sample_the_same_in_more_ways(name: str, tiny_models: TinyModels) -> None:
-    check_ways(str(tiny_models.path(name)), MORE_WAYS)
-
-
-def test_a_run_replays_to_identical_plans(tiny_models: TinyModels, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", few(["lfm2", "mamba2"]))
+def test_a_run_replays_to_identical_plans(
+    name: str, tiny_models: TinyModels, tmp_path: Path
+) -> None:
     log = tmp_path / "steps.log"
-    told(str(tiny_models.path("lfm2")), step_log=log, **NGRAM, **TIGHT)
+    told(str(tiny_models.path(name)), step_log=log, **NGRAM, **TIGHT)
     outcome = replay(log)
     assert outcome.difference is None and outcome.num_steps > 20
 
@@ -122,12 +151,13 @@ def test_too_little_memory_for_copies_of_states_means_fewer_drafts(
 
 
 @pytest.mark.parametrize("options", [{}, {**NGRAM, "async_scheduling": True}], ids=["", "drafts"])
+@pytest.mark.parametrize("name", few(["lfm2", "falcon-h1", "qwen3.5"]))
 def test_requests_that_fail_hurt_no_others(
-    options: dict[str, Any], tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One raises, so that its step is computed again in halves; one leaves NaN in its state, whose
     slot another request takes over."""
-    path, hurt = str(tiny_models.path("lfm2")), Counter[int]()
+    path, hurt = str(tiny_models.path(name)), Counter[int]()
     healthy = texts()
     params = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=list(range(3, 290))
@@ -159,12 +189,12 @@ def told_greedy(
     return [None if out.finish_reason == "error" else list(out.token_ids) for out in outs]
 
 
-@pytest.fixture(scope="module")
-def model_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LFM2 with the tokenizer of the model in the package."""
-    path = tmp_path_factory.mktemp("lfm2") / "model"
+@pytest.fixture(params=few(["lfm2", "mamba"]))
+def model_with_texts(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tiny model with the tokenizer of the model in the package."""
+    path = tmp_path / "model"
     config = json.loads((BOX_MODEL / "config.json").read_text())
-    case = CASES["lfm2"]
+    case = CASES[request.param]
     options = {**case.options, "vocab_size": config["vocab_size"]}
     save(random_model(config_of(Case(case.family, options)), seed=3), path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

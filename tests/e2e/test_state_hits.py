@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e.general_models import GENERAL_CASES, WITH_STATES, general_config
 from e2e.references import WHOLE, Reference, compare, engine_for, finished, generate, run
-from e2e.tiny_models import CASES, config_of, random_model, reference, save
+from e2e.tiny_models import CASES, TinyModels, config_of, random_model, reference, save
 
 from engine import LLMEngine, SamplingParams
 from engine.core.replay import replay
@@ -17,21 +17,19 @@ from engine.sched.policies import FCFS
 A = [(7 * k) % 281 + 3 for k in range(3000)]
 B = [(11 * k + 5) % 277 + 3 for k in range(3000)]
 NUM_NEW = 8
-OTHERS = [
-    "qwen3-next",
-    "qwen3.5",
-    "bamba",
-    "falcon-h1",
-    "nemotron-h-moe",
-    "jamba-moe",
-    "granite-hybrid-moe",
-    *WITH_STATES,
+FAMILIES = [
+    *("lfm2", "lfm2-moe", "granite-hybrid-moe", "bamba", "falcon-h1", "nemotron-h-moe"),
+    *("jamba-moe", "mamba2", "mamba", "falcon-mamba", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
 ]
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_model_len": 3200, "num_kv_blocks": 1200}
 
 
 @pytest.fixture(
-    scope="module", params=["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
+    scope="module",
+    params=[
+        *FAMILIES[:1],
+        *(pytest.param(n, marks=pytest.mark.slow) for n in [*FAMILIES[1:], *WITH_STATES]),
+    ],
 )
 def path(request, tmp_path_factory) -> str:
     """A tiny model with recurrent states, for sequences of up to 4,096 tokens."""
@@ -100,6 +98,28 @@ def test_as_many_tokens_are_hit_as_with_full_attention(path, answer, tally, opti
         assert engine.stats().prefix_missed["no snapshot there"] == 543 // size * size
     with engine_for(path, **{**OPTIONS, **options}) as engine:
         assert Served(engine, answer, tally)(B[:3000], B[:3000]) == [0, 2992]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_starts_from_snapshots(name: str, tiny_models: TinyModels) -> None:
+    """At the end of a prompt, of an answer, and of what two prompts have in common."""
+    path = str(tiny_models.path(name))
+    options = {"dtype": "float32", "block_size": 16, "num_kv_blocks": 600}
+    hits = []
+    with (
+        engine_for(path, **options, enable_prefix_caching=False, max_num_seqs=1) as plain,
+        engine_for(path, **options) as engine,
+    ):
+        asked = [A[:52], A[:52], A[:33] + B[:19], A[:33] + B[19:50], A[:33] + B[50:70], A[:48]]
+        for prompt in asked:
+            (right,), _ = run(plain, [prompt], 20)
+            (found,), (hit,) = run(engine, [prompt], 20)
+            assert found == right
+            hits.append(hit)
+        (turn,), (hit,) = run(engine, [[*A[:48], *right]], 20)
+        assert [turn] == run(plain, [[*A[:48], *right]], 20)[0]
+    assert hits == [0, 48, 0, 32, 32, 32]
+    assert hit == 64
 
 
 def test_hits_in_a_batch_of_all_kinds(path, answer, tally):

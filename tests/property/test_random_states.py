@@ -130,7 +130,7 @@ def check_family(family: str, directory: Path, seed: int, count: int) -> None:
         path = directory / str(number)
         random_model(config_of(case), seed=dice.randrange(10**6)).save_pretrained(path)
         right = told(reference(path), prompts(dice, vocab_of(case)))
-        for make in (SITUATIONS[number % len(SITUATIONS)], dice.choice(SITUATIONS)):
+        for make in (SITUATIONS[(seed + number) % len(SITUATIONS)], dice.choice(SITUATIONS)):
             options = make(dice, str(path))
             try:
                 serve(str(path), right, options, tally)
