@@ -12,9 +12,10 @@ from numba.extending import intrinsic
 from kernels.cpu.block_vectors import load, same, store
 from kernels.cpu.columns import exp2_rows, row_at, silu_rows
 from kernels.cpu.state_cells import load_state, round_state, state_bytes
-from kernels.cpu.vectors import LANES, fma, splat
+from kernels.cpu.vectors import LANES, emit_prefetch, fma, load_floats, splat
 
-ROWS = 4  # rows of a state per iteration, each with its own sums
+_AHEAD = 4096  # bytes of a state that are prefetched
+ROWS = 4  # rows of a state that are in registers at a time
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _FLOATS = ir.VectorType(_F32, LANES)
@@ -30,9 +31,9 @@ def _literals(*given):
     return [one.literal_value for one in given]
 
 
-def _place(builder, address, number, lanes, size=4):
-    """Emit the address of vector `number` of a row."""
-    return builder.add(address, _I64(number * lanes * size))
+def _place(builder, address, number, lanes):
+    """Emit the address of vector `number` of a row of float32."""
+    return builder.add(address, builder.mul(number, _I64(lanes * 4)))
 
 
 def _loop(builder, count, carried, step):
@@ -57,58 +58,126 @@ def _loop(builder, count, carried, step):
 
 @intrinsic(prefer_literal=True)
 def scan_heads(  # noqa: PLR0913
-    typing_context, places, stride, depth, decay, moved, factors, sums, kind, vectors, lanes
+    typing_context, places, stride, depth, num, tokens, strides, streams, kind, vectors, lanes
 ):
-    """Advance a block of a state, [depth, vectors * lanes], by one token: target = decay * source +
-    b * moved; the sums become the products of c and the target.
+    """Advance a block of a state, [depth, vectors * lanes], by `num` > 0 tokens: for each
+    token, state = decay * state + b * moved, and the products of c and the state are added to the
+    token's sums. Each ROWS rows of the state stay in registers for all tokens.
 
-    places: (source, target), with the same row stride. moved, sums: addresses of a row. factors:
-    addresses of b and c, [depth] float32. depth: a multiple of ROWS. kind: the state's type in
-    memory (see `kernels.cpu.state_cells`). kind, vectors, lanes: literals."""
+    places: (source, target) of the state, with the same row stride. depth: a multiple of ROWS.
+    tokens: addresses of the decays [num], of the rows of moved and of sums, and of those of b and
+    c, [num, 2, depth]; all are float32. strides: bytes between rows of moved and of sums, and
+    between tokens of b and c. streams: 1 to write the target past the caches; it must then be
+    aligned to a vector. kind: the state's type in memory (see `kernels.cpu.state_cells`). kind,
+    vectors, lanes: literals."""
     literals = _literals(kind, vectors, lanes)
     if literals is None:
         return None
-    stored, num, width = literals
-    size = state_bytes(stored)
 
     def build(context, builder, signature, args):
-        source, target, b, c = (
-            builder.extract_value(args[which], i) for which in (0, 5) for i in range(2)
-        )
-        stride, depth, decay, moved = args[1:5]
-        kind = ir.VectorType(_F32, width)
-        decays = splat(builder, decay, width)
-        changes = [load(builder, _place(builder, moved, v, width), kind) for v in range(num)]
-
-        def step(number, totals):
-            results = []
-            for r in range(ROWS):
-                row = builder.add(builder.mul(number, _I64(ROWS)), _I64(r))
-                at, byte = builder.mul(row, stride), builder.mul(row, _I64(4))
-                own, read = (
-                    splat(builder, load(builder, builder.add(base, byte), _F32), width)
-                    for base in (b, c)
-                )
-                for v in range(num):
-                    place = builder.add(at, _I64(v * width * size))
-                    value = load_state(builder, builder.add(source, place), stored, width)
-                    value = fma(builder, own, changes[v], builder.fmul(value, decays))
-                    rounded, _ = round_state(builder, value, stored)
-                    store(builder, rounded, builder.add(target, place), size)
-                    results.append(fma(builder, read, value, totals[r * num + v]))
-            return results
-
-        rounds = builder.sdiv(depth, _I64(ROWS))
-        totals = _loop(builder, rounds, [same(kind, 0.0)] * (ROWS * num), step)
-        for v in range(num):
-            one, two, three, four = totals[v::num]
-            total = builder.fadd(builder.fadd(one, two), builder.fadd(three, four))
-            store(builder, total, _place(builder, args[6], v, width))
+        given = list(args[:7])
+        for which, count in ((0, 2), (4, 4), (5, 2)):
+            given[which] = [builder.extract_value(args[which], i) for i in range(count)]
+        _HeadBlock(builder, given, *literals).emit()
         return context.get_dummy_value()
 
-    two = types.UniTuple(types.intp, 2)
-    kinds = (two, types.intp, types.intp, types.float32, types.intp, two, types.intp)
+    two, four = types.UniTuple(types.intp, 2), types.UniTuple(types.intp, 4)
+    kinds = (two, types.intp, types.intp, types.intp, four, two, types.intp)
     return types.void(*kinds, kind, vectors, lanes), build
+
+
+class _HeadBlock:
+    """Emits the loops over the rows of a block of a state and over tokens."""
+
+    def __init__(self, builder, given, kind, vectors, lanes) -> None:
+        """given: values of the other arguments of `scan_heads`, with tuples as lists."""
+        self.builder = builder
+        (self.source, self.target), self.stride, self.depth, self.num = given[:4]
+        (self.decays, self.moved, self.sums, self.factors) = given[4]
+        (self.row_bytes, self.factor_bytes), self.streams = given[5:]
+        self.vectors = range(vectors)
+        self.stored, self.size = kind, state_bytes(kind)
+        self.kind = ir.VectorType(_F32, lanes)
+
+    def emit(self) -> None:
+        rounds = self.builder.sdiv(self.depth, _I64(ROWS))
+        _loop(self.builder, rounds, [], lambda number, _: self._rows(number))
+
+    def _rows(self, number):
+        """Emit the loop over tokens for rows number * ROWS to (number + 1) * ROWS."""
+        builder = self.builder
+        first = builder.mul(number, _I64(ROWS))
+        offset = builder.mul(first, self.stride)
+        cells = [
+            builder.add(
+                builder.add(offset, builder.mul(self.stride, _I64(r))), self._offset(v, self.size)
+            )
+            for r in range(ROWS)
+            for v in self.vectors
+        ]
+        states = [
+            load_state(builder, builder.add(self.source, cell), self.stored, self.kind.count)
+            for cell in cells
+        ]
+        for cell in cells:
+            emit_prefetch(builder, builder.add(builder.add(self.source, cell), _I64(_AHEAD)))
+        own = builder.add(self.factors, builder.mul(first, _I64(4)))
+        states = _loop(
+            builder, self.num, states, lambda token, values: self._token(token, own, values)
+        )
+        places = [builder.add(self.target, cell) for cell in cells]
+        states = [round_state(builder, value, self.stored)[0] for value in states]
+        with builder.if_else(builder.icmp_signed("!=", self.streams, _I64(0))) as (past, into):
+            with past:
+                for value, place in zip(states, places, strict=True):
+                    _store_past(builder, value, place)
+            with into:
+                for value, place in zip(states, places, strict=True):
+                    store(builder, value, place, self.size)
+        return []
+
+    def _token(self, token, own, states):
+        """Emit one token. own: address of its factors b; states: the block's values. Returns the
+        new values."""
+        builder, kind = self.builder, self.kind
+        decay = builder.add(self.decays, builder.mul(token, _I64(4)))
+        decays = splat(builder, load(builder, decay, _F32), kind.count)
+        at = builder.mul(token, self.row_bytes)
+        moved, places = (
+            [builder.add(builder.add(base, at), self._offset(v)) for v in self.vectors]
+            for base in (self.moved, self.sums)
+        )
+        changes = [load(builder, place, kind) for place in moved]
+        b = builder.add(own, builder.mul(token, self.factor_bytes))
+        c = builder.add(b, builder.mul(self.depth, _I64(4)))
+        results, parts = [], []  # the rows' products are added first, which rounds less
+        for r in range(ROWS):
+            gain, read = (
+                splat(builder, load(builder, builder.add(base, _I64(4 * r)), _F32), kind.count)
+                for base in (b, c)
+            )
+            for v in self.vectors:
+                kept = builder.fmul(states[r * len(self.vectors) + v], decays)
+                value = fma(builder, gain, changes[v], kept)
+                results.append(round_state(builder, value, self.stored)[1])
+                if r == 0:
+                    parts.append(builder.fmul(read, value))
+                else:
+                    parts[v] = fma(builder, read, value, parts[v])
+        for part, place in zip(parts, places, strict=True):
+            store(builder, builder.fadd(load(builder, place, kind), part), place)
+        return results
+
+    def _offset(self, vector, size=4):
+        return _I64(vector * self.kind.count * size)
+
+
+def _store_past(builder, value, address):
+    """Emit a store of a vector to an aligned address, past the caches."""
+    size = value.type.count * (4 if value.type.element == _F32 else 2)
+    place = builder.inttoptr(address, value.type.as_pointer())
+    stored = builder.store(value, place, align=size)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
 @intrinsic(prefer_literal=True)
@@ -221,13 +290,56 @@ def gate_row(typing_context, y, x, skip, gate, target):
     return types.void(*[types.intp] * 5), build
 
 
-@intrinsic
-def add_skip(typing_context, y, x, skip, target):
-    """Compute y + x * skip of 16 lanes. y, x, target: addresses of 16 float32."""
+@intrinsic(prefer_literal=True)
+def widen_rows(typing_context, source, vectors, target, size):
+    """Copy vectors of 16 elements of `size` bytes, a literal, to an address as float32. vectors:
+    their number, > 0."""
+    literals = _literals(size)
+    if literals is None:
+        return None
 
     def build(context, builder, signature, args):
-        y, x = (row_at(builder, place, _I64(0)) for place in args[:2])
-        store(builder, fma(builder, x, splat(builder, args[2], LANES), y), args[3])
+        source, vectors, target, _ = args
+
+        def step(number, _):
+            value = load_floats(
+                builder, source, builder.mul(number, _I64(LANES * literals[0])), LANES, literals[0]
+            )
+            store(builder, value, _place(builder, target, number, LANES))
+            return []
+
+        _loop(builder, vectors, [], step)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32, types.intp), build
+    return types.void(types.intp, types.intp, types.intp, size), build
+
+
+@intrinsic(prefer_literal=True)
+def scale_inputs(typing_context, x, vectors, factors, targets, size):
+    """Multiply a row of vectors of 16 elements of `size` bytes, a literal, by two factors.
+    targets: addresses of the two rows of float32. vectors: their number, > 0."""
+    literals = _literals(size)
+    if literals is None:
+        return None
+
+    def build(context, builder, signature, args):
+        x, vectors = args[:2]
+        factors, targets = (
+            [builder.extract_value(args[which], i) for i in range(2)] for which in (2, 3)
+        )
+        factors = [splat(builder, factor, LANES) for factor in factors]
+
+        def step(number, _):
+            value = load_floats(
+                builder, x, builder.mul(number, _I64(LANES * literals[0])), LANES, literals[0]
+            )
+            for factor, target in zip(factors, targets, strict=True):
+                place = _place(builder, target, number, LANES)
+                store(builder, builder.fmul(value, factor), place)
+            return []
+
+        _loop(builder, vectors, [], step)
+        return context.get_dummy_value()
+
+    two, floats = types.UniTuple(types.intp, 2), types.UniTuple(types.float32, 2)
+    return types.void(types.intp, types.intp, floats, two, size), build

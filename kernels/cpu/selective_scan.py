@@ -17,17 +17,18 @@ from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i64, next_item, u8
 from kernels.cpu.scan_vectors import (
     ROWS,
-    add_skip,
     decay_of_steps,
     gate_row,
+    scale_inputs,
     scan_channels,
     scan_heads,
     time_steps,
+    widen_rows,
 )
 from kernels.cpu.state_cells import STATE_TYPES, state_bytes
 from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import LANES
+from kernels.cpu.vectors import LANES, LINE, prefetch
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
@@ -58,6 +59,7 @@ def head_scan(
     """Scan by heads; see kernels.ops.head_scan. The rows of xbc and dt are contiguous."""
     num, size = len(xbc), xbc.element_size()
     _, heads, depth, width = state.shape
+    groups = (xbc.shape[1] - heads * width) // (2 * depth)
     out = xbc.new_empty((num, heads * width))
     head_kernel(size, STATE_TYPES[state.dtype], *_shape_of(width)).run(
         num_threads() if num * state[0].numel() >= _ENOUGH else 1,
@@ -74,11 +76,17 @@ def head_scan(
         out.data_ptr(),
         *step_parameters(meta),
         num,
-        heads << 32 | (xbc.shape[1] - heads * width) // (2 * depth),
+        heads << 32 | _heads_per_item(heads, groups) << 16 | groups,
         depth,
         width,
     )
     return out
+
+
+def _heads_per_item(heads: int, groups: int) -> int:
+    """Heads of an item: they share b and c, and there are enough items for all threads."""
+    most = heads // (2 * num_threads())
+    return next((num for num in (4, 2) if num <= most and heads // groups % num == 0), 1)
 
 
 def _shape_of(width: int) -> tuple[int, int]:
@@ -113,114 +121,171 @@ def _find_states(tensor, reads, writes, span, places):
 
 
 @njit(**EXACT)
+def _first_place(tensor, read, size):
+    """The address of a sequence's first state, of `size` contiguous bytes. tensor: (address of
+    the part of row 0, bytes of a row, scratch memory). read: the row; -1: the state is zero."""
+    base, stride, scratch = tensor
+    if read < 0:
+        u8(scratch, (size,))[:] = 0
+        return scratch
+    return base + read * stride
+
+
+@njit(**EXACT)
 def _clear(address, stride, num, size):
     """Fill `num` rows of `size` bytes with zeros. stride: bytes between rows."""
     for r in range(num):
         u8(address + r * stride, (size,))[:] = 0
 
 
-@njit(**EXACT)
-def _read_head(sources, span, cell, arrays):
-    """Read the tokens of a tile for one head: time steps, x, and b and c.
+@njit(inline="always")
+def _read_factors(source, target, size):
+    """Fill the float32 array `target` with elements of `size` bytes, a literal, from an address."""
+    count = target.shape[0]
+    whole = count // LANES
+    if whole:
+        widen_rows(source, whole, target.ctypes.data, size)
+    read_cells(source + whole * LANES * size, target[whole * LANES :], size)
 
-    sources: (address, row stride) of time steps and of x, then the offsets of b and c in a row of
-    x. span: (first token, number of tokens)."""
-    raw, x, factors = arrays
-    steps, steps_stride, rows, stride, b, c = sources
-    first, num = span
+
+@njit(inline="always")
+def _read_head(sources, num, scalars, rows, size):
+    """Read `num` tokens of a tile for one head. Compute their time steps and decays, and x times
+    the steps and times the factor of the skip.
+
+    sources: (address, stride) of the raw time steps, and those of x. scalars: factor of the skip,
+    bias of the time steps, their limits, and A. rows: raw time steps, biases, steps and decays,
+    each [tile]; then x times the steps, and x times the skip, each [tile, width]."""
+    skip, bias, least, most, decay = scalars
+    raw, biases, steps, decays, moved, sums = rows
+    biases[:] = bias
     for i in range(num):
-        n = first + i
-        raw[i] = get(elements(steps + n * steps_stride, (1,), cell), 0)
-        read_cells(rows + n * stride, x[i], cell)
-        read_cells(rows + n * stride + b, factors[i, 0], cell)
-        read_cells(rows + n * stride + c, factors[i, 1], cell)
+        raw[i] = get(elements(sources[0] + i * sources[1], (1,), size), 0)
+    time_steps(raw.ctypes.data, biases.ctypes.data, least, most, steps.ctypes.data)
+    decay_of_steps(steps.ctypes.data, decay, decays.ctypes.data)
+    vectors = moved.shape[1] // LANES
+    for i in range(num):
+        targets = moved[i].ctypes.data, sums[i].ctypes.data
+        scale_inputs(sources[2] + i * sources[3], vectors, (steps[i], skip), targets, size)
 
 
 @njit(**EXACT)
-def _times(values, steps, num, result):
-    """result[i] = values[i] * steps[i] for `num` rows."""
+def _prefetch(place, stride, num, count):
+    """Prefetch `count` bytes of `num` rows. They are so far apart that the processor prefetches
+    nothing by itself."""
     for i in range(num):
-        for k in range(values.shape[1]):
-            result[i, k] = values[i, k] * steps[i]
+        for line in range(0, count, LINE):
+            prefetch(place + i * stride + line, 1, LANES, 4)
 
 
 @njit(**EXACT)
-def _write_head(sums, x, skip, num, target, stride, cell):
-    """Write the outputs of a tile: sums + x * skip."""
-    for i in range(num):
-        row = sums[i]
-        for k in range(0, row.shape[0], LANES):
-            place = row.ctypes.data + k * 4
-            add_skip(place, x[i].ctypes.data + k * 4, skip, place)
-        write_cells(target + i * stride, row, cell)
+def _place_after(tensor, writes, num_written, rest):
+    """The address of the state before the last `rest` tokens of a sequence, in scratch memory if it
+    is not kept. tensor: see `_first_place`; num_written: number of rows in `writes`."""
+    base, stride, scratch = tensor
+    index = num_written - 1 - rest
+    return base + writes[index] * stride if index >= 0 else scratch
+
+
+@njit(inline="always")
+def _scan_tile(place, targets, span, sizes, arrays, kind, vectors, lanes):  # noqa: PLR0913
+    """Advance the state of a head by the tokens of a tile. Tokens after which no state is kept are
+    computed in one pass.
+
+    place: address of the state before the tile. targets: (tensor, offset of the head, rows of kept
+    states, their number), see `_place_after`. span: (first token of the tile, number of its tokens,
+    tokens of the sequence). sizes: (depth, width, bytes of a
+    state's element). arrays: addresses of decays, of x times steps,
+    of sums, and of b and c. Returns the address of the state after the tile."""
+    tensor, offset, writes, written = targets
+    depth, row, held = sizes[0], sizes[1] * 4, sizes[2]
+    first, num, length = span
+    n = 0
+    while n < num:
+        end = min(num, max(n + 1, length - written + 1 - first))
+        after = _place_after(tensor, writes, written, length - first - end)
+        # At the next step caches would hold other states.
+        streams = np.int64(length == 1 and (after + offset) % LINE == 0)
+        for k in range(0, sizes[1], vectors * lanes):
+            scan_heads(
+                (place + offset + k * held, after + offset + k * held),
+                sizes[1] * held,
+                depth,
+                end - n,
+                (
+                    arrays[0] + n * 4,
+                    arrays[1] + n * row + k * 4,
+                    arrays[2] + n * row + k * 4,
+                    arrays[3] + n * depth * 8,
+                ),
+                (row, depth * 8),
+                streams,
+                kind,
+                vectors,
+                lanes,
+            )
+        n, place = end, after
+    return place
 
 
 def _head_body(cell: int, kind: int, vectors: int, lanes: int):
     """Make the body of `head_scan`. cell: bytes of an activation; kind: type of the state; vectors,
     lanes: of a block of the state's columns."""
-    block, held = vectors * lanes, state_bytes(kind)
+    held = state_bytes(kind)
 
     def body(row):
         p, limits = i64(row, (_PARAMETERS + 1,)), f64(row, (_PARAMETERS + 1,))
-        least, most = np.float32(limits[8]), np.float32(limits[9])
         starts, reads, writes = sequences_of(p, 12)
-        num_seqs, heads, groups = len(reads), p[18] >> 32, p[18] & _LOW_BITS
+        heads, per, groups = p[18] >> 32, p[18] >> 16 & 0xFFFF, p[18] & 0xFFFF
         depth, width = p[19], p[20]
-        stride = heads * width * cell
+        sizes, least, most = (depth, width, held), np.float32(limits[8]), np.float32(limits[9])
+        size, stride, parts = depth * width * held, heads * width * cell, heads // per
         a, skips, biases = f32(p[5], (heads,)), f32(p[6], (heads,)), f32(p[7], (heads,))
-        scratch = np.empty((depth, width), np.float32)
-        raw, bias = np.zeros(_TOKENS, np.float32), np.empty(_TOKENS, np.float32)
-        steps, decays = np.empty(_TOKENS, np.float32), np.empty(_TOKENS, np.float32)
-        x, moved = np.empty((_TOKENS, width), np.float32), np.empty((_TOKENS, width), np.float32)
-        sums = np.empty((_TOKENS, width), np.float32)
-        factors = np.empty((_TOKENS, 2, depth), np.float32)
-        places = np.empty((2, _TOKENS), np.int64)
+        memory = np.empty(2 * _TOKENS * (depth + width) + per * depth * width + LANES, np.float32)
+        at = (np.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
+        moved = f32(at, (_TOKENS, width))
+        sums = f32(at + moved.size * 4, (_TOKENS, width))
+        factors = f32(at + moved.size * 8, (_TOKENS, 2, depth))
+        scratch = at + moved.size * 8 + factors.size * 4
+        scalars = np.zeros((4, _TOKENS), np.float32)
+        rows = scalars[0], scalars[1], scalars[2], scalars[3], moved, sums
+        addresses = rows[3].ctypes.data, moved.ctypes.data, sums.ctypes.data, factors.ctypes.data
         while True:
             item = next_item(row)
-            if item > num_seqs * heads:
+            if item > len(reads) * parts:
                 break
-            if item == num_seqs * heads:
-                clear_rows(p[11], stride, starts[num_seqs], p[17], heads * width, cell)
+            if item == len(reads) * parts:
+                clear_rows(p[11], stride, starts[len(reads)], p[17], heads * width, cell)
                 continue
-            s, head = item // heads, item % heads
-            bias[:] = biases[head]
-            size = depth * width * held
-            tensor = p[10] + head * size, heads * size, scratch.ctypes.data
-            group = (head * groups) // heads
-            b = ((heads - head) * width + group * depth) * cell
-            sources = (
-                p[3] + head * cell,
-                p[4],
-                p[1] + head * width * cell,
-                p[2],
-                b,
-                b + groups * depth * cell,
-            )
-            start, length = starts[s], starts[s + 1] - starts[s]
+            s, head = item // parts, item % parts * per
+            length, written = starts[s + 1] - starts[s], count_written(writes[s])
+            tensor = p[10] + head * size, heads * size, scratch
+            place = _first_place(tensor, reads[s], per * size)
+            b = (heads * width + head * groups // heads * depth) * cell
             for first in range(0, length, _TOKENS):
-                num = min(_TOKENS, length - first)
-                if _find_states(tensor, reads[s], writes[s], (first, num, length), places):
-                    _clear(places[0, 0], 0, 1, size)
-                _read_head(sources, (start + first, num), cell, (raw, x, factors))
-                time_steps(raw.ctypes.data, bias.ctypes.data, least, most, steps.ctypes.data)
-                decay_of_steps(steps.ctypes.data, a[head], decays.ctypes.data)
-                _times(x, steps, num, moved)
-                for k in range(0, width, block):
+                num, start = min(_TOKENS, length - first), starts[s] + first
+                source, ahead = p[1] + start * p[2], min(_TOKENS, length - first - num)
+                other, after = b + groups * depth * cell, source + num * p[2]
+                for i in range(num):
+                    _read_factors(source + i * p[2] + b, factors[i, 0], cell)
+                    _read_factors(source + i * p[2] + other, factors[i, 1], cell)
+                _prefetch(after + b, p[2], ahead, depth * cell)
+                _prefetch(after + other, p[2], ahead, depth * cell)
+                _prefetch(after + head * width * cell, p[2], ahead, per * width * cell)
+                _prefetch(p[3] + (start + num) * p[4] + head * cell, p[4], ahead, cell)
+                following = place
+                for h in range(head, head + per):
+                    own, row_of = h * width * cell, p[3] + start * p[4] + h * cell
+                    given = skips[h], biases[h], least, most, a[h]
+                    _read_head((row_of, p[4], source + own, p[2]), num, given, rows, cell)
+                    targets = tensor, (h - head) * size, writes[s], written
+                    following = _scan_tile(
+                        place, targets, (first, num, length), sizes, addresses, kind, vectors, lanes
+                    )
                     for i in range(num):
-                        scan_heads(
-                            (places[0, i] + k * held, places[1, i] + k * held),
-                            width * held,
-                            depth,
-                            decays[i],
-                            moved[i].ctypes.data + k * 4,
-                            (factors[i, 0].ctypes.data, factors[i, 1].ctypes.data),
-                            sums[i].ctypes.data + k * 4,
-                            kind,
-                            vectors,
-                            lanes,
-                        )
-                target = p[11] + (start + first) * stride + head * width * cell
-                _write_head(sums, x, skips[head], num, target, stride, cell)
+                        write_cells(p[11] + (start + i) * stride + own, sums[i], cell)
+                place = following
+        memory[0] = _ZERO  # it must not be freed before its last use, by address
 
     return body
 
