@@ -7,6 +7,8 @@ tokens agree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
 
@@ -49,6 +51,12 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     act: "silu", "gelu_tanh" or "gelu".
     """
     return _bodies(gate_up).act_mul(gate_up, act)
+
+
+def join_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate matrices [N, C] along their columns. Returns a new contiguous tensor; one matrix
+    is copied."""
+    return cpu.join_columns(parts) if _bodies(parts[0]) is cpu else torch.cat(list(parts), 1)
 
 
 def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:

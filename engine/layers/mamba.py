@@ -50,7 +50,10 @@ class StepNorms(NamedTuple):
     def __call__(self, parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Normalise the three parts, each [N, ...]."""
         pairs = zip(parts, self.weights, strict=True)
-        return [kernels.rms_norm(part.contiguous(), weight, self.eps) for part, weight in pairs]
+        return [
+            kernels.rms_norm(kernels.join_columns([part]), weight, self.eps)
+            for part, weight in pairs
+        ]
 
 
 @dataclass(eq=False)
@@ -77,9 +80,11 @@ class ChannelMamba:
         parameters = self.parameters(hidden)
         rank = parameters.shape[1] - 2 * size
         low, bc = parameters[:, :rank], parameters[:, rank:]
-        if self.norms is not None:
+        if self.norms is None:
+            low = kernels.join_columns([low])
+        else:
             low, b, c = self.norms((low, bc[:, :size], bc[:, size:]))
-            bc = torch.cat([b, c], 1)
-        steps = self.steps(low.contiguous())
+            bc = kernels.join_columns([b, c])
+        steps = self.steps(low)
         y = kernels.channel_scan(hidden, steps, bc, projected[:, width:], self.scan, state, meta)
         return self.out(y if wanted is None else y[wanted.rows])

@@ -35,7 +35,7 @@ class Embedding:
         """Vectors [N, H] of input_ids [N], scaled. ``embeds.values`` replace the rows
         ``embeds.rows``, and are not scaled."""
         x = self.rows(input_ids).to(self.dtype)
-        x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+        x = x if self.multiplier == 1.0 else kernels.scale_in_place(x, self.multiplier)
         if embeds is not None:
             x[embeds.rows] = embeds.values.to(self.dtype)
         return x
@@ -313,11 +313,16 @@ class OutputLayer:
         self.multiplier = multiplier
         self.softcap = softcap
 
+    @property
+    def has_largest(self) -> bool:
+        """True if this layer can find the largest logits without storing all logits."""
+        return self.multiplier == 1.0 and not self.softcap and hasattr(self.linear, "largest")
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row, [R] int32, -1 for rows with invalid logits;
         ``None`` if this layer can only find it by computing the logits."""
         largest = getattr(self.linear, "largest", None)
-        if self.multiplier != 1.0 or self.softcap or largest is None:
+        if largest is None or not self.has_largest:
             return None
         found: torch.Tensor | None = largest(hidden)
         return found
@@ -327,7 +332,7 @@ class OutputLayer:
         scores = self.linear(hidden)
         scores = scores.float() if out is None else out.copy_(scores)
         if self.multiplier != 1.0:
-            scores.mul_(self.multiplier)
+            scores = kernels.scale_in_place(scores, self.multiplier)
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         return scores

@@ -203,6 +203,10 @@ class NativeDecoder:
             hidden = hidden[batch.wanted.rows]
         return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
 
+    @property
+    def has_largest(self) -> bool:
+        return self.output.has_largest
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row, [R] int32; ``None`` if not supported."""
         return self.output.largest(hidden)

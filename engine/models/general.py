@@ -58,6 +58,7 @@ class GeneralModel:
     ``engine.models.model.Model``."""
 
     can_be_recorded = False
+    has_largest = False
 
     def __init__(
         self,

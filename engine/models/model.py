@@ -51,6 +51,11 @@ class Model(Protocol):
         """Compute hidden states [R, H] from the output of ``lower_layers``."""
         ...
 
+    @property
+    def has_largest(self) -> bool:
+        """True if ``largest`` can return tokens."""
+        ...
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row [R] int32, computed without storing logits;
         -1 for rows whose logits are invalid (NaN or infinite). ``None`` if the model does not

@@ -32,6 +32,11 @@ class Machine(NamedTuple):
     recorder: Recorder | None = None  # of steps on a CPU
     states: States = ()  # recurrent states by slot; () for a model without them
 
+    @property
+    def wants_largest_only(self) -> bool:
+        """True if the sampler needs only the largest logits, and the model finds them alone."""
+        return self.sampler.wants_largest_only and self.model.has_largest
+
 
 class Feature:
     """Base class of extensions of the model's computation: adapters, media, remote KV. Only

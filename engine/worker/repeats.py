@@ -39,7 +39,7 @@ class Repeats:
         machine, last = self._machine, self._machine.batches.last
         if last is None or not self._may_repeat or not self._is_repeat(plan, last):
             return None
-        wanted: Output = "largest" if machine.sampler.wants_largest_only else "logits"
+        wanted: Output = "largest" if machine.wants_largest_only else "logits"
         assert machine.recorder is not None
         recording = machine.recorder.of_decodes(len(plan.slots), wanted)
         if recording is None:

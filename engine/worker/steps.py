@@ -80,7 +80,7 @@ class EagerStep:
         just their argmax."""
         self._machine = machine
         self._graph = graph
-        only_largest = may_take_largest and machine.sampler.wants_largest_only
+        only_largest = may_take_largest and machine.wants_largest_only
         self._wanted: Output = "largest" if only_largest else "logits"
         self._computed: torch.Tensor | None = None  # ``Hidden.output``
         self._largest: torch.Tensor | None = None

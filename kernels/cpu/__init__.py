@@ -8,6 +8,8 @@ modules, also rounds between operations and is less exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels import reference
@@ -77,6 +79,10 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     if act in pointwise.ACTS and gate_up.dim() == 2 and _is_plain(gate_up):
         return pointwise.act_mul(gate_up, act)
     return reference.act_mul(gate_up, act)
+
+
+def join_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pointwise.join_columns(parts) if _have_rows(*parts) else torch.cat(list(parts), 1)
 
 
 def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -121,7 +121,7 @@ def grouped_gated_norm(
 
 
 def join_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate matrices [N, C] of one dtype along their columns, each contiguous."""
+    """Concatenate matrices [N, C] of one dtype along their columns. Their rows may lie apart."""
     num, size = len(parts[0]), parts[0].element_size()
     out = parts[0].new_empty((num, sum(part.shape[1] for part in parts)))
     first = 0
@@ -129,7 +129,7 @@ def join_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         threads = num_threads() if part.numel() >= _ENOUGH else 1
         target = out.data_ptr() + first * size
         row, width = out.shape[1] * size, part.shape[1]
-        JOIN[size].run(threads, part.data_ptr(), target, num, width, row)
+        JOIN[size].run(threads, part.data_ptr(), target, num, width, row, part.stride(0) * size)
         first += width
     return out
 
@@ -330,14 +330,14 @@ def _act_mul_body(cell: int):
 
 def _join_body(cell: int):
     def body(row):
-        p = i64(row, (6,))
+        p = i64(row, (7,))
         num, width = p[3], p[4]
         while True:
             first = next_item(row) * _ROWS
             if first >= num:
                 break
             for n in range(first, min(first + _ROWS, num)):
-                source = elements(p[1] + n * width * cell, (width,), cell)
+                source = elements(p[1] + n * p[6], (width,), cell)
                 target = elements(p[2] + n * p[5], (width,), cell)
                 for i in range(width):
                     target[i] = source[i]

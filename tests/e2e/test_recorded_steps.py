@@ -55,7 +55,14 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, int]]:
         *((name, torch.bfloat16) for name in ("qwen3-moe", "gemma2", "qwen3.5")),
         *(
             pytest.param(name, torch.bfloat16, marks=pytest.mark.slow)
-            for name in ("mistral-window", "granite", "granite-hybrid", "falcon-h1", "mamba2")
+            for name in (
+                "mistral-window",
+                "granite",
+                "granite-hybrid",
+                "falcon-h1",
+                "mamba2",
+                "mamba",
+            )
         ),
     ],
 )

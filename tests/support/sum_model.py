@@ -64,6 +64,8 @@ class SumModel:
             hidden[first:last][batch.input_ids[first:last] == NAN] = torch.nan
         return hidden if batch.wanted is None else hidden[batch.wanted.rows]
 
+    has_largest = False
+
     def largest(self, hidden):
         return None
 
