@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-_LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
+_LFM2_ATTENTION, _GRANITE_ATTENTION = (2, 5, 8, 10, 12, 14), (10, 13, 17, 27)
 # By name: the keys of config.json that differ from the defaults of the model type.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2-350m": {
@@ -36,6 +36,48 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
         "tie_word_embeddings": True,
         "layer_types": ([*["linear_attention"] * 3, "full_attention"] * 3),
+    },
+    "granite-4-h-350m": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 768,
+        "shared_intermediate_size": 2048,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.246,
+        "logits_scaling": 3.0,
+        "vocab_size": 65536,
+        "tie_word_embeddings": True,
+        "layer_types": ["attention" if i in _GRANITE_ATTENTION else "mamba" for i in range(32)],
+    },
+    "mamba2-130m": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "num_heads": 24,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "vocab_size": 50288,
+        "tie_word_embeddings": True,
+    },
+    "mamba-130m": {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "vocab_size": 50280,
     },
 }
 
