@@ -14,6 +14,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2-350m": {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
+        "conv_dim": 1024,  # this and the next one are keys that vLLM reads
+        "block_dim": 1024,
         "hidden_size": 1024,
         "intermediate_size": 6656,
         "num_hidden_layers": 16,
@@ -31,6 +33,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 256,
+        "mamba_ssm_dtype": "float32",
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
         "vocab_size": 65536,

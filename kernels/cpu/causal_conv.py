@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu.cells import elements, get, put, read_cells, write_cells
+from kernels.cpu import isa
+from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.conv_vectors import WINDOW, convolve
 from kernels.cpu.native import EXACT, Kernel, i64, next_item
 from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
@@ -20,13 +21,14 @@ from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LANES, LINE
 from kernels.meta import StateMeta
 
-_CHANNELS = WINDOW  # per item
-_VECTORS = _CHANNELS // LANES
-_SEQS = 8  # sequences per item
-_TOKENS = 32  # rows of a tile, which stays in the L1 cache
+_CHANNELS = 128  # per item, at least
+_VECTORS = WINDOW // LANES
+_PAIR = 2 if isa.has("avx512f") else 1  # vectors whose weights and inputs fit the registers
+_SEQS = 32  # sequences per item
+_TOKENS = 8  # rows of a tile: with more, their pages and lines would not be read ahead
 _ENOUGH = 16384  # with fewer outputs one thread is faster
 _ZERO = np.float32(0)
-_NUM_PARAMETERS = 13
+_NUM_PARAMETERS = 14
 
 
 def causal_conv(
@@ -41,8 +43,9 @@ def causal_conv(
     activation: "silu" or ""."""
     num, width = x.shape
     out = x.new_empty((num, width))
+    threads = num_threads() if out.numel() >= _ENOUGH else 1
     conv_kernel(x.element_size(), weight.shape[1], int(activation == "silu")).run(
-        num_threads() if out.numel() >= _ENOUGH else 1,
+        threads,
         x.data_ptr(),
         x.stride(0) * x.element_size(),
         weight.data_ptr(),
@@ -52,8 +55,18 @@ def causal_conv(
         *step_parameters(meta),
         num,
         width,
+        _channels(width, threads),
     )
     return out
+
+
+def _channels(width: int, threads: int) -> int:
+    """Number of channels of an item. Many are read faster, since they are adjacent in memory, but
+    each thread gets some items."""
+    channels = WINDOW
+    while channels > _CHANNELS and threads > 1 and width < 3 * threads * channels:
+        channels //= 2
+    return channels
 
 
 @njit(**EXACT)
@@ -81,17 +94,16 @@ def _convolve_rows(source, target, span, arrays, size, taps, silu):
     for first in range(0, num, _TOKENS):
         rows = min(_TOKENS, num - first)
         x, out = source[0] + first * source[1], target[0] + first * target[1]
-        for v in range(whole):
-            convolve(
-                (x + v * LANES * size, source[1]),
-                (out + v * LANES * size, target[1]),
-                rows,
-                weights[v].ctypes.data,
-                window.ctypes.data + v * LINE,
-                size,
-                taps,
-                silu,
-            )
+        v = 0
+        while v < whole:
+            places = (x + v * LANES * size, source[1]), (out + v * LANES * size, target[1])
+            used = weights[v].ctypes.data, window.ctypes.data + v * LINE
+            if v + _PAIR <= whole:
+                convolve(places[0], places[1], rows, used[0], used[1], size, taps, silu, _PAIR)
+                v += _PAIR
+            else:
+                convolve(places[0], places[1], rows, used[0], used[1], size, taps, silu, 1)
+                v += 1
         if whole * LANES == count:
             continue
         x, out = x + whole * LANES * size, out + whole * LANES * size
@@ -106,6 +118,7 @@ def _convolve_rows(source, target, span, arrays, size, taps, silu):
             4,
             taps,
             silu,
+            1,
         )
         for n in range(rows):
             write_cells(out + n * target[1], outputs[n, : count - whole * LANES], size)
@@ -125,9 +138,7 @@ def _load_state(row, window, stride, count, cell):
 def _store_state(row, window, stride, count, cell):
     """Write window [taps - 1, channels] to the state at address `row`."""
     for tap in range(window.shape[0]):
-        values = elements(row + tap * stride, (count,), cell)
-        for c in range(count):
-            put(values, c, window[tap, c])
+        write_cells(row + tap * stride, window[tap, :count], cell)
 
 
 def _conv_body(cell: int, taps: int, silu: int):
@@ -139,7 +150,8 @@ def _conv_body(cell: int, taps: int, silu: int):
         num_seqs, width = len(reads), p[13]
         stride, size = width * cell, (taps - 1) * width * cell
         groups = (num_seqs + _SEQS - 1) // _SEQS
-        blocks = (width + _CHANNELS - 1) // _CHANNELS
+        channels = p[14]
+        blocks = (width + channels - 1) // channels
         weights = np.empty((_VECTORS, taps + 1, LANES), np.float32)
         window = np.empty((taps - 1, WINDOW), np.float32)
         inputs = np.zeros((_TOKENS, LANES), np.float32)
@@ -148,8 +160,8 @@ def _conv_body(cell: int, taps: int, silu: int):
             item = next_item(row)
             if item >= blocks * (groups + 1):
                 break
-            first, group = (item % blocks) * _CHANNELS, item // blocks
-            count, at = min(_CHANNELS, width - first), first * cell
+            first, group = (item % blocks) * channels, item // blocks
+            count, at = min(channels, width - first), first * cell
             if group == groups:
                 clear_rows(p[6] + at, stride, starts[num_seqs], p[12], count, cell)
                 continue

@@ -342,7 +342,8 @@ def exp2_rows(builder, x):
 def silu_rows(builder, x):
     """Emit x / (1 + e ** -x) of a vector."""
     power = exp2_rows(builder, builder.fmul(x, _all(-1 / math.log(2))))
-    return builder.fdiv(x, builder.fadd(power, _all(1.0)))
+    # An estimate of the reciprocal and a Newton step, which take a third of a division's time.
+    return builder.fdiv(x, builder.fadd(power, _all(1.0)), flags=("arcp", "afn"))
 
 
 def store_floats(builder, floats, address, size):

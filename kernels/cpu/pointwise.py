@@ -11,7 +11,9 @@ from numba import njit
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
 from kernels.cpu.mathlib import gelu_tanh, sigmoid, silu
 from kernels.cpu.native import INLINE, Kernel, bits, f64, i64, next_item
+from kernels.cpu.norm_vectors import scale_row, widen_row
 from kernels.cpu.threads import num_threads
+from kernels.cpu.vectors import LANES
 
 # With fewer elements one thread is faster, since waking others takes as long.
 _ENOUGH = 16384
@@ -281,6 +283,31 @@ def _normalise_groups(y, weight, group, eps):
             part[i] *= scale * get(weight, first + i)
 
 
+@njit(**INLINE)
+def _gated_vectors(places, y, group, eps, norm_first, cell):
+    """Apply the gated norm to a row whose groups are whole vectors. places: addresses of x, weight
+    (0: no norm), gate and target; y: memory of the row in float32."""
+    x, weight, gate, target = places
+    step, memory = group * cell, y.ctypes.data
+    if not weight:
+        widen_row(x, gate, memory, y.shape[0] // LANES, cell, 1)
+        write_cells(target, y, cell)
+        return
+    count = group // LANES
+    for number in range(y.shape[0] // group):
+        shift = number * step
+        used = weight + shift, gate + shift, target + shift
+        if norm_first:
+            squares = widen_row(x + shift, gate + shift, memory, count, cell, 0)
+        else:
+            squares = widen_row(x + shift, gate + shift, memory, count, cell, 1)
+        scale = np.float32(1 / np.sqrt(squares / group + eps))
+        if norm_first:
+            scale_row(memory, used, count, scale, cell, 1)
+        else:
+            scale_row(memory, used, count, scale, cell, 0)
+
+
 def _gated_norm_body(cell: int):
     def body(row):
         p = i64(row, (12,))
@@ -290,15 +317,19 @@ def _gated_norm_body(cell: int):
             n = next_item(row)
             if n >= num:
                 break
-            gate = elements(p[3] + n * p[4], (width,), cell)
-            read_cells(p[1] + n * p[2], y, cell)
+            places = p[1] + n * p[2], p[5], p[3] + n * p[4], p[6] + n * width * cell
+            if group % LANES == 0:
+                _gated_vectors(places, y, group, eps, norm_first, cell)
+                continue
+            gate = elements(places[2], (width,), cell)
+            read_cells(places[0], y, cell)
             if not norm_first:
                 _open(y, gate)
             if p[5]:
                 _normalise_groups(y, weight, group, eps)
             if norm_first:
                 _open(y, gate)
-            write_cells(p[6] + n * width * cell, y, cell)
+            write_cells(places[3], y, cell)
 
     return body
 

@@ -118,7 +118,7 @@ def fence(builder, value):
     return builder.call(function, [value])
 
 
-def _sum(builder, vector):
+def sum_lanes(builder, vector):
     """The sum of a vector's lanes."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     function = builder.module.globals.get(name)

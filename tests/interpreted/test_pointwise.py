@@ -86,7 +86,7 @@ def test_gated_activations(body: str, dtype: torch.dtype, act: str) -> None:
 
 @by_body
 @by_dtype
-@pytest.mark.parametrize(("group", "norm_first"), [(96, False), (24, True), (0, False)])
+@pytest.mark.parametrize(("group", "norm_first"), [(96, False), (32, True), (24, True), (0, False)])
 def test_gated_norms(body: str, dtype: torch.dtype, group: int, norm_first: bool) -> None:
     rows = random(5, 200, dtype=dtype, scale=2)
     x, gate = rows[:, :96], rows[:, 100:196]
