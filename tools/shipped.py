@@ -5,6 +5,7 @@ A launch is built as in a step, from tensors that are never read.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -14,26 +15,6 @@ import torch
 
 from kernels.meta import AttentionMeta
 from kernels.reference import AttentionOptions, HeadNorm, Rope
-from kernels.triton import (
-    activation,
-    bitmask,
-    causal_conv,
-    copies,
-    delta_chunks,
-    delta_rule,
-    gemv,
-    index,
-    invariant,
-    logprobs,
-    moe,
-    penalties,
-    quant,
-    sampling,
-    scan_chunks,
-    selective_scan,
-    states,
-)
-from kernels.triton import norm as norms
 from kernels.triton.attention_decode import decode_kernel, decode_launches
 from kernels.triton.attention_prefill import prefill_launches
 from kernels.triton.kv_write import write_launch
@@ -66,24 +47,24 @@ NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
 
 OTHERS = (
-    activation,
-    bitmask,
-    causal_conv,
-    copies,
-    delta_chunks,
-    delta_rule,
-    gemv,
-    index,
-    invariant,
-    logprobs,
-    moe,
-    norms,
-    penalties,
-    quant,
-    sampling,
-    scan_chunks,
-    selective_scan,
-    states,
+    "activation",
+    "bitmask",
+    "causal_conv",
+    "copies",
+    "delta_chunks",
+    "delta_rule",
+    "gemv",
+    "index",
+    "invariant",
+    "logprobs",
+    "moe",
+    "norm",
+    "penalties",
+    "quant",
+    "sampling",
+    "scan_chunks",
+    "selective_scan",
+    "states",
 )
 
 
@@ -164,7 +145,9 @@ def shipped() -> Iterator[Shipped]:
     yield from around_the_cache()
     yield from around_later_groups()
     yield from around_parts()
-    for module in OTHERS:
+    for name in OTHERS:
+        # The package has functions with the names of some of its modules.
+        module = importlib.import_module(f"kernels.triton.{name}")
         yield from map(other_than_attention, module.configurations())
 
 

@@ -6,11 +6,14 @@ the others.
 
 import importlib
 import os
+from pathlib import Path
 
 import pytest
 
+from kernels import triton
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, Device, compiling_for, resources
+from tools.shipped import OTHERS, shipped
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
@@ -61,3 +64,11 @@ def test_kernels_compile(module: str, name: str) -> None:
         got = resources(lambda one=launch: one, device)[1]
         assert not got.spilled, (launch.kernel, got)
         assert got.shared <= device.max_shared, (launch.kernel, got)
+
+
+def test_the_gate_compiles_all_launches_that_modules_ship() -> None:
+    names = [path.stem for path in Path(triton.__file__).parent.glob("*.py")]
+    modules = {name: importlib.import_module(f"kernels.triton.{name}") for name in names}
+    assert {name for name in names if hasattr(modules[name], "configurations")} == set(OTHERS)
+    with compiling_for(DEVICES["sm_90"]):
+        assert len(list(shipped())) > 500

@@ -144,6 +144,26 @@ def test_a_model_with_recurrent_states_is_in_order_too(mode, tmp_path):
     assert not cuda.faults
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3.5", "bamba"])
+def test_prompts_in_chunks_are_in_order_too(family, tmp_path):
+    """A recorded step computes the same as its launches one by one."""
+    sizes = {**SHAPE, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
+    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    if family == "bamba":
+        sizes = {"num_hidden_layers": 2, "attn_layer_indices": [1], "vocab_size": 200}
+    case = CASES[family]
+    save(random_model(config_of(Case(case.family, {**case.options, **sizes})), seed=0), tmp_path)
+    got = []
+    for mode in ("recorded", "call by call"):
+        options = {**MODES[mode], "dtype": "bfloat16", "max_num_batched_tokens": 32}
+        options |= {"max_num_seqs": 2}
+        with FakeCuda() as cuda, llm_for(tmp_path, **options) as llm:
+            got.append(tokens(run(llm, 2, 3)))
+        assert not cuda.faults
+    assert got[0] == got[1]
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param("recorded", marks=pytest.mark.slow), "drafts", "preempted", "draft model"]
 )
