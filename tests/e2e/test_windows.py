@@ -49,8 +49,8 @@ MODES: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "block_size": 4,
     },
-    "a core in a process of its own": {"multiprocess": True},
 }
+IN_A_PROCESS = ("gemma3", "gemma4-shared-kv")  # native, general
 
 
 @pytest.fixture(
@@ -83,6 +83,21 @@ def test_same_tokens_as_transformers(case, mode, tally):
         compare(reference, tokens, tally)
         if mode.startswith("preempted"):
             assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_A_PROCESS))
+        for name in WINDOWS
+    ],
+    indirect=True,
+)
+def test_same_tokens_from_a_core_in_a_process_of_its_own(case, tally):
+    path, _, reference = case
+    with engine_for(path, dtype="float32", multiprocess=True) as engine:
+        tokens, _ = run(engine, reference.prompts, NUM_NEW)
+        compare(reference, tokens, tally)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
