@@ -87,10 +87,7 @@ def test_same_tokens_as_transformers(case, mode, tally):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_A_PROCESS))
-        for name in WINDOWS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_A_PROCESS)) for name in WINDOWS],
     indirect=True,
 )
 def test_same_tokens_from_a_core_in_a_process_of_its_own(case, tally):
