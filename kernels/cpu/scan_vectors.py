@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.block_vectors import load, same, store
-from kernels.cpu.columns import exp2_rows, row_at, silu_rows
+from kernels.cpu.columns import exp2_rows, row_at, silu_rows, store_floats
 from kernels.cpu.state_cells import load_state, round_state, state_bytes
 from kernels.cpu.vectors import LANES, emit_prefetch, fma, load_floats, splat
 
@@ -126,14 +126,7 @@ class _HeadBlock:
             builder, self.num, states, lambda token, values: self._token(token, own, values)
         )
         places = [builder.add(self.target, cell) for cell in cells]
-        states = [round_state(builder, value, self.stored)[0] for value in states]
-        with builder.if_else(builder.icmp_signed("!=", self.streams, _I64(0))) as (past, into):
-            with past:
-                for value, place in zip(states, places, strict=True):
-                    _store_past(builder, value, place)
-            with into:
-                for value, place in zip(states, places, strict=True):
-                    store(builder, value, place, self.size)
+        _store_states(builder, states, places, self.stored, self.streams)
         return []
 
     def _token(self, token, own, states):
@@ -182,51 +175,111 @@ def _store_past(builder, value, address):
 
 @intrinsic(prefer_literal=True)
 def scan_channels(  # noqa: PLR0913
-    typing_context, places, width, depth, decays, step, moved, factors, sums, kind
+    typing_context, places, width, depth, num, decays, tokens, streams, kind
 ):
-    """Advance the states [depth, 16] of 16 channels by one token: target = exp(step * decays) *
-    source + b * moved; the sums become the products of c and the target.
+    """Advance the states [depth, 16] of 16 channels by `num` > 0 tokens: for each token, state =
+    2 ** (time * A) * state + b * moved, and the products of c and the state are added to the
+    token's sums. Some rows of the state stay in registers for all tokens.
 
-    places: (source, target); decays: A, float32. Rows of all three have `width` elements. step,
-    moved, sums: addresses of a row. factors: addresses of b and c, [depth] float32. kind: the
-    state's type in memory, a literal (see `kernels.cpu.state_cells`)."""
+    places: (source, target) of the state; decays: A, float32. Rows of all three have `width`
+    elements. tokens: addresses of times, of moved and of sums, [num, 16], and of b and c, [num, 2,
+    depth]; all are float32. streams: 1 to write the target past the caches; it must then be aligned
+    to a vector. kind: the state's type in memory, a literal (see `kernels.cpu.state_cells`)."""
     literals = _literals(kind)
     if literals is None:
         return None
-    (stored,) = literals
-    size = state_bytes(stored)
 
     def build(context, builder, signature, args):
-        source, target, b, c = (
-            builder.extract_value(args[which], i) for which in (0, 6) for i in range(2)
-        )
-        width, depth, decays, step_at, moved = args[1:6]
-        zero = _I64(0)
-        times = builder.fmul(row_at(builder, step_at, zero), same(_FLOATS, _LOG2_E))
-        change = row_at(builder, moved, zero)
-
-        def step(row, totals):
-            first, byte = builder.mul(row, width), builder.mul(row, _I64(4))
-            own, read = (
-                splat(builder, load(builder, builder.add(base, byte), _F32), LANES)
-                for base in (b, c)
-            )
-            decay = row_at(builder, decays, builder.mul(first, _I64(4)))
-            kept = exp2_rows(builder, builder.fmul(times, decay))
-            at = builder.mul(first, _I64(size))
-            value = load_state(builder, builder.add(source, at), stored, LANES)
-            value = fma(builder, own, change, builder.fmul(value, kept))
-            rounded, _ = round_state(builder, value, stored)
-            store(builder, rounded, builder.add(target, at), size)
-            return [fma(builder, read, value, totals[0])]
-
-        (total,) = _loop(builder, depth, [same(_FLOATS, 0.0)], step)
-        store(builder, total, args[7])
+        given = list(args[:7])
+        for which, count in ((0, 2), (5, 4)):
+            given[which] = [builder.extract_value(args[which], i) for i in range(count)]
+        block = _ChannelBlock(builder, given, *literals)
+        whole = builder.sdiv(args[2], _I64(ROWS))
+        block.emit(_I64(0), whole, ROWS)
+        first = builder.mul(whole, _I64(ROWS))
+        block.emit(first, builder.sub(args[2], first), 1)
         return context.get_dummy_value()
 
-    two = types.UniTuple(types.intp, 2)
-    kinds = (two, *[types.intp] * 5, two, types.intp)
+    two, four = types.UniTuple(types.intp, 2), types.UniTuple(types.intp, 4)
+    kinds = (two, *[types.intp] * 4, four, types.intp)
     return types.void(*kinds, kind), build
+
+
+class _ChannelBlock:
+    """Emits the loops over the rows of the states of 16 channels and over tokens."""
+
+    def __init__(self, builder, given, kind) -> None:
+        """given: values of the other arguments of `scan_channels`, with tuples as lists."""
+        self.builder = builder
+        (self.source, self.target), self.width, self.depth, self.num, self.decays = given[:5]
+        self.times, self.moved, self.sums, self.factors = given[5]
+        self.streams = given[6]
+        self.stored = kind
+
+    def emit(self, first, rounds, rows) -> None:
+        """Emit `rounds` >= 0 rounds of this many rows each, from row `first` on."""
+        builder = self.builder
+
+        def step(number, _):
+            self._rows(builder.add(first, builder.mul(number, _I64(rows))), rows)
+            return []
+
+        with builder.if_then(builder.icmp_signed(">", rounds, _I64(0))):
+            _loop(builder, rounds, [], step)
+
+    def _rows(self, first, rows):
+        builder, size = self.builder, state_bytes(self.stored)
+        cells = [builder.mul(builder.add(first, _I64(r)), self.width) for r in range(rows)]
+        offsets = [builder.mul(cell, _I64(size)) for cell in cells]
+        decays = [row_at(builder, self.decays, builder.mul(cell, _I64(4))) for cell in cells]
+        states = [
+            load_state(builder, builder.add(self.source, offset), self.stored, LANES)
+            for offset in offsets
+        ]
+        own = builder.add(self.factors, builder.mul(first, _I64(4)))
+        states = _loop(
+            builder,
+            self.num,
+            states,
+            lambda token, values: self._token(token, own, decays, values),
+        )
+        places = [builder.add(self.target, offset) for offset in offsets]
+        _store_states(builder, states, places, self.stored, self.streams)
+
+    def _token(self, token, own, decays, states):
+        """Emit one token. own: address of its factors b; decays, states: vectors of the rows.
+        Returns the new states."""
+        builder = self.builder
+        at = builder.mul(token, _I64(LANES * 4))
+        times, moved = (row_at(builder, base, at) for base in (self.times, self.moved))
+        row = builder.mul(self.depth, _I64(4))
+        b = builder.add(own, builder.mul(token, builder.mul(row, _I64(2))))
+        c = builder.add(b, row)
+        results, part = [], None
+        for r, (state, decay) in enumerate(zip(states, decays, strict=True)):
+            gain, read = (
+                splat(builder, load(builder, builder.add(base, _I64(4 * r)), _F32), LANES)
+                for base in (b, c)
+            )
+            kept = builder.fmul(state, exp2_rows(builder, builder.fmul(times, decay)))
+            value = fma(builder, gain, moved, kept)
+            results.append(round_state(builder, value, self.stored)[1])
+            part = builder.fmul(read, value) if part is None else fma(builder, read, value, part)
+        place = builder.add(self.sums, at)
+        store(builder, builder.fadd(row_at(builder, self.sums, at), part), place)
+        return results
+
+
+def _store_states(builder, states, places, kind, streams):
+    """Emit the stores of vectors of a state; past the caches if `streams` is not 0."""
+    states = [round_state(builder, value, kind)[0] for value in states]
+    with builder.if_else(builder.icmp_signed("!=", streams, _I64(0))) as (past, into):
+        with past:
+            for value, place in zip(states, places, strict=True):
+                _store_past(builder, value, place)
+        with into:
+            for value, place in zip(states, places, strict=True):
+                store(builder, value, place, state_bytes(kind))
 
 
 def _softplus(builder, x):
@@ -276,18 +329,46 @@ def decay_of_steps(typing_context, steps, decay, target):
     return types.void(types.intp, types.float32, types.intp), build
 
 
-@intrinsic
-def gate_row(typing_context, y, x, skip, gate, target):
-    """Compute (y + x * skip) * silu(gate) of 16 lanes. All arguments are addresses of 16
-    float32."""
+@intrinsic(prefer_literal=True)
+def channel_inputs(typing_context, x, raw, parameters, targets, size):
+    """Prepare a token's scan of 16 channels: compute the time steps, softplus(raw + bias), times
+    log2(e); x times the steps; and x times the skip.
+
+    x, raw: addresses of elements of `size` bytes, a literal. parameters: addresses of the bias and
+    of the skip; targets: those of the three results. They are float32."""
+    literals = _literals(size)
+    if literals is None:
+        return None
 
     def build(context, builder, signature, args):
-        y, x, skip, gate = (row_at(builder, place, _I64(0)) for place in args[:4])
-        total = fma(builder, x, skip, y)
-        store(builder, builder.fmul(total, silu_rows(builder, gate)), args[4])
+        zero = _I64(0)
+        x, raw = (load_floats(builder, place, zero, LANES, literals[0]) for place in args[:2])
+        bias, skip = (row_at(builder, builder.extract_value(args[2], i), zero) for i in range(2))
+        steps = _softplus(builder, builder.fadd(raw, bias))
+        times = builder.fmul(steps, same(_FLOATS, _LOG2_E))
+        for i, value in enumerate((times, builder.fmul(x, steps), builder.fmul(x, skip))):
+            store(builder, value, builder.extract_value(args[3], i))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5), build
+    two, three = types.UniTuple(types.intp, 2), types.UniTuple(types.intp, 3)
+    return types.void(types.intp, types.intp, two, three, size), build
+
+
+@intrinsic(prefer_literal=True)
+def write_gated(typing_context, y, gate, target, size):
+    """Write y * silu(gate) of 16 channels. y: address of float32; gate, target: those of elements
+    of `size` bytes, a literal."""
+    literals = _literals(size)
+    if literals is None:
+        return None
+
+    def build(context, builder, signature, args):
+        gate = load_floats(builder, args[1], _I64(0), LANES, literals[0])
+        value = builder.fmul(row_at(builder, args[0], _I64(0)), silu_rows(builder, gate))
+        store_floats(builder, value, args[2], literals[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, size), build
 
 
 @intrinsic(prefer_literal=True)

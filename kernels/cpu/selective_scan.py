@@ -17,13 +17,14 @@ from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.native import EXACT, Kernel, bits, f32, f64, i64, next_item, u8
 from kernels.cpu.scan_vectors import (
     ROWS,
+    channel_inputs,
     decay_of_steps,
-    gate_row,
     scale_inputs,
     scan_channels,
     scan_heads,
     time_steps,
     widen_rows,
+    write_gated,
 )
 from kernels.cpu.state_cells import STATE_TYPES, state_bytes
 from kernels.cpu.states import clear_rows, count_written, sequences_of, step_parameters
@@ -32,13 +33,14 @@ from kernels.cpu.vectors import LANES, LINE, prefetch
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
+_CHANNELS = 64  # of an item of a scan by channels
 _TOKENS = LANES  # of a tile: their time steps are computed together
 _ENOUGH = 65536  # with fewer products of states and inputs, one thread is faster
 _ZERO = np.float32(0)
 _WIDEST = 16 if isa.has("avx512f") else 8
 _MOST_VECTORS = 4 if _WIDEST == 16 else 2  # so that sums stay in registers
 _PARAMETERS = 20
-_INFINITY, _LOW_BITS = np.float32(np.inf), 0xFFFFFFFF
+_LOW_BITS = 0xFFFFFFFF
 
 
 def supports_heads(state: torch.Tensor) -> bool:
@@ -93,31 +95,6 @@ def _shape_of(width: int) -> tuple[int, int]:
     """Vectors of a block of a state and lanes of a vector, for heads of this width."""
     vectors = next(num for num in (_MOST_VECTORS, 2, 1) if width % (num * _WIDEST) == 0)
     return vectors, _WIDEST
-
-
-@njit(**EXACT)
-def _find_states(tensor, reads, writes, span, places):
-    """Fill places [2, tokens] with the address of the state before each token of a tile and with
-    that of the state after it.
-
-    tensor: (address of the part of row 0, bytes of a row, scratch memory for a state that is not
-    kept). reads, writes: of the sequence. span: (first token of the tile, number of its tokens,
-    tokens of the sequence). Returns True if the caller must fill the first state with zeros."""
-    base, stride, scratch = tensor
-    first, num, length = span
-    num_written = count_written(writes)
-    for i in range(-1, num):
-        n = first + i
-        place = scratch
-        if n < 0 and reads >= 0:
-            place = base + reads * stride
-        elif num_written:
-            place = base + writes[max(n - (length - num_written), 0)] * stride
-        if i >= 0:
-            places[1, i] = place
-        if i < num - 1:
-            places[0, i + 1] = place
-    return first == 0 and reads < 0
 
 
 @njit(**EXACT)
@@ -332,15 +309,38 @@ def channel_scan(
     return out
 
 
-@njit(**EXACT)
-def _read_channels(sources, strides, span, cell, arrays):
-    """Read some channels of a tile's tokens. sources, strides: of x, time steps, b and c, gate;
-    span: (first token, number of tokens)."""
-    first, num = span
+@njit(inline="always")
+def _read_channels(sources, num, parameters, arrays, size):
+    """Prepare the scan of 16 channels for the tokens of a tile; see `channel_inputs`. sources:
+    (address, stride) of x, and those of the raw time steps. arrays: addresses of the results."""
     for i in range(num):
-        n = first + i
-        for which in range(4):
-            read_cells(sources[which] + n * strides[which], arrays[which][i], cell)
+        places = arrays[0] + i * LINE, arrays[1] + i * LINE, arrays[2] + i * LINE
+        x, raw = sources[0] + i * sources[1], sources[2] + i * sources[3]
+        channel_inputs(x, raw, parameters, places, size)
+
+
+@njit(inline="always")
+def _scan_channel_tile(place, targets, span, sizes, decays, arrays, kind):
+    """Advance the states of 16 channels by the tokens of a tile; see `_scan_tile`. decays: address
+    of their A. sizes: (depth, width, bytes of a state's element)."""
+    tensor, offset, writes, written = targets
+    first, num, length = span
+    n = 0
+    while n < num:
+        end = min(num, max(n + 1, length - written + 1 - first))
+        after = _place_after(tensor, writes, written, length - first - end)
+        # At the next step caches would hold other states. Lines are written as a whole.
+        streams = np.int64(length == 1 and sizes[2] == 4 and (after + offset) % LINE == 0)
+        tokens = (
+            arrays[0] + n * LINE,
+            arrays[1] + n * LINE,
+            arrays[2] + n * LINE,
+            arrays[3] + n * sizes[0] * 8,
+        )
+        ends = place + offset, after + offset
+        scan_channels(ends, sizes[1], sizes[0], end - n, decays, tokens, streams, kind)
+        n, place = end, after
+    return place
 
 
 def _channel_body(cell: int, kind: int):
@@ -350,16 +350,19 @@ def _channel_body(cell: int, kind: int):
     def body(row):
         p = i64(row, (_PARAMETERS + 1,))
         starts, reads, writes = sequences_of(p, 12)
-        num_seqs, depth, width, blocks = len(reads), p[18], p[19], p[19] // LANES
-        strides = p[5] >> 32, p[5] & _LOW_BITS, p[6] >> 32, p[6] & _LOW_BITS
-        scratch = np.empty((depth, width), np.float32)
-        x, raw = np.empty((_TOKENS, LANES), np.float32), np.empty((_TOKENS, LANES), np.float32)
-        gate, bc = (
-            np.empty((_TOKENS, LANES), np.float32),
-            np.empty((_TOKENS, 2 * depth), np.float32),
+        num_seqs, depth, width = len(reads), p[18], p[19]
+        blocks = (width + _CHANNELS - 1) // _CHANNELS
+        x_row, step_row, bc_row, gate_row = (
+            p[5] >> 32,
+            p[5] & _LOW_BITS,
+            p[6] >> 32,
+            p[6] & _LOW_BITS,
         )
-        steps, moved = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        sums, places = np.empty(LANES, np.float32), np.empty((2, _TOKENS), np.int64)
+        state = np.empty((depth, width), np.float32)
+        memory = np.empty(_TOKENS * (3 * LANES + 2 * depth) + LANES, np.float32)
+        base = (np.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
+        arrays = base, base + _TOKENS * LINE, base + 2 * _TOKENS * LINE, base + 3 * _TOKENS * LINE
+        factors = f32(arrays[3], (_TOKENS, 2 * depth))
         while True:
             item = next_item(row)
             if item > num_seqs * blocks:
@@ -367,35 +370,42 @@ def _channel_body(cell: int, kind: int):
             if item == num_seqs * blocks:
                 clear_rows(p[11], width * cell, starts[num_seqs], p[17], width, cell)
                 continue
-            s, at = item // blocks, item % blocks * LANES
-            tensor = p[10] + at * held, depth * width * held, scratch.ctypes.data + at * held
-            skip, bias = p[8] + at * 4, p[9] + at * 4
-            sources = p[1] + at * cell, p[2] + at * cell, p[3], p[4] + at * cell
-            start, length = starts[s], starts[s + 1] - starts[s]
+            s, at = item // blocks, item % blocks * _CHANNELS
+            count = min(_CHANNELS, width - at)
+            length, written = starts[s + 1] - starts[s], count_written(writes[s])
+            scratch = np.int64(state.ctypes.data) + at * held
+            tensor = p[10] + at * held, depth * width * held, scratch
+            place = scratch if reads[s] < 0 else tensor[0] + reads[s] * tensor[1]
+            if reads[s] < 0:
+                _clear(scratch, width * held, depth, count * held)
             for first in range(0, length, _TOKENS):
-                num = min(_TOKENS, length - first)
-                if _find_states(tensor, reads[s], writes[s], (first, num, length), places):
-                    _clear(places[0, 0], width * held, depth, LANES * held)
-                _read_channels(sources, strides, (start + first, num), cell, (x, raw, bc, gate))
+                num, start = min(_TOKENS, length - first), starts[s] + first
+                ahead, following = min(_TOKENS, length - first - num), place
+                x, raw = p[1] + start * x_row + at * cell, p[2] + start * step_row + at * cell
+                gate, bc = p[4] + start * gate_row + at * cell, p[3] + start * bc_row
                 for i in range(num):
-                    own = x[i].ctypes.data
-                    time_steps(raw[i].ctypes.data, bias, _ZERO, _INFINITY, steps.ctypes.data)
-                    for k in range(LANES):
-                        moved[k] = x[i, k] * steps[k]
-                    factors = bc[i].ctypes.data, bc[i].ctypes.data + depth * 4
-                    scan_channels(
-                        (places[0, i], places[1, i]),
-                        width,
-                        depth,
-                        p[7] + at * 4,
-                        steps.ctypes.data,
-                        moved.ctypes.data,
-                        factors,
-                        sums.ctypes.data,
-                        kind,
+                    _read_factors(bc + i * bc_row, factors[i], cell)
+                _prefetch(x + num * x_row, x_row, ahead, count * cell)
+                _prefetch(raw + num * step_row, step_row, ahead, count * cell)
+                _prefetch(gate + num * gate_row, gate_row, ahead, count * cell)
+                _prefetch(bc + num * bc_row, bc_row, ahead, 2 * depth * cell)
+                for c in range(0, count, LANES):
+                    given = p[9] + (at + c) * 4, p[8] + (at + c) * 4
+                    sources = x + c * cell, x_row, raw + c * cell, step_row
+                    _read_channels(sources, num, given, arrays, cell)
+                    targets = tensor, c * held, writes[s], written
+                    span, sizes = (first, num, length), (depth, width, held)
+                    decays = p[7] + (at + c) * 4
+                    following = _scan_channel_tile(
+                        place, targets, span, sizes, decays, arrays, kind
                     )
-                    gate_row(sums.ctypes.data, own, skip, gate[i].ctypes.data, sums.ctypes.data)
-                    write_cells(p[11] + ((start + first + i) * width + at) * cell, sums, cell)
+                    target = p[11] + (start * width + at + c) * cell
+                    for i in range(num):
+                        own = gate + i * gate_row + c * cell
+                        write_gated(arrays[2] + i * LINE, own, target + i * width * cell, cell)
+                place = following
+        # Memory must not be freed before its last use, by address.
+        memory[0] = state[0, 0]
 
     return body
 
