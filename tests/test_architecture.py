@@ -80,7 +80,10 @@ FEATURES = tuple(
 COMPUTES = "compute"
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
-NAMES_FEATURES = ("engine.core.build", "policylab.verify.simulation", "policylab.sim.run")
+NAMES_FEATURES = (
+    *("engine.core.build", "policylab.sim.run"),
+    *("policylab.verify.simulation", "policylab.verify.wild"),
+)
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")

@@ -84,6 +84,11 @@ class RequestStates:
         block_hash = self._index.hash_at(req, self._allocation_of(req), num_tokens)
         return bool(self.snapshots.find(block_hash))
 
+    def replaces(self, req: KVRequest) -> bool:
+        """True if the request's next snapshot replaces its last one."""
+        marks = self._allocation_of(req).states
+        return marks is not None and marks.newest is not None
+
     def before(self, req: KVRequest, num_tokens: int) -> int:
         """Tokens of the nearest snapshot that stays which the request has used or made after fewer
         than ``num_tokens`` tokens; 0 if there is none."""

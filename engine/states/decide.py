@@ -88,7 +88,8 @@ class StateSnapshots(Resource):
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row], self._table = req, req.table
-        if known := self._states.known(req):
+        known = self._states.known(req)
+        if known and known[-1].num_tokens == self._kv.ready(req):  # it was not evicted since
             self._policy.used(known)
 
     def release(self, req: Request) -> None:
@@ -147,8 +148,10 @@ class StateSnapshots(Resource):
             if take is not Take.NO:
                 wanted.append((req, place, length, take is Take.STAYS))
         snapshots = self._states.snapshots
-        for kept in self._policy.victims(len(wanted)) if wanted else ():
-            snapshots.drop(kept.block_hash)
+        if wanted:
+            num_more = len(wanted) - sum(self._states.replaces(req) for req, *_ in wanted)
+            for kept in self._policy.victims(num_more):
+                snapshots.drop(kept.block_hash)
         reserved = snapshots.reserve(len(wanted))
         return [
             Save(req, req.table.generation.at[req.row], place, length, stays, written)

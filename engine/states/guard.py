@@ -58,10 +58,10 @@ class PolicyGuard:
         take: Take = self._ask("takes", _wrong_take, req, num_tokens, self._view)
         return take
 
-    def victims(self, num_wanted: int) -> list[KeptSnapshot]:
+    def victims(self, num_more: int) -> list[KeptSnapshot]:
         """``SnapshotPolicy.victims``, as a list of snapshots that are cached."""
         answer: list[KeptSnapshot] = self._ask(
-            "victims", self._wrong_victims, num_wanted, self._view, read=self._read
+            "victims", self._wrong_victims, num_more, self._view, read=self._read
         )
         return answer
 

@@ -27,22 +27,29 @@ class ByCost(SnapshotPolicy):
     Snapshots stay at the ends of prompts, where prompts divide, and at the interval. Elsewhere, the
     end of each block replaces the one before. A snapshot is passed when its request takes or uses a
     later one. From then on, while most of the pool has content, it stays only where prompts divide,
-    if several requests have used it, or as a fallback after many tokens."""
+    if several requests have used it, or as a fallback after many tokens.
 
-    def __init__(self) -> None:
+    ``per_request``: how many of the snapshots of a request that are not shared stay; 0.5: one of
+    every second request."""
+
+    def __init__(self, per_request: float = 1.0) -> None:
+        require_positive(per_request=per_request)
+        self.per_request = per_request
         self._passed: dict[bytes, None] = {}  # hashes, in the order in which they were passed
 
     def stop(self, req: Request, after: int, view: SnapshotView) -> int | None:
         return min((stop for stop in lasting(req, after, view) if stop > after), default=None)
 
     def takes(self, req: Request, num_tokens: int, view: SnapshotView) -> Take:
+        if self._leaves_none(req):
+            return Take.STAYS if num_tokens in view.branches(req) else Take.NO
         if num_tokens in lasting(req, num_tokens - 1, view):
             return Take.STAYS
         before = view.before(req, num_tokens)
         pays = view.compute_seconds(num_tokens - before, before) > view.copy_seconds
         return Take.UNTIL_NEXT if pays else Take.NO
 
-    def victims(self, num_wanted: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
+    def victims(self, num_more: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
         if view.pool_fill < FILLED:
             return
         passed, self._passed = self._passed, {}
@@ -52,16 +59,20 @@ class ByCost(SnapshotPolicy):
                 yield kept
 
     def used(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
-        self._pass(known[:-1], view)
+        self._pass(known, view)
 
     def taken(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
-        self._pass(known[:-1], view)
+        self._pass(known, view)
 
-    def _pass(self, earlier: Sequence[KeptSnapshot], view: SnapshotView) -> None:
-        """Note which of a request's earlier snapshots need not stay."""
+    def _leaves_none(self, req: Request) -> bool:
+        """True if no snapshot of the request stays unless it is shared."""
+        return self.per_request < 1 and req.arrival * self.per_request % 1 >= self.per_request
+
+    def _pass(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
+        """Note which of a request's snapshots need not stay."""
         held = view.compute_seconds(view.num_blocks * view.block_size, 0) + view.copy_seconds
         last = 0
-        for kept in earlier:
+        for kept in known[: -max(1, round(self.per_request))]:
             saved = view.compute_seconds(kept.num_tokens - last, last)
             if _is_shared(kept, view) or FALLBACK * saved > held:
                 last = kept.num_tokens
@@ -93,14 +104,14 @@ class Marconi(SnapshotPolicy):
             return Take.STAYS
         return Take.UNTIL_NEXT if num_tokens >= last_full_block(req, view) else Take.NO
 
-    def victims(self, num_wanted: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
+    def victims(self, num_more: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
         if not view.is_pool_full:
             return ()
         kept = [each for each in view.kept if each.num_uses <= 1]
         efficiency = scaled([self._efficiency(each, view) for each in kept])
         recency = scaled([each.last_used for each in kept])
         utility = recency + self.alpha * efficiency
-        return [kept[place] for place in utility.argsort(kind="stable")[:num_wanted]]
+        return [kept[place] for place in utility.argsort(kind="stable")[:num_more]]
 
     def _efficiency(self, kept: KeptSnapshot, view: SnapshotView) -> float:
         """Seconds that the snapshot saves, for each block that it and the KV before it take."""
@@ -139,15 +150,16 @@ POLICIES: dict[str, type[SnapshotPolicy]] = {
 POLICIES_GROUP = "engine.snapshot_policies"  # entry points: SnapshotPolicy classes
 
 
-def find_snapshot_policy(name: Any) -> SnapshotPolicy:
-    """Create a snapshot policy from its name, dotted path or class; return an object unchanged.
-    Raises ``ConfigError``."""
+def find_snapshot_policy(name: Any, options: dict[str, Any] | None = None) -> SnapshotPolicy:
+    """Create a snapshot policy from its name, dotted path or class, with ``options`` as arguments
+    of its constructor; return an object unchanged. Raises ``ConfigError``."""
     return find_plugin(
         "state_snapshot_policy",
         name,
         SnapshotPolicy,  # type: ignore[type-abstract]
         POLICIES,
         POLICIES_GROUP,
+        options,
     )
 
 

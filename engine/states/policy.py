@@ -113,8 +113,9 @@ class SnapshotPolicy(ABC):
         """Whether to take a snapshot after ``num_tokens`` tokens of the request, where a step ends
         with a full block, in its prompt or output."""
 
-    def victims(self, num_wanted: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
-        """Snapshots to drop before ``num_wanted`` others are taken."""
+    def victims(self, num_more: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
+        """Snapshots to drop before others are taken. ``num_more``: how many of these do not replace
+        an earlier one of the same request."""
         return ()
 
     def used(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:

@@ -31,6 +31,7 @@ from policylab.sim.workloads import Workload
 SHOWN = (
     *("ttft.mean", "ttft.p99", "tpot.mean", "itl.p99", "e2e.mean", "e2e.p99", "normalised.mean"),
     *("slowdown.p99", "tokens_per_second", "attainment", "goodput", "jain", "gap", "recomputed"),
+    *("prompt_tokens.dense", "snapshot_peak"),
 )
 
 

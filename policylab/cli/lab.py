@@ -101,6 +101,20 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "default: 0, or the groups in the step log",
     )
     group.add_argument(
+        "--snapshot-blocks",
+        type=int,
+        metavar="N",
+        help="KV blocks of a snapshot of the model's recurrent states (LFM2 has 1, Qwen3-Next 191, "
+        "Mamba-2 512); default: 0, a model without states, or the number in the step log",
+    )
+    group.add_argument(
+        "--snapshot-policy",
+        metavar="P",
+        help="which snapshots are taken and stay: cost, interval, marconi or a dotted path, "
+        "optionally with options, as in 'marconi(alpha=0.5)'; default: cost, or the one in the "
+        "step log",
+    )
+    group.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
@@ -175,6 +189,8 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
         "block_size": parsed.block_size,
         "depth": parsed.depth,
         "length_predictor": parsed.length_predictor,
+        "snapshot_blocks": parsed.snapshot_blocks,
+        "snapshot_policy": parsed.snapshot_policy,
         "cost": _cost(parsed.profile, parsed.cost),
     }
     base = Engine() if log is None else recorded_engine(log.header)
@@ -275,6 +291,8 @@ def engine_line(engine: Engine) -> str:
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
     windows = [{"window": size_of(group)} for group in engine.kv_groups]
     groups = "" if engine.kv_groups == (FULL,) else f"KV groups: {listed(windows)}; "
+    if engine.snapshot_blocks:
+        groups += f"{engine.snapshot_blocks} blocks a snapshot, policy {engine.snapshot_policy}; "
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
         f"{engine.num_blocks} KV blocks of {engine.block_size}; {groups}{ahead}length predictor: "

@@ -320,6 +320,12 @@ def _lines(found: Figures) -> Iterable[str]:
         f"recomputed; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens from the "
         "prefix cache"
     )
+    if not isnan(found.snapshot_peak):
+        yield (
+            f"{found.prompt_tokens} prompt tokens computed, {found.prompt_tokens_dense:.3f} x as "
+            f"many as without states; snapshots took at most {100 * found.snapshot_peak:.1f} % of "
+            "the KV pool"
+        )
     yield from _of_cache(found)
     kept = found.kept
     if kept.num_promised:

@@ -40,6 +40,8 @@ ENGINE_FLAGS = {
     "block_size": "--block-size",
     "depth": "--depth",
     "length_predictor": "--length-predictor",
+    "snapshot_blocks": "--snapshot-blocks",
+    "snapshot_policy": "--snapshot-policy",
 }
 TYPED = {"profile": "--profile", "cost": "--cost", "max_model_len": "--max-model-len"}
 PINS = {

@@ -46,7 +46,8 @@ KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown")
 STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 EDGES = (0, 64, 256, 1024, 4096, 16384)
 """Bounds of the size classes of prompts and outputs, in tokens."""
-SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan")
+OF_STATES = ("prompt_tokens", "snapshot_peak")
+SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan", *OF_STATES)
 MAX_RECOMPUTED = 0.25
 BACKLOG_LOAD = 3.0  # demand (seconds of a full engine) that arrives per second
 MIN_THROUGHPUT = 0.8
@@ -103,6 +104,14 @@ class Figures:
     """Counters that the policy and the resources report."""
     kv_groups: list[dict[str, int]]
     """The window of each group of layers, and the most KV blocks in use; empty if unknown."""
+    prompt_tokens: int
+    """Prompt tokens that were computed, some of them several times."""
+    prompt_tokens_dense: float
+    """These, relative to those of a model without recurrent states with the same KV pool; NaN for
+    such a model."""
+    snapshot_peak: float
+    """The largest share of the KV pool that held snapshots of recurrent states; NaN without
+    them."""
     prefix_missed: dict[str, int]
     """Prompt tokens that were not found in the prefix cache, by reason."""
     hook_seconds: float
@@ -140,6 +149,9 @@ class Figures:
             "refused": self.num_refused / max(1, self.num_requests),
             "kv_peak": self.kv_peak,
             "prefix_hits": float(self.prefix_hits),
+            "prompt_tokens": float(self.prompt_tokens),
+            "prompt_tokens.dense": self.prompt_tokens_dense,
+            "snapshot_peak": self.snapshot_peak,
             "num_steps": float(self.num_steps),
             "makespan.bound": self.makespan / self.bounds.makespan if self.bounds else nan,
             "e2e.bound": self.mean_e2e / self.bounds.mean_e2e if self.bounds else nan,
@@ -151,9 +163,11 @@ NAMES = (
     *LATENCIES,
     *("requests_per_second", "tokens_per_second", "makespan", "attainment"),
     *("goodput", "jain", "gap", "recomputed", "preempted", "refused", "kv_peak", "prefix_hits"),
+    *("prompt_tokens", "prompt_tokens.dense", "snapshot_peak"),
     *("num_steps", "makespan.bound", "e2e.bound"),
 )
-"""The keys of ``Figures.values``. ``X.bound`` is ``X`` divided by its lower bound."""
+"""The keys of ``Figures.values``. ``X.bound`` is ``X`` divided by its lower bound, ``X.dense`` is
+``X`` divided by that of a model without recurrent states."""
 
 
 def is_better_small(name: str) -> bool:
@@ -202,6 +216,9 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
         mean_e2e=float((last - arrival)[requests.done].mean()) if requests.done.any() else nan,
         counters=totals["counters"],
         kv_groups=totals.get("kv_groups", []),
+        prompt_tokens=run.num_prompt_tokens,
+        prompt_tokens_dense=run.num_prompt_tokens / totals.get("dense_prompt_tokens", nan),
+        snapshot_peak=totals.get("snapshot_peak", nan),
         prefix_missed=totals.get("prefix_missed", {}),
         hook_seconds=run.hook_seconds,
     )

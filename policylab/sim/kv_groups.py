@@ -126,16 +126,22 @@ def _paged(layer: Any, kind: str) -> PagedKV:
 
 class KVPeaks:
     """The most KV blocks in use during a run: ``usage``, as a share of the pool, and ``blocks`` of
-    each group."""
+    each group. ``snapshots``: the largest share of the pool that held snapshots of states."""
 
     def __init__(self, groups: Sequence[Group] = (FULL,)) -> None:
-        self.usage = 0.0
+        self.usage = self.snapshots = 0.0
+        self._num_published = 0  # snapshots, when they were counted last
         self.blocks = [0] * len(groups)
         self._windows = list(map(size_of, groups))
 
     def note(self, kv: KVManager) -> None:
         """Include the present use of a KV manager's pool."""
         self.add(kv.usage, kv.num_used)
+        snapshots = None if kv.states is None else kv.states.snapshots
+        if snapshots is not None and snapshots.num_published != self._num_published:
+            self._num_published = snapshots.num_published  # otherwise there are no more of them
+            num_blocks = snapshots.count_cached() * snapshots.num_blocks
+            self.snapshots = max(self.snapshots, num_blocks / kv.num_usable)
 
     def add(self, usage: float, blocks: Sequence[int]) -> None:
         """Include a use of the pool: its share, and the blocks of each group."""

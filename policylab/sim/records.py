@@ -301,5 +301,7 @@ def totals_of(stats: SchedulerStats, peaks: KVPeaks) -> dict[str, Any]:
     """The scheduler's counters for a run. ``peaks``: the most KV blocks in use."""
     found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
     found |= {"kv_peak": peaks.usage, "counters": dict(stats.counters)}
+    if stats.has_snapshots:
+        found["snapshot_peak"] = peaks.snapshots
     found |= {"kv_groups": peaks.groups(), "prefix_missed": dict(stats.prefix_missed)}
     return found | ({"by_default": stats.by_default} if stats.by_default else {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from math import inf, isnan
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from engine.config.cache import CacheConfig
+from engine.config.check import check_kind, check_range
 from engine.config.kv_groups import FULL, Group, longest_request, sized
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineError, PolicyError, RequestError
@@ -29,6 +30,8 @@ from engine.sched.policy import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from engine.states.decide import StateSnapshots
+from engine.states.policies import find_snapshot_policy
+from engine.states.policy import SnapshotPolicy
 from policylab.sim.demand import DemandSample, drawn, served_per_second
 from policylab.sim.history import History, ProcessedWork
 from policylab.sim.job import Job
@@ -36,9 +39,10 @@ from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.kv_groups import KVPeaks, size_of
+from policylab.sim.named import call
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
-from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
+from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock, parameters_of
 from policylab.sim.workloads import Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
 
@@ -81,8 +85,11 @@ class Engine:
     kv_groups: tuple[Group, ...] = (FULL,)
     """Groups of the model's layers by sliding window; all take their blocks from one pool."""
     snapshot_blocks: int = 0
-    """Blocks of a snapshot of the model's recurrent states; 0: it has no states. Steps are then
-    never jumped over."""
+    """Blocks of a snapshot of the model's recurrent states; 0: it has no states. With states, steps
+    are never jumped over, and each run is repeated without them for comparison."""
+    snapshot_policy: Any = "cost"
+    """Which of these snapshots are taken and stay: as ``state_snapshot_policy`` of an engine, or a
+    name with options, as in "marconi(alpha=0.5)"."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Further options of ``SchedulerConfig``."""
     cost: StepCost | Profile = field(default_factory=StepCost)
@@ -98,6 +105,8 @@ class Engine:
     def __post_init__(self) -> None:
         if not (isinstance(self.depth, int) and self.depth >= 1):
             raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
+        check_kind("snapshot_blocks", self.snapshot_blocks, (int,))
+        check_range(self, 0, self.num_blocks - 1, "snapshot_blocks")
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -134,6 +143,13 @@ class Run:
     @property
     def policy(self) -> str:
         return str(self.head["policy"])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens that were computed, some of them several times."""
+        done = self.requests.done
+        num_decoded = int((self.requests.counts("num_output") - 1)[done].sum())
+        return int(self.totals["num_scheduled_tokens"]) - num_decoded
 
     @property
     def not_own(self) -> str:
@@ -248,6 +264,9 @@ def run(
     made = _SimulatedRun(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
     if load is not None:
         made.head["load"] = load
+    if "snapshot_peak" in made.totals:
+        dense = run(policy, workload, replace(engine, snapshot_blocks=0), seed=seed, rate=rate)
+        made.totals["dense_prompt_tokens"] = dense.num_prompt_tokens
     return made
 
 
@@ -339,6 +358,15 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
             **engine.scheduler,
         }
     )
+
+
+def snapshot_policy_of(engine: Engine) -> SnapshotPolicy:
+    """Create the snapshot policy of an engine. Raises ``ConfigError``."""
+    policy = engine.snapshot_policy
+    if not isinstance(policy, str):
+        return find_snapshot_policy(policy)
+    name, options = call(policy, "--snapshot-policy", "marconi(alpha=0.5)")
+    return find_snapshot_policy(name, options)
 
 
 def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
@@ -437,7 +465,8 @@ class _SimulatedRun:
         if engine.snapshot_blocks:
             self._kv.keep_states(engine.snapshot_blocks)
         if self._kv.states is not None:
-            chosen = chosen._replace(resources=(*chosen.resources, StateSnapshots()))
+            snapshots = StateSnapshots(snapshot_policy_of(engine))
+            chosen = chosen._replace(resources=(*chosen.resources, snapshots))
         self._policy_class = type(chosen.policy)
         scheduler = make_scheduler(
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
@@ -469,7 +498,7 @@ class _SimulatedRun:
             }
             | {"kv_groups": list(map(size_of, engine.kv_groups))},
             "cost": str(engine.cost),
-            "step_cost": _step_cost(engine.cost),
+            "step_cost": parameters_of(engine.cost),
         }
 
     def finish(self) -> Run:
@@ -563,14 +592,6 @@ def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
         f"one of its hooks ({', '.join(own or hooks)}) changed state of the engine; "
         f"`metronome verify --policy` searches for a small case that shows it"
     )
-
-
-def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
-    """The parameters of the step cost as plain data."""
-    if isinstance(cost, StepCost):
-        return asdict(cost)
-    found = {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
-    return found | ({"windows": cost.windows} if cost.windows else {})
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:

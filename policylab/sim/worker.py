@@ -5,15 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from engine.messages.step import Column, StepPlan, StepResult
 from engine.sched.predict.cost import StepShape
+from engine.sched.predict.profile import Profile
 from policylab.sim.job import END, FILLER
 from policylab.sim.jumps.stretch import Stretch, Times
 from policylab.verify.fake import FakeExecutor
@@ -77,6 +78,14 @@ class StepCost:
             f"{self.per_token * 1e6:g} us a token + {self.per_context * 1e9:g} ns a token in the "
             f"cache + {self.per_attention * 1e9:g} ns a pair of attention"
         )
+
+
+def parameters_of(cost: StepCost | Profile) -> dict[str, Any]:
+    """The parameters of a model of step times, as plain data."""
+    if isinstance(cost, StepCost):
+        return asdict(cost)
+    found = {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
+    return found | ({"windows": cost.windows} if cost.windows else {})
 
 
 TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # a token within a text, and the last one

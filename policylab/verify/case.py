@@ -31,7 +31,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``num_tokens_used``: the number of different tokens that the model generates.
 
     ``snapshot_blocks``: blocks of a snapshot of the model's recurrent states; 0: it has none.
-    ``snapshot_interval``: tokens between snapshots that stay, in blocks; 0: none."""
+    ``snapshot_interval``: tokens between snapshots that stay, in blocks; 0: none.
+    ``snapshot_policy``: as the option ``state_snapshot_policy``."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -46,6 +47,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens_used: int = VOCAB_SIZE
     snapshot_blocks: int = 0
     snapshot_interval: int = 0
+    snapshot_policy: str = "cost"
 
     @property
     def has_halves(self) -> bool:

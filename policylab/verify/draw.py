@@ -31,6 +31,8 @@ from policylab.verify.case import (
 from policylab.verify.draw_halves import with_halves
 
 WILD = "policylab.verify.wild.Wild"
+WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
+SNAPSHOT_POLICIES = ("cost", "cost", "interval", "marconi")
 CROWDED = 0.15  # share of engines with many running requests
 SHARES = {"remote": 0.4}  # share of engines with this resource; 0.25 for any other
 STATEFUL = 0.3  # share of models with recurrent states
@@ -90,6 +92,7 @@ def with_states(case: Case, seed: int) -> Case:
         num_blocks=setup.num_blocks * setup.block_size // size + rng.choice((0, 0, 10, 60)),
         snapshot_blocks=rng.choice((1, 1, 1, 2, 4, 9)),
         snapshot_interval=rng.choice((0, 0, 0, 1, 2, 5)),
+        snapshot_policy=rng.choice((*SNAPSHOT_POLICIES, WILD_SNAPSHOTS)),
     )
     return msgspec.structs.replace(case, setup=setup)
 

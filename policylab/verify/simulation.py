@@ -20,6 +20,7 @@ from engine.sched.policy import Policy
 from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
+from engine.states.policies import find_snapshot_policy
 from policylab.verify.case import (
     Abort,
     Add,
@@ -322,7 +323,8 @@ class Simulation:
         policy = chosen.policy
         if isinstance(config.scheduling_policy, Policy):  # each run uses its own copy
             policy = copy.deepcopy(policy)
-        states = [] if kv.states is None else [StateSnapshots()]
+        snapshots = StateSnapshots(find_snapshot_policy(setup.snapshot_policy))
+        states = [] if kv.states is None else [snapshots]
         resources = (*self.halves.resources, *chosen.resources, *self.needs, *states)
         chosen = Chosen(chosen.cls, policy, resources)
         scheduler = make_scheduler(

@@ -1,11 +1,14 @@
-"""A policy that gives random but valid answers, to test all parts of the scheduler."""
+"""Policies that give random but valid answers, to test all parts of the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from random import Random
 
+from engine.kv.snapshots import KeptSnapshot
 from engine.sched.policy import Admission, Defer, Limits, Policy, Refuse, SchedView, Verdict
 from engine.sched.request import Request
+from engine.states.policy import SnapshotPolicy, SnapshotView, Take
 
 
 class Wild(Policy):
@@ -108,3 +111,30 @@ class Wild(Policy):
         self.allowed.pop(req, None)
         self.named.discard(req)
         self.evicted = [other for other in self.evicted if other is not req]
+
+
+class WildSnapshots(SnapshotPolicy):
+    """A snapshot policy that ends chunks, takes snapshots and drops them at random. It raises
+    ``AssertionError`` if the snapshots that it is called with are not cached or not in order."""
+
+    def __init__(self) -> None:
+        self._rng = Random(0)
+
+    def stop(self, req: Request, after: int, view: SnapshotView) -> int | None:
+        size = view.block_size  # the result must not change from call to call
+        dice = Random(req.arrival * 1_000_003 + after // size)
+        return None if dice.random() < 0.5 else (after // size + dice.randint(1, 3)) * size
+
+    def takes(self, req: Request, num_tokens: int, view: SnapshotView) -> Take:
+        return self._rng.choice(list(Take))
+
+    def victims(self, num_more: int, view: SnapshotView) -> Iterable[KeptSnapshot]:
+        return [kept for kept in view.kept if self._rng.random() < 0.1]
+
+    def used(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
+        assert known[-1].num_uses, f"{known[-1]} is used"
+        self.taken(known, view)
+
+    def taken(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
+        assert known == sorted(known, key=lambda kept: kept.num_tokens), f"{known} are in order"
+        assert all(view.find(kept.block_hash) is kept for kept in known), f"{known} are cached"

@@ -169,7 +169,7 @@ class Never(SnapshotPolicy):
 
 
 class Misspelt(Never):
-    def victim(self, num_wanted, view):
+    def victim(self, num_more, view):
         return ()
 
 

@@ -120,11 +120,16 @@ def find_resource(name: Any) -> Resource:
 
 
 def find_plugin(
-    option: str, name: Any, base: type[Plugin], shipped: Mapping[str, Any], group: str
+    option: str,
+    name: Any,
+    base: type[Plugin],
+    shipped: Mapping[str, Any],
+    group: str,
+    options: dict[str, Any] | None = None,
 ) -> Plugin:
-    """Create a plug-in that is a ``base`` from its name, dotted path or class; return an object
-    unchanged. ``shipped``: classes by name; ``group``: entry points of installed ones. Raises
-    ``ConfigError``, which names the ``option``."""
+    """Create a plug-in that is a ``base`` from its name, dotted path or class, with ``options`` as
+    arguments of its constructor; return an object unchanged. ``shipped``: classes by name;
+    ``group``: entry points of installed ones. Raises ``ConfigError``, which names ``option``."""
     if isinstance(name, base):
         _check_class(type(name), base, option)
         return name
@@ -132,7 +137,7 @@ def find_plugin(
     _check_kind(cls, base, option, name)
     _check_class(cls, base, option)
     try:
-        return _make(cls, {}, "options")
+        return _make(cls, options or {}, "options")
     except ConfigError as error:
         raise ConfigError(f"{error}; to pass options, give an object") from error
 
