@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from e2e.general_models import GENERAL_CASES, WITH_STATES, general_config
 from e2e.references import WHOLE, Reference, compare, engine_for, finished, generate, run
+from e2e.test_drafts_everywhere import drafting
 from e2e.tiny_models import CASES, TinyModels, config_of, random_model, reference, save
 
 from engine import LLMEngine, SamplingParams
@@ -120,6 +121,30 @@ def test_every_family_starts_from_snapshots(name: str, tiny_models: TinyModels) 
         assert [turn] == run(plain, [[*A[:48], *right]], 20)[0]
     assert hits == [0, 48, 0, 32, 32, 32]
     assert hit == 64
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FAMILIES[:1], *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])],
+)
+def test_answers_are_continued_where_a_block_ended_among_drafts(
+    name: str, tiny_models: TinyModels
+) -> None:
+    """All drafts are right, so a step of four tokens passes the end of a block by up to three, and
+    the snapshot is not of the last token's state."""
+    path = str(tiny_models.path(name))
+    options = {"dtype": "float32", "block_size": 16, "num_kv_blocks": 600}
+    asked = [A[:53], A[100:154], A[200:255], A[300:352]]
+    with engine_for(path, **options, enable_prefix_caching=False) as plain:
+        answers, _ = run(plain, asked, 30)
+        turns = [[*ids, *said] for ids, said in zip(asked, answers, strict=True)]
+        right, _ = run(plain, turns, 20)
+    with engine_for(path, **options, **drafting("draft_model", path)) as engine:
+        assert run(engine, asked, 30)[0] == answers
+        found, hits = run(engine, turns, 20)
+        assert engine.stats().counters["drafts.num_accepted_tokens"] > 120
+    assert found == right
+    assert hits == [80] * 4
 
 
 def test_hits_in_a_batch_of_all_kinds(path, answer, tally):

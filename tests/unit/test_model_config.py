@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.config.decide import decide_max_model_len
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
+from engine.config.sched import SchedulerOptions
 from engine.errors import ConfigError, ModelError
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 7}
@@ -40,6 +42,15 @@ def test_the_saved_dtype_is_read_by_either_name(tmp_path: Path, key: str) -> Non
 def test_the_longest_sequence_has_several_names(tmp_path: Path) -> None:
     assert info(tmp_path, {**LLAMA, "n_positions": 33}).max_position_embeddings == 33
     assert info(tmp_path).max_position_embeddings == 2048
+
+
+def test_a_model_that_counts_no_positions_takes_any_length(tmp_path: Path) -> None:
+    """A file of Mamba has no limit; one with a limit keeps it."""
+    assert decide_max_model_len(SchedulerOptions(), info(tmp_path)) == 2048
+    asked = SchedulerOptions(max_model_len=5000)
+    assert decide_max_model_len(asked, info(tmp_path)) == 5000
+    with pytest.raises(ConfigError, match="max_model_len is 5000, but the model was made for 33"):
+        decide_max_model_len(asked, info(tmp_path, {**LLAMA, "n_positions": 33}))
 
 
 @pytest.mark.parametrize(
