@@ -138,6 +138,7 @@ class HeldStates(DynamicCache):
             self.mixers.append(Mixer(module, places, self._shapes(places), calls[module]))
         self._check_places()
         for number, mixer in enumerate(self.mixers):
+            limit_time_steps(mixer.module)
             run = partial(self._run, number, mixer.module.forward)
             mixer.module.forward = run  # type: ignore[method-assign]
 
@@ -307,6 +308,26 @@ def parts_of(meta: StateMeta) -> list[Part]:
         starts, reads, writes = torch.tensor(some, device=device).unbind(1)
         parts.append(Part(starts[:, None], reads, writes))
     return parts
+
+
+def limit_time_steps(mixer: nn.Module) -> None:
+    """Limit the time steps of a Mamba-2 module in its input projection. By itself, transformers
+    limits them in prompts but not in later steps, so that tokens would depend on preemption.
+
+    The last outputs of the projection are the steps before the bias and softplus."""
+    limits, bias = getattr(mixer, "time_step_limit", None), getattr(mixer, "dt_bias", None)
+    project = getattr(mixer, "in_proj", None)
+    if limits is None or bias is None or project is None:
+        return
+    bounds = torch.tensor(limits, dtype=torch.float64)
+    low, high = (bounds + torch.log(-torch.expm1(-bounds))).tolist()  # inverse of softplus
+    least, most = (low - bias.detach().float()), (high - bias.detach().float())
+
+    def limit(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        others, steps = out[..., : -len(bias)], out[..., -len(bias) :]
+        return torch.cat([others, steps.clamp(least.to(out.dtype), most.to(out.dtype))], -1)
+
+    project.register_forward_hook(limit)
 
 
 def _chunks(sizes: Sequence[int], first: int, device: torch.device) -> list[Part]:

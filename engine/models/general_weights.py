@@ -100,7 +100,7 @@ class ModuleWeights:
     def plain(self, name: str) -> torch.Tensor:
         """Read a parameter in the module's layout, dequantised."""
         shape, matrices = self._shapes[name], self.matrices(name)
-        if len(shape) < 3:
+        if self._targets[name][0].name == name:  # not the matrices of several experts
             only = plain(next(matrices))
             return only.T.contiguous() if name in self._transposed else only
         stacked = torch.empty(shape, dtype=self._dtype)

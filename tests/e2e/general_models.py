@@ -12,6 +12,7 @@ from e2e.tiny_models import (
     BASE,
     CASES,
     FULL,
+    LINEAR,
     LONGROPE,
     SLIDING,
     TinyModels,
@@ -29,7 +30,6 @@ class GeneralCase(NamedTuple):
     options: dict[str, Any]
 
 
-LINEAR = "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MLA = {
     "num_key_value_heads": 4,

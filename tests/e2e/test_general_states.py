@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.general_models import WITH_STATES, make_general_model
+from e2e.general_models import (
+    GENERAL_CASES,
+    WITH_STATES,
+    general_config,
+    make_general_model,
+)
 from e2e.paged import PagedRun
+from e2e.quantized_models import write_model
 from e2e.test_general import assert_same, load, random_tokens, reference, reference_logits
+from e2e.test_quantized import DIRECTORIES
+from e2e.tiny_models import Case, random_model, save
 from transformers import AutoModelForCausalLM
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo
 
@@ -139,3 +147,46 @@ def test_bfloat16_errors_are_those_of_transformers(tmp_path: Path, name: str, se
     model = load(path, dtype="bfloat16")
     for chunk in (None, 7, 1):
         assert (PagedRun(model).prefill("a", tokens, chunk) - right).norm() < allowed
+
+
+def test_time_steps_are_limited_in_prompts_and_later(tmp_path: Path, seed: int) -> None:
+    """transformers' own steps with a cache leave out the limits."""
+    config_class, options = GENERAL_CASES["zamba2"]
+    config = general_config(config_class, {**options, "time_step_min": 0.7})
+    save(random_model(config, seed), tmp_path)
+    tokens = random_tokens(seed, 20)
+    model, expected = load(tmp_path), reference_logits(reference(tmp_path), tokens)
+    for chunk in (1, 3):
+        assert_same(PagedRun(model).prefill("a", tokens, chunk), expected, f"chunks of {chunk}")
+
+
+QUANTISED = [
+    ("olmo-hybrid", "gptq"),
+    *(
+        pytest.param(name, form, marks=pytest.mark.slow)
+        for name, form in (
+            ("olmo-hybrid", "fp8-blocks"),
+            ("kimi-linear", "gptq"),
+            ("kimi-linear", "ct-w8a8"),
+            ("zamba2", "fp8-blocks"),
+            ("zamba2", "ct-w8a8"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "form"), QUANTISED)
+def test_quantised_directories(tmp_path: Path, name: str, form: str, seed: int) -> None:
+    config_class, options = GENERAL_CASES[name]
+    case = Case(config_class.removesuffix("Config"), {**options, "pad_token_id": 0})
+    written = DIRECTORIES[form]
+    made = write_model(tmp_path / form, case, written.write, written.stated, keep=keeps_small)
+    tokens = random_tokens(seed, 23)
+    expected = reference_logits(made.reference, tokens)
+    got = PagedRun(load(made.path, dtype="float32")).prefill("a", tokens, 5)
+    assert_same(got, expected, f"{name}, {form}")
+
+
+def keeps_small(module: str) -> bool:
+    """The output layer, routers and projections to few numbers are not quantised."""
+    return module.endswith(("lm_head", "gate", "a_proj", "b_proj"))
