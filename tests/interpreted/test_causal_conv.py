@@ -15,9 +15,15 @@ def _seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("activation", ["silu", ""])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        *(("silu", dtype) for dtype in DTYPES),
+        ("", torch.float32),
+        *(pytest.param("", dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:]),
+    ],
+)
 def test_outputs_and_states(step: str, activation: str, dtype: torch.dtype) -> None:
     conv_checks.check_against_reference(causal_conv, dtype, step, activation)
 

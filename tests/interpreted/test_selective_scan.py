@@ -12,14 +12,22 @@ from kernels import triton as kernels
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def each_with_a_dtype(*shapes: tuple[int, ...]) -> list[Any]:
+    """Parameters for all shapes and dtypes; without `slow`, one dtype for each shape."""
+    return [
+        pytest.param(shape, dtype, marks=[pytest.mark.slow] * (number % 2 != index))
+        for number, shape in enumerate(shapes)
+        for index, dtype in enumerate(DTYPES)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (2, 1, 12, 20)])
+@pytest.mark.parametrize(("shape", "dtype"), each_with_a_dtype((4, 2, 16, 16), (2, 1, 12, 20)))
 def test_scan_by_heads(shape: scan_checks.Shape, step: str, dtype: torch.dtype) -> None:
     scan_checks.check_heads(kernels.head_scan, dtype, step, shape)
 
@@ -38,9 +46,8 @@ def test_batch_invariant_prompts_in_parts_give_the_same_bits() -> None:
     scan_checks.check_cuts_of_heads(scan, torch.bfloat16, (2, 1, 16, 16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("shape", [(16, 64), (5, 24)])
+@pytest.mark.parametrize(("shape", "dtype"), each_with_a_dtype((16, 64), (5, 24)))
 def test_scan_by_channels(shape: tuple[int, int], step: str, dtype: torch.dtype) -> None:
     scan_checks.check_channels(kernels.channel_scan, dtype, step, shape)
 
