@@ -70,15 +70,18 @@ class Phases:
     step: float
     """A decode step with all requests running, half of the output made."""
     whole: float
+    """All requests together."""
     num_requests: int
+    num_prompt: int
     num_output: int
-    """Seconds of all requests together."""
+    """Tokens of all requests together."""
 
     def of(self, metric: str) -> float | None:
         """The floor of one of the benchmarks' metrics, or the ceiling if it is a rate."""
         return {
             "output_tok_s": self.num_output / self.whole,
             "steady_tok_s": self.num_requests / self.step,
+            "prompt_tok_s": self.num_prompt / self.last,
             "ttft_ms_p50": 1e3 * self.first,
             "ttft_ms_max": 1e3 * self.last,
             "itl_ms_p50": 1e3 * self.step,
@@ -110,6 +113,7 @@ def phases(model: Model, ceilings: Ceilings, dtype: str, name: str) -> Phases | 
         decode(num_output // 2),
         prompts(len(chunks)) + sum(decode(made) for made in range(num_output - 1)),
         len(arrivals),
+        sum(lengths),
         len(arrivals) * num_output,
     )
 
