@@ -55,7 +55,10 @@ def preempted(dice: random.Random, path: str) -> Options:
 
 def with_drafts(dice: random.Random, path: str) -> Options:
     method = dice.choice(["ngram", "suffix", "draft_model"])
-    return {**dice.choice(SITUATIONS[:4])(dice, path), **drafting(method, path)}
+    options = {**dice.choice(SITUATIONS[:4])(dice, path), **drafting(method, path)}
+    if "max_num_batched_tokens" in options:  # room for a token and its drafts
+        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 7)
+    return options
 
 
 def in_a_process(dice: random.Random, path: str) -> Options:
