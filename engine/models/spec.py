@@ -133,6 +133,8 @@ class HeadMambaSpec:
     out_bias: bool
     """The output projection has a bias."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Limits of the time steps of all tokens. transformers applies them to whole sequences, but not
+    to steps of one token with a cache."""
     has_norm: bool = True
     norm_group: int = 0
     """Columns that are normalised together; 0: all of a group of heads."""
