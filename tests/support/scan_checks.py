@@ -27,10 +27,13 @@ def head_layer(heads: int, limits: tuple[float, float] = (0.0, float("inf"))) ->
 
 
 def head_inputs(num: int, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random xbc and dt, whose rows are apart."""
+    """Random xbc and dt, whose rows are apart. Outputs, each a sum over the state size, have about
+    the same magnitude for all shapes."""
     heads, groups, size, width = shape
     columns = heads * width + 2 * groups * size
-    rows = torch.randn(num, columns + heads + 8).to(dtype)
+    rows = torch.randn(num, columns + heads + 8)
+    rows[:, 4 + columns - groups * size : 4 + columns] /= size**0.5
+    rows = rows.to(dtype)
     return rows[:, 4 : 4 + columns], rows[:, columns + 8 :] * 3
 
 
