@@ -34,16 +34,19 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """Return the options that ``name`` may mean: the only one that ends in it (``policy`` for
-    ``scheduling_policy``), else similar ones, else the few that start with it."""
+    """Return the options that ``name`` may mean: those that it misspells, else the few that end in
+    it (``policy`` for ``scheduling_policy``), else the few that start with it."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
         return []
     ends = [each for each in known if _words(each)[-len(typed) :] == typed]
     begins = [each for each in known if _words(each)[: len(typed)] == typed]
-    if len(ends) == 1:
+    near = near_names(name, known)
+    if near and not near[0].lower().startswith(name.lower()):
+        return near
+    if 0 < len(ends) <= MOST:
         return ends
-    return near_names(name, known) or (begins if len(begins) <= MOST else [])
+    return near or (begins if len(begins) <= MOST else [])
 
 
 def suggestion(near: list[str]) -> str:

@@ -28,7 +28,11 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("policies --policy fcfs", "policies", "option '--policy'; did you mean '--policies'?"),
         ("verify --policies=fcfs", "verify", "did you mean '--policy'?"),
-        ("generate --policy edf x", "generate", "did you mean '--scheduling-policy'?"),
+        (
+            "generate --policy edf x",
+            "generate",
+            "'--scheduling-policy' or '--state-snapshot-policy'?",
+        ),
         ("generate --max_num_seq 3 x", "generate", "did you mean '--max-num-seqs'?"),
         ("serve -port 1", "serve", "option '-port'; did you mean '--port'?"),
         ("serve --max-waiting 1", "serve", "'--max-waiting-requests' or '--max-waiting-tokens'?"),
