@@ -51,6 +51,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "position_embedding_type": "nope",
+        "max_position_embeddings": 131072,
         "mamba_n_heads": 48,
         "mamba_d_head": 32,
         "mamba_d_state": 128,
