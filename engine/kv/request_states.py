@@ -90,8 +90,8 @@ class RequestStates:
         return marks is not None and marks.newest is not None
 
     def before(self, req: KVRequest, num_tokens: int) -> int:
-        """Tokens of the nearest snapshot that stays which the request has used or made after fewer
-        than ``num_tokens`` tokens; 0 if there is none."""
+        """Tokens of the nearest snapshot that stays and that the request has used or made after
+        fewer than ``num_tokens`` tokens; 0 without such a snapshot."""
         marks = self._allocation_of(req).states
         return 0 if marks is None else marks.before(num_tokens)
 

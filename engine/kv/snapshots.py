@@ -62,7 +62,7 @@ class StateMarks:
 
     def before(self, num_tokens: int) -> int:
         """Tokens of the nearest snapshot that stays and was taken after fewer than ``num_tokens``
-        tokens; 0 if there is none."""
+        tokens; 0 without such a snapshot."""
         replaced = 0 if self.newest is None else self.newest_tokens
         return max((n for n in self.hashes if n < num_tokens and n != replaced), default=0)
 
@@ -119,7 +119,7 @@ class Snapshots:
         return list(self._published.values())
 
     def find(self, block_hash: bytes) -> list[int]:
-        """The blocks of the snapshot after the tokens with this hash; [] if there is none."""
+        """The blocks of the snapshot after the tokens with this hash; [] if it is not cached."""
         find, blocks = self._cache.find, []
         for key in self._keys(block_hash):
             block = find(key)
@@ -129,8 +129,8 @@ class Snapshots:
         return blocks
 
     def deepest(self, hashes: Sequence[bytes], limit: int) -> int:
-        """The largest number of blocks, at most ``limit``, after which there is a snapshot; 0 if
-        there is none. ``hashes``: those of the sequence's blocks."""
+        """The largest number of blocks, at most ``limit``, after which there is a snapshot, else 0.
+        ``hashes``: of the sequence's blocks, in order."""
         find = self._cache.find
         while limit:
             block_hash = hashes[limit - 1]

@@ -25,7 +25,7 @@ from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.roster import Rows
 from engine.sched.step_state import Step
 from engine.sched.table import Table
-from engine.states.guard import PolicyGuard
+from engine.states.guard import GuardedSnapshotPolicy
 from engine.states.policies import ByCost
 from engine.states.policy import SnapshotPolicy, SnapshotView, Take
 
@@ -68,7 +68,7 @@ class StateSnapshots(Resource):
         self._states: RequestStates = self._kv.states
         default = self._chosen if type(self._chosen) is ByCost else ByCost()
         view = SnapshotView(scheduler, self._states)
-        self._policy = PolicyGuard(self._chosen, default, view, scheduler)
+        self._policy = GuardedSnapshotPolicy(self._chosen, default, view, scheduler)
         self._is_chunked = scheduler.config.enable_chunked_prefill
 
     def watches(self, req: Request) -> bool:

@@ -18,7 +18,7 @@ logger = logging.getLogger("engine.states")
 Answer = TypeVar("Answer")
 
 
-class PolicyGuard:
+class GuardedSnapshotPolicy:
     """Wraps a snapshot policy so that its hooks never raise. Where a hook raises or returns an
     invalid value, the fault is logged and the result of ``default`` is used; after more than
     ``max_policy_faults`` faults, ``default`` decides alone."""

@@ -72,7 +72,7 @@ def gated_delta_rule_kernel(  # noqa: PLR0913
             written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
             copy = state + written * (HEADS * KEY * DIM) + place
             tl.store(copy, matrix.to(state.dtype.element_ty), mask=mask)
-        # As if each token were a step, so that results do not depend on how prompts are cut.
+        # Rounded after each token, so that results do not depend on how prompts are cut.
         matrix = matrix.to(state.dtype.element_ty).to(tl.float32)
         token += 1
 

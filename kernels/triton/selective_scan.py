@@ -67,7 +67,7 @@ def head_kernel(  # noqa: PLR0913
             written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
             place = state + (written * HEADS + head) * (SIZE * WIDTH) + inside
             tl.store(place, held.to(state.dtype.element_ty), mask=mask)
-        # As if each token were a step, so that results do not depend on how prompts are cut.
+        # Rounded after each token, so that results do not depend on how prompts are cut.
         held = held.to(state.dtype.element_ty).to(tl.float32)
     if seq == tl.num_programs(0) - 1:
         for number in range(num_tokens - end):
@@ -116,7 +116,7 @@ def channel_kernel(  # noqa: PLR0913
             written = tl.load(writes + seq * WRITES + entry).to(tl.int64)
             place = state + written * SIZE * width + inside
             tl.store(place, held.to(state.dtype.element_ty), mask=mask)
-        # As if each token were a step, so that results do not depend on how prompts are cut.
+        # Rounded after each token, so that results do not depend on how prompts are cut.
         held = held.to(state.dtype.element_ty).to(tl.float32)
     if seq == tl.num_programs(0) - 1:
         for number in range(num_tokens - end):
