@@ -73,11 +73,12 @@ LIGHT = (
     "policylab.verify",
     "engine.core.engine_core",
 )
-# What a feature asks of the scheduler decides; only what its `compute` does needs a device.
+# What a feature asks of the scheduler decides; only what its `compute` does needs a device, and what
+# reads and places an adapter's tensors.
 FEATURES = tuple(
     f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
 )
-COMPUTES = "compute"
+COMPUTES = ("compute", "files", "placing")
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
@@ -108,7 +109,7 @@ def light_modules() -> list[str]:
         for name in tree.modules()
         if name == "engine"
         or (under(name, tuple(p for p in LIGHT if p != "engine")) and name not in REAL)
-        or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
+        or (under(name, FEATURES) and name.rpartition(".")[2] not in COMPUTES)
     ]
 
 
