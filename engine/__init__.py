@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.errors import WireError as WireError
     from engine.llm import LLM as LLM
     from engine.llm_engine import LLMEngine as LLMEngine
+    from engine.messages.adapters import LoRARequest as LoRARequest
     from engine.messages.params import SamplingParams as SamplingParams
     from engine.messages.requests import CompletionOutput as CompletionOutput
     from engine.messages.requests import FinishedRequest as FinishedRequest
@@ -51,6 +52,7 @@ _HOMES = {
     "FinishedRequest": "engine.messages.requests",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
+    "LoRARequest": "engine.messages.adapters",
     "Logprob": "engine.messages.requests",
     "ModelError": "engine.errors",
     "Policy": "engine.sched.policy",
