@@ -29,7 +29,8 @@ from kernels.reference.quant import FP8
 
 CGROUP = Path("/sys/fs/cgroup")
 LARGE = 1 << 20  # bytes from which a tensor gets its own pages
-PREFAULT_BYTES = 256 << 20
+PREFAULT_BYTES = 256 << 20  # of the KV pool
+PREFAULT_STATE_BYTES = 1 << 30  # of recurrent states: a step of many requests writes them all
 CHUNK_BYTES = 2 << 20
 LEAST_URGENT = 19  # niceness of a thread whose work must not delay steps
 MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap has no name for it
@@ -215,20 +216,18 @@ def keep_freed_memory() -> None:
 
 
 class PagePrefault:
-    """Faults in the pages of the first KV blocks of all layers, in a thread, before requests use
+    """Faults in the first pages of KV caches and recurrent states, in a thread, before requests use
     them.
 
     The first write to a page costs a page fault, and on a virtual machine also the host's time to
-    find memory: tenths of a second for the blocks of a few requests. Contents do not change.
+    find memory: tenths of a second for the blocks or states of a few requests. Contents do not
+    change.
     """
 
-    def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PREFAULT_BYTES) -> None:
-        """kv: the tensor of each layer, made by ``lazy_zeros``; num_bytes: how many bytes to fault
-        in, in all tensors together."""
-        largest = sorted(kv, key=torch.Tensor.data_ptr, reverse=True)  # views of one pool overlap
-        by_memory = {layer.untyped_storage().data_ptr(): layer for layer in largest if len(layer)}
-        self._kv = list(by_memory.values())
-        self._share = num_bytes // max(len(self._kv), 1)
+    def __init__(self, *parts: tuple[Sequence[torch.Tensor], int]) -> None:
+        """parts: tensors made by ``lazy_zeros``, and how many bytes of them to fault in, the same
+        share of each tensor."""
+        self._shares = [share for tensors, most in parts for share in _shares(tensors, most)]
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._provide, name="kv-pages", daemon=True)
 
@@ -249,16 +248,26 @@ class PagePrefault:
         if sys.platform == "linux":  # where a thread has a niceness of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_URGENT)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for begin in range(0, self._share, CHUNK_BYTES):
-            for layer in self._kv:
-                num_bytes = min(CHUNK_BYTES, self._share - begin, layer.nbytes - begin)
-                if self._stopped.is_set() or layer.nbytes < LARGE:
+        longest = max((num_bytes for _, num_bytes in self._shares), default=0)
+        for begin in range(0, longest, CHUNK_BYTES):
+            for tensor, num_bytes in self._shares:
+                if self._stopped.is_set():
                     return
-                if num_bytes <= 0:
+                size = min(CHUNK_BYTES, num_bytes - begin)
+                if size <= 0:
                     continue
-                address = ctypes.c_void_p(layer.data_ptr() + begin)
-                if madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
+                address = ctypes.c_void_p(tensor.data_ptr() + begin)
+                if madvise(address, ctypes.c_size_t(size), MADV_POPULATE_WRITE):
                     return  # an older kernel: pages are faulted in when they are written
+
+
+def _shares(tensors: Sequence[torch.Tensor], most: int) -> list[tuple[torch.Tensor, int]]:
+    """How many bytes of each tensor with pages of its own to fault in, ``most`` in all."""
+    largest = sorted(tensors, key=torch.Tensor.data_ptr, reverse=True)  # views of one pool overlap
+    by_memory = {one.untyped_storage().data_ptr(): one for one in largest if one.nbytes >= LARGE}
+    total = sum(one.nbytes for one in by_memory.values())
+    part = min(most, total) / max(total, 1)
+    return [(one, int(one.nbytes * part)) for one in by_memory.values()]
 
 
 # Parts of the messages of torch's allocator, the driver and its libraries.

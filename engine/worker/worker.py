@@ -42,6 +42,8 @@ from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device, takes_tiles
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import (
+    PREFAULT_BYTES,
+    PREFAULT_STATE_BYTES,
     PagePrefault,
     apply_kv_dtype,
     choose_kv_dtype,
@@ -231,7 +233,10 @@ class ModelWorker:
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
             run_largest_step(self.driver, *sizes)
-            self._prefault = PagePrefault(tensors_of(runner.machine.kv))
+            states = [one for layer in runner.machine.states for one in layer]
+            self._prefault = PagePrefault(
+                (tensors_of(runner.machine.kv), PREFAULT_BYTES), (states, PREFAULT_STATE_BYTES)
+            )
             self._prefault.start()
         else:
             self._record(runner)

@@ -1,4 +1,4 @@
-"""Pages of the KV pool that are there before a request writes to them."""
+"""Pages of KV caches and states that are there before a request writes to them."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_first_blocks_get_their_pages_and_keep_what_they_hold() -> None:
     layers = [lazy_zeros((16, MIB), torch.bfloat16) for _ in range(2)]
     layers[1][3, 5] = 7.0
     before = resident()
-    pages = PagePrefault(layers, num_bytes=32 * MIB)
+    pages = PagePrefault((layers, 32 * MIB))
     pages.start()
     pages.wait()
     grown = resident() - before
@@ -30,9 +30,23 @@ def test_the_first_blocks_get_their_pages_and_keep_what_they_hold() -> None:
     pages.stop()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_tensors_of_different_sizes_get_the_same_share() -> None:
+    large, small = lazy_zeros((32, MIB), torch.bfloat16), lazy_zeros((8, MIB), torch.bfloat16)
+    tiny = torch.zeros(3)  # has no pages of its own
+    before = resident()
+    pages = PagePrefault(([small, tiny, large], 40 * MIB), ([], 8 * MIB))
+    pages.start()
+    pages.wait()
+    grown = resident() - before
+    assert 36 * MIB < grown < 56 * MIB, f"{grown / MIB:.0f} MiB of 80"
+    small[:4] = large[:16] = 1.0  # half of each, which is there already
+    assert resident() - before - grown < 4 * MIB
+
+
 def test_stopping_waits_for_no_more_than_a_piece() -> None:
     layers = [lazy_zeros((64, MIB), torch.bfloat16)]
-    pages = PagePrefault(layers, num_bytes=128 * MIB)
+    pages = PagePrefault((layers, 128 * MIB))
     pages.stop()  # not started yet
     pages.start()
     pages.stop()
