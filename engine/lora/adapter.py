@@ -87,6 +87,9 @@ class Adapter:
     """By the path of a parameter: "model.layers.0.mlp.experts.gate_up_proj"."""
     replaced: dict[str, Tensor] = field(default_factory=dict)
     """Whole tensors in place of the base's, by their names: "lm_head.weight"."""
+    ties_weights: bool = False
+    """If the base has one matrix for embedding and output layer, what changes the embedding changes
+    the output layer, too."""
     base: str = ""
     """The base model that the adapter was trained on, as its configuration names it; "" if not."""
 
