@@ -62,6 +62,9 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--users", type=int, metavar="N", help="number of users")
     group.add_argument(
+        "--adapters", type=int, metavar="N", help="number of LoRA adapters, used by Zipf's law"
+    )
+    group.add_argument(
         "--slo",
         metavar="LIMITS",
         help="latency limits promised to every request, in seconds, as in 'ttft<1,tpot<0.1'; "
@@ -153,6 +156,7 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
         "shared_prefix": parsed.shared_prefix,
         "num_users": parsed.users,
+        "num_adapters": parsed.adapters,
         "num_requests": parsed.requests,
     }
     given = {name: value for name, value in given.items() if value is not None}

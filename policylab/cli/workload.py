@@ -114,7 +114,8 @@ def described(workload: Workload, seed: int, found: Description) -> Iterable[str
     yield ""
     rows = [(name, *map(_figure, row)) for name, row in found.lengths().items()]
     yield from _aligned([("tokens", *LENGTHS), *rows])
-    for name, groups in (("tier", found.tiers), ("user", found.users)):
+    tables = {"tier": found.tiers, "user": found.users, "adapter": found.adapters}
+    for name, groups in tables.items():
         if groups.keys() - {""}:
             yield ""
             yield from _aligned(_table(name, groups))

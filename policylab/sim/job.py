@@ -59,6 +59,8 @@ class Job:
     tier: str = ""
     program: str = ""
     """The conversation or agent that the request belongs to."""
+    adapter: str = ""
+    """The name of its LoRA adapter; "" for the base model."""
     hints: Mapping[str, Any] = field(default_factory=dict)
     """Further hints for policies; ``hints_for`` adds others."""
     max_tokens: int | None = None
@@ -87,6 +89,7 @@ class Job:
             user=self.user,
             deadline=None if self.deadline is None else self.arrival + self.deadline,
             hints=self.hints_for(tell_length) or None,
+            adapter=self.adapter or None,
             tbt=self.tbt,
         )
 

@@ -21,7 +21,7 @@ Rows = NDArray[np.intp]
 
 TIMES = ("arrival", "scheduled", "first", "last", "deadline", "ttft", "tbt", "longest_gap")
 COUNTS = ("num_prompt", "num_output", "num_cached", "num_preempted", "priority")
-NAMES = ("request_id", "user", "tier", "program", "outcome")
+NAMES = ("request_id", "user", "tier", "program", "adapter", "outcome")
 
 DONE = "done"
 REFUSED = "refused"
@@ -62,7 +62,7 @@ class Requests:
         counts["num_prompt"][row] = job.num_prompt
         counts["num_output"][row] = job.num_output
         counts["priority"][row] = job.priority
-        for name in ("request_id", "user", "tier", "program"):
+        for name in NAMES[:-1]:
             self.names[name].append(getattr(job, name))
         self.names["outcome"].append("")
         return row

@@ -305,6 +305,19 @@ def test_users_have_the_shares_that_were_asked_for() -> None:
     assert workload.user_weights == {"ann": 1.0, "bob": 2.0}
 
 
+def test_adapters_are_zipf_distributed_next_to_the_base_model() -> None:
+    text = "log-uniform(num_requests=5000,num_adapters=50,adapter_skew=1.0,base_share=0.2)"
+    counts = Counter(job.adapter for job in jobs_of(text))
+    assert len(counts) == 51
+    assert counts[""] / 5000 == pytest.approx(0.2, rel=0.1)
+    assert counts["adapter0"] / counts["adapter4"] == pytest.approx(5.0, rel=0.25)
+    job = next(job for job in jobs_of(text) if job.adapter)
+    assert job.request(64).adapter == job.adapter
+    plain = jobs_of("log-uniform(num_requests=5000)")
+    assert [job.num_prompt for job in plain] == [job.num_prompt for job in jobs_of(text)]
+    assert {job.request(64).adapter for job in plain} == {None}
+
+
 def test_weights_of_users_are_those_of_fair_policies() -> None:
     workload = find_workload("arxiv(users='ann,bob(weight=2)')")
     for policy, weights in (("vtc", workload.user_weights), ("fcfs", {})):
@@ -393,6 +406,8 @@ def test_a_text_is_the_same_wherever_it_is_read_from() -> None:
         ("arxiv(users='a',num_users=3)", "give only one of them"),
         ("arxiv(tiers='a(ttft=-1)')", "ttft of a is -1, must be seconds above 0"),
         ("arxiv(deadlines=(5, 1))", r"deadlines is \(5, 1\), must be two rising numbers"),
+        ("arxiv(base_share=0.5)", "set num_adapters"),
+        ("arxiv(num_adapters=-1)", "num_adapters is -1"),
         ("two-users(num_users=3)", "two-users has users of its own"),
         ("azure-csv", r"needs the option path, as in azure-csv\(path=...\)"),
     ],

@@ -43,7 +43,7 @@ def as_if_served(source: JobSource) -> Iterator[Job]:
 
 @dataclass
 class JobGroup:
-    """Counts of the requests and tokens of one user or tier."""
+    """Counts of the requests and tokens of one user, tier or adapter."""
 
     num_requests: int = 0
     num_prompt: int = 0
@@ -71,6 +71,7 @@ class Description:
         self.reuse = PrefixReuse(block_size)
         self.users: dict[str, JobGroup] = {}
         self.tiers: dict[str, JobGroup] = {}
+        self.adapters: dict[str, JobGroup] = {}
         self.programs: Counter[str] = Counter()
         self.has_followers = False
         """True if some jobs follow the end of others."""
@@ -92,6 +93,7 @@ class Description:
         self.reuse.add(job)
         self.users.setdefault(job.user, JobGroup()).add(job)
         self.tiers.setdefault(job.tier, JobGroup()).add(job)
+        self.adapters.setdefault(job.adapter, JobGroup()).add(job)
         if job.program:
             self.programs[job.program] += 1
 

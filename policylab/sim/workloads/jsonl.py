@@ -50,12 +50,16 @@ class JsonLine(msgspec.Struct, omit_defaults=True):
     tbt: float | None = None
     tier: str = ""
     program: str = ""
+    adapter: str = ""
     hints: dict[str, Any] = {}
     max_tokens: int | None = None
     texts: dict[str, list[int]] = {}
 
 
-FIELDS = ("user", "priority", "deadline", "ttft", "tbt", "tier", "program", "hints", "max_tokens")
+FIELDS = (
+    *("user", "priority", "deadline", "ttft", "tbt", "tier", "program", "adapter", "hints"),
+    "max_tokens",
+)
 
 
 def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:

@@ -101,6 +101,13 @@ class Workload(ABC):
     """The least and the greatest deadline, in seconds after arrival; log-uniform in between."""
     num_priorities: int = 0
     """How many priorities there are, numbered from 0, with equal shares of the requests."""
+    num_adapters: int = 0
+    """The number of LoRA adapters, named ``adapter0``, ``adapter1``, ...; 0: none is used."""
+    adapter_skew: float = 1.0
+    """The n-th adapter has a share of the requests proportional to ``1 / n**adapter_skew`` (Zipf);
+    0: equal shares."""
+    base_share: float = 0.0
+    """With adapters: the share of requests that use the base model."""
 
     def __post_init__(self) -> None:
         self.check("num_requests", self.num_requests, 1, MAX_REQUESTS)
@@ -108,7 +115,7 @@ class Workload(ABC):
 
     @property
     def tags(self) -> Tags:
-        """The workload's options for users, tiers, deadlines and priorities."""
+        """The workload's options for users, tiers, deadlines, priorities and adapters."""
         counts_by_default = self.num_users == type(self).num_users
         return Tags(
             users=read_users(self.users),
@@ -118,6 +125,9 @@ class Workload(ABC):
             user_skew=self.user_skew,
             deadlines=self.deadlines,
             num_priorities=self.num_priorities,
+            num_adapters=self.num_adapters,
+            adapter_skew=self.adapter_skew,
+            base_share=self.base_share,
         )
 
     @property

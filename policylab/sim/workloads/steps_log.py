@@ -108,6 +108,7 @@ def _body(add: AddRequest, num_output: int) -> Body:
         "tbt": add.tbt or _number(hints, "tbt"),
         "tier": str(hints.get("tier", "")),
         "program": str(hints.get("program", "")),
+        "adapter": add.adapter or "",
         "hints": hints,
         "max_tokens": add.max_tokens,
         "texts": {name: array("i", add.prompt_token_ids)},

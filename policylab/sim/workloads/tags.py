@@ -1,8 +1,9 @@
-"""Options of all workloads for users, tiers, deadlines and priorities of requests.
+"""Options of all workloads for users, tiers, deadlines, priorities and adapters of requests.
 
 users="ann(share=3),bob(weight=2)"       num_users=100, user_skew=1.1
 tiers="chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,deadline=600,priority=1)"
-deadlines=(1, 60)                        num_priorities=3"""
+deadlines=(1, 60)                        num_priorities=3
+num_adapters=256, adapter_skew=1.0, base_share=0.2"""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from math import inf, isfinite, log
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from policylab.sim.named import call, check_number, check_options, split
@@ -20,6 +22,7 @@ Rows = list[dict[str, Any]]
 """For each job the fields that are set."""
 
 MAX_USERS = 1_000_000
+MAX_ADAPTERS = 100_000
 MAX_SHARE = 1e9
 
 
@@ -105,7 +108,7 @@ def _named(
 
 
 class Tags(NamedTuple):
-    """The values of a workload's options for users, tiers, deadlines and priorities."""
+    """The values of a workload's options for users, tiers, deadlines, priorities and adapters."""
 
     users: dict[str, User]
     tiers: dict[str, Tier]
@@ -113,12 +116,23 @@ class Tags(NamedTuple):
     user_skew: float = 0.0
     deadlines: tuple[float, float] | None = None
     num_priorities: int = 0
+    num_adapters: int = 0
+    adapter_skew: float = 1.0
+    base_share: float = 0.0
 
     def check(self) -> None:
         """Raise ``ConfigError`` for invalid or contradictory options."""
         check_number("num_users", self.num_users, 0, MAX_USERS)
         check_number("user_skew", self.user_skew, 0, 10)
         check_number("num_priorities", self.num_priorities, 0, 1000)
+        check_number("num_adapters", self.num_adapters, 0, MAX_ADAPTERS)
+        check_number("adapter_skew", self.adapter_skew, 0, 10)
+        check_number("base_share", self.base_share, 0, 1)
+        if self.base_share and not self.num_adapters:
+            raise ConfigError(
+                f"base_share is {self.base_share!r}, and no request uses an adapter: set "
+                "num_adapters"
+            )
         if self.users and self.num_users:
             raise ConfigError("users and num_users both set the users; give only one of them")
         if self.deadlines is None:
@@ -162,12 +176,22 @@ class Tags(NamedTuple):
             yield _pick(dice.stream("users"), rows, shares)
         if self.num_users:
             rows = [{"user": f"user{number}"} for number in range(self.num_users)]
-            shares = np.arange(1, self.num_users + 1, dtype=np.float64) ** -self.user_skew
-            yield _pick(dice.stream("users"), rows, shares)
+            yield _pick(dice.stream("users"), rows, _zipf(self.num_users, self.user_skew))
         if self.tiers:
             rows = [tier.fields(name) for name, tier in self.tiers.items()]
             shares = np.array([tier.share for tier in self.tiers.values()], dtype=np.float64)
             yield _pick(dice.stream("tiers"), rows, shares)
+        if self.num_adapters:
+            rows = [{"adapter": f"adapter{number}"} for number in range(self.num_adapters)]
+            shares = (1.0 - self.base_share) * _zipf(self.num_adapters, self.adapter_skew)
+            rows, shares = [{"adapter": ""}, *rows], np.append(self.base_share, shares)
+            yield _pick(dice.stream("adapters"), rows, shares)
+
+
+def _zipf(number: int, skew: float) -> NDArray[np.float64]:
+    """Shares [number] proportional to ``1 / n**skew`` for the n-th, with the sum 1."""
+    shares: NDArray[np.float64] = np.arange(1, number + 1, dtype=np.float64) ** -skew
+    return shares / shares.sum()
 
 
 def _pick(rng: np.random.Generator, rows: Rows, shares: np.ndarray[Any, Any]) -> Iterator[Rows]:
