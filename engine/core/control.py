@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
-from engine.messages.requests import check_plain
-from engine.messages.stats import SchedulerStats
+from engine.messages.requests import AddRequest, check_plain
+from engine.messages.stats import AdapterUse, SchedulerStats
 from engine.observe.guard import Failures, with_failures
 from engine.sched.interface import PauseState, SchedulerInterface
 
 PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
 
 
+class AdapterDoor(Protocol):
+    """What the LoRA feature does with new requests, clients' calls and statistics."""
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """Methods that clients may call by name."""
+        ...
+
+    def resolved(self, request: AddRequest) -> AddRequest:
+        """Replace the name of a new request's adapter by what identifies its content. Raises
+        ``RequestError`` for an unknown adapter."""
+        ...
+
+    def use(self) -> AdapterUse:
+        """Which adapters are in use."""
+        ...
+
+
 class Utilities:
     """The functions of a core that clients may call by name.
 
-    They belong to the scheduler or, if listed in its ``methods``, to the worker.
+    They belong to the scheduler, to the LoRA feature or, if listed in its ``methods``, to the
+    worker.
     """
 
     def __init__(
-        self, scheduler: SchedulerInterface, executor: Executor[Any], failures: Failures
+        self,
+        scheduler: SchedulerInterface,
+        executor: Executor[Any],
+        failures: Failures,
+        adapters: AdapterDoor | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._adapters = adapters
         self._failures = failures
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
@@ -34,6 +58,8 @@ class Utilities:
             "resume": self._resume,
             "stats": self.stats,
         }
+        if adapters is not None:
+            self._by_name |= adapters.methods
         for name in executor.methods:
             if name in self._by_name:
                 raise ConfigError(
@@ -86,7 +112,10 @@ class Utilities:
 
     def stats(self) -> SchedulerStats | None:
         """The scheduler's statistics, with the failures of observers in this process added."""
-        return with_failures(self._scheduler.make_stats(), self._failures)
+        stats = with_failures(self._scheduler.make_stats(), self._failures)
+        if stats is not None and self._adapters is not None:
+            stats.adapters = self._adapters.use()
+        return stats
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config.decide import Decided
 from engine.core.client import CoreClient
-from engine.core.control import Utilities
+from engine.core.control import AdapterDoor, Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
@@ -44,20 +44,25 @@ class InprocClient(CoreClient):
         *,
         clock: Callable[[], float] = time.monotonic,
         failures: Failures | None = None,
+        adapters: AdapterDoor | None = None,
     ) -> None:
-        """Wrap a core. failures: counts the errors of the core's observers, for its statistics."""
+        """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
+        adapters: the feature that knows LoRA adapters, if the core takes any."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
         self._aborted: dict[str, tuple[int, Finished]] = {}  # ends to report with the next step
         self._cause: BaseException | None = None
-        self._utilities = Utilities(core.scheduler, core.executor, failures or Failures())
+        self._adapters = adapters
+        self._utilities = Utilities(core.scheduler, core.executor, failures or Failures(), adapters)
 
     def add(self, request: AddRequest) -> None:
         core = self._live()
         check_request(request, self.decided.vocab_size, self.decided.capabilities)
         if request.request_id in self._aborted:
             raise in_use(request.request_id)
+        if self._adapters is not None:
+            request = self._adapters.resolved(request)
         core.scheduler.add_request(request)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:

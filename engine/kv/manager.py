@@ -416,6 +416,14 @@ class KVManager:
         self._give_back(allocation)
         return None
 
+    def forget_prefix(self, req: KVRequest) -> None:
+        """Forget the block hashes of a request that holds no blocks, because its adapter, salt or
+        media have changed."""
+        assert not self.held(req), f"{req}: its blocks have the hashes"
+        self._allocations.pop(req.row, None)
+        if self.cache.watch is not None:
+            self.cache.watch.forget(req.row)
+
     def count_lookup(self, req: KVRequest, num_hit: int, *, preempted: bool) -> None:
         """Count the prefix lookup of one admitted request, which found ``num_hit`` tokens.
         ``preempted``: the request is readmitted after a preemption."""

@@ -80,6 +80,12 @@ class PrefixWatch:
             child = block_hash
         self._hits[end].rows.add(row)
 
+    def forget(self, row: int) -> None:
+        """Invalidate the prefix length of a row whose block hashes have changed."""
+        self._forget(row)
+        if row < len(self._known):
+            self._known[row] = -1
+
     def published(self, hashes: Sequence[bytes]) -> None:
         """Invalidate the prefix length of rows whose hits these new cached blocks may extend."""
         awaited = self._awaited

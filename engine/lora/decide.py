@@ -2,44 +2,93 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from engine.errors import ConfigError
+from engine.lora.library import AdapterLibrary, Version
+from engine.messages.requests import AddRequest
+from engine.messages.stats import AdapterUse
 from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
 from engine.sched.request import Request
-from engine.sched.resource import Fit, Resource
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
 
 class AdapterSlots(Resource):
     """Limits the running requests to at most ``max_loras`` different adapters.
 
-    A waiting request whose adapter would exceed the limit is skipped, and later requests may start.
-    Unused adapters stay loaded until their slots are needed, least recently used first.
+    A request waits outside the queue until its adapter is in the host's memory; it ends with an
+    error if the adapter cannot be used. A waiting request whose adapter would exceed the limit is
+    skipped, and later requests may start. Unused adapters stay in their slots until these are
+    needed, least recently used first.
     """
 
     name = "adapter"
     needs = ("adapters",)
+    serves = "adapter"
 
-    def __init__(self, max_loras: int) -> None:
+    def __init__(self, max_loras: int, library: AdapterLibrary | None = None) -> None:
+        """library: reads adapters; ``None``: all are there, as in a replay."""
         if max_loras < 1:
             raise ConfigError(f"max_loras is {max_loras}, must be at least 1")
         self.max_loras = max_loras
+        self.library = library
         self.slot_of: dict[str, int] = {}  # slots of loaded adapters, least recently used first
+        self.num_loads = 0  # into slots
         self._users: dict[str, set[str]] = {}  # adapter -> ids of running requests that use it
+        self._versions: dict[str, Version] = {}  # of unfinished requests
+        self._waiting: dict[Version, list[Request]] = {}  # until it is read
         self._part = AdapterPart()
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        self._scheduler = scheduler
+
+    def added(self, req: Request) -> None:
+        version = None if self.library is None else self.library.arrived(req.request_id)
+        if version is not None:
+            self._versions[req.request_id] = version
+            if req.adapter not in self.slot_of:
+                self._await(req, version)
 
     def watches(self, req: Request) -> bool:
         """Always False: a running request keeps its adapter, so its steps need no check."""
         return False
 
+    def begin_step(self, step: Step) -> None:
+        if self.library is None or not self._waiting:
+            return
+        self.library.sweep()
+        for version in [each for each in self._waiting if not self.library.is_coming(each)]:
+            reqs = [req for req in self._waiting.pop(version) if not req.is_finished]
+            for req in reqs:
+                if version.digest and req.adapter != version.digest:
+                    self._scheduler.name_adapter(req, version.digest)
+                self._scheduler.wake(req.request_id)
+
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         adapter = req.adapter
-        if adapter is None or adapter in self._users or len(self._users) < self.max_loras:
+        if adapter is None or adapter in self._users:
             return Fit(num_tokens)
-        return Fit(0)
+        version = self._versions.get(req.request_id)
+        if version is not None and version.fault:
+            message = f"the adapter cannot be used: {version.fault}"
+            return Fit(0, message, OnRefuse.FAIL, code="adapter_failed")
+        if adapter in self.slot_of:
+            return Fit(num_tokens)
+        if self.library is not None and version is not None and not self.library.is_there(version):
+            return Fit(0, on_refuse=OnRefuse.PARK)
+        return Fit(num_tokens if self._has_free_slot() else 0)
 
     def seated(self, req: Request, step: Step) -> None:
         slot = NO_ADAPTER if req.adapter is None else self._use(req.adapter, req.request_id)
         self._part.used_by[req.slot] = slot
+
+    def parked(self, req: Request) -> None:
+        version = self._versions[req.request_id]
+        if req not in self._waiting.get(version, ()):
+            self._await(req, version)
 
     def release(self, req: Request) -> None:
         if req.adapter is None:
@@ -48,10 +97,62 @@ class AdapterSlots(Resource):
         users.discard(req.request_id)
         if not users:
             self._users.pop(req.adapter, None)
+        if not req.is_finished:
+            return
+        version = self._versions.pop(req.request_id, None)
+        if self.library is not None and version is not None:
+            self.library.let_go(version)
 
     def describe(self, plan: StepPlan) -> None:
         if self._part.used_by:
             plan.adapters, self._part = self._part, AdapterPart()
+
+    def counters(self) -> dict[str, int]:
+        counts = {"num_slot_loads": self.num_loads}
+        if self.library is not None:
+            counts["num_read"] = self.library.num_read
+            counts["num_failed_reads"] = self.library.num_failed
+            counts["num_dropped"] = self.library.num_dropped
+        return counts
+
+    def shutdown(self) -> None:
+        if self.library is not None:
+            self.library.shutdown()
+
+    def resolved(self, request: AddRequest) -> AddRequest:
+        """Replace the name of a new request's adapter, see ``AdapterLibrary.resolved``."""
+        return request if self.library is None else self.library.resolved(request)
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """Methods that clients may call by name."""
+        return {} if self.library is None else self.library.methods
+
+    def use(self) -> AdapterUse:
+        """Which adapters are in use, and how much memory they take."""
+        running = {name for users in self._users.values() for name in users}
+        names: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        for request_id, version in self._versions.items():
+            names[request_id not in running][version.name] += 1
+        store = None if self.library is None else self.library.store
+        return AdapterUse(
+            num_slots=self.max_loras,
+            num_slots_used=len(self.slot_of),
+            num_host_copies=0 if store is None else len(store),
+            host_bytes=0 if store is None else store.num_bytes,
+            running=dict(names[0]),
+            waiting=dict(names[1]),
+        )
+
+    # -- helpers
+
+    def _await(self, req: Request, version: Version) -> None:
+        """Let a request wait until a version is read, and start to read it."""
+        assert self.library is not None
+        self.library.want(version)
+        if version.fault or self.library.is_there(version):
+            return
+        self._waiting.setdefault(version, []).append(req)
 
     def _use(self, adapter: str, request_id: str) -> int:
         """Record that a request uses an adapter, and return the adapter's slot. If the adapter is
@@ -61,11 +162,25 @@ class AdapterSlots(Resource):
         if slot == NO_ADAPTER:
             slot = self._free_slot()
             self._part.load[slot] = adapter
+            self.num_loads += 1
         self.slot_of[adapter] = slot
+        if self.library is not None:
+            self.library.use(adapter)
         return slot
+
+    def _is_kept(self, adapter: str) -> bool:
+        """True if an adapter must stay in its slot."""
+        return adapter in self._users or (
+            self.library is not None and self.library.is_pinned(adapter)
+        )
+
+    def _has_free_slot(self) -> bool:
+        if len(self._users) >= self.max_loras:
+            return False
+        return len(self.slot_of) < self.max_loras or not all(map(self._is_kept, self.slot_of))
 
     def _free_slot(self) -> int:
         if len(self.slot_of) < self.max_loras:
             return len(self.slot_of)
-        idle = next(name for name in self.slot_of if name not in self._users)
+        idle = next(adapter for adapter in self.slot_of if not self._is_kept(adapter))
         return self.slot_of.pop(idle)

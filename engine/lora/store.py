@@ -61,11 +61,13 @@ class AdapterStore(Generic[C]):
         self._copies[copy.digest] = copy
         self.num_bytes += copy.num_bytes
 
-    def has_room(self, is_needed: Callable[[str], bool]) -> bool:
-        """True if another adapter fits beside those that ``is_needed`` names by their digests."""
+    def has_room(self, is_needed: Callable[[str], bool], num_coming: int = 0) -> bool:
+        """True if another adapter fits beside those that ``is_needed`` names by their digests, and
+        ``num_coming`` adapters that are about to be added."""
         needed = [copy for digest, copy in self._copies.items() if is_needed(digest)]
+        num = len(needed) + num_coming
         num_bytes = sum(copy.num_bytes for copy in needed)
-        return (self._max_adapters is None or len(needed) < self._max_adapters) and (
+        return (self._max_adapters is None or num < self._max_adapters) and (
             self._max_bytes is None or num_bytes < self._max_bytes
         )
 

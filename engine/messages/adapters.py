@@ -82,7 +82,7 @@ class AdapterSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that a core has loaded."""
+    """An adapter that a core has loaded or, if its digest is empty, would load when it is used."""
 
     name: str
     number: int

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.errors import RequestError, RequestTypeError
+from engine.messages.adapters import AdapterSource
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 
 INT32_MAX = 2**31 - 1
@@ -55,17 +56,19 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     client_index: int = 0
     bad_words_ids: list[list[int]] = []  # SamplingParams.bad_words as token ids
     hints: dict[str, Any] | None = None  # for policies; not read by the engine
-    adapter: str | None = None  # name of the LoRA adapter
+    adapter: str | None = None  # name of the LoRA adapter; inside a core, the digest of its content
     media: list[MediaItem] = []  # in order of offset
     grammar: str | None = None  # that the output must follow; text of ``structured.grammar_of``
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
     queue_deadline: float | None = None  # if not started by then, it ends with reason "deadline"
     end_deadline: float | None = None  # if not finished by then too (``deadline`` is for policies)
     tbt: float | None = None  # wanted seconds between output tokens, for policies
+    adapter_source: AdapterSource | None = None  # where to find the adapter, if it is not loaded
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 ErrorCode = Literal[
+    "adapter_failed",  # its LoRA adapter cannot be read or used
     "aborted",  # by its client, or by a core or server that ends
     "core_died",  # the core that ran it has died; it may be sent to another core
     "deadline_exceeded",  # not started, or not finished, by its deadline

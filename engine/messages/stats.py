@@ -21,6 +21,17 @@ class GroupUse(msgspec.Struct, array_like=True, frozen=True):
         return "chunked" if self.is_chunked else "sliding" if self.window else "full"
 
 
+class AdapterUse(msgspec.Struct, array_like=True, frozen=True):
+    """The LoRA adapters in use. ``running``, ``waiting``: numbers of requests, by adapter name."""
+
+    num_slots: int
+    num_slots_used: int  # slots of the device that have an adapter
+    num_host_copies: int  # adapters in the host's memory
+    host_bytes: int
+    running: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Current gauges, and counters since the start."""
 
@@ -52,6 +63,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     kv_groups: list[GroupUse] = []  # of each group of layers; their blocks come from one pool
     num_snapshots: int = 0  # cached copies of recurrent states
     snapshot_usage: float = 0.0  # share of the KV blocks that hold these copies, 0 to 1
+    adapters: AdapterUse | None = None  # ``None`` if the core takes no adapters
 
     @property
     def has_snapshots(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages.stats import GroupUse, SchedulerStats
+from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
 
 GAUGES: dict[str, Any] = {
     "num_running": 0,
@@ -19,6 +19,7 @@ GAUGES: dict[str, Any] = {
     "kv_groups": [],
     "num_snapshots": 0,
     "snapshot_usage": 0.0,
+    "adapters": None,
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 
@@ -47,6 +48,8 @@ def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
 
 
 def _sum(values: list[Any]) -> Any:
+    if any(isinstance(each, AdapterUse | None) for each in values):
+        return _sum_of_adapters([each for each in values if each is not None])
     if isinstance(values[0], str):
         return "; ".join(filter(None, values))
     if isinstance(values[0], list):
@@ -58,6 +61,14 @@ def _sum(values: list[Any]) -> Any:
         for key, value in each.items():
             total[key] += value
     return dict(total)
+
+
+def _sum_of_adapters(several: list[AdapterUse]) -> AdapterUse | None:
+    """Sum the use of adapters over all cores; ``None`` if no core takes adapters."""
+    if not several:
+        return None
+    columns = [[getattr(each, name) for each in several] for name in AdapterUse.__struct_fields__]
+    return AdapterUse(*map(_sum, columns))
 
 
 def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:

@@ -172,7 +172,8 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """Name of the request's LoRA adapter, or ``None``."""
+        """Digest of the request's LoRA adapter, or ``None``. While the adapter is read for the
+        first time, a text that no other adapter has."""
         return self.add.adapter
 
     @property

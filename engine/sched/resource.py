@@ -56,6 +56,10 @@ class AttachedScheduler(Protocol):
     def wake(self, request_id: str) -> None:
         """Return a parked request to the queue."""
 
+    def name_adapter(self, req: Request, adapter: str) -> None:
+        """Set the adapter of a request that has not started: the digest of its content, which was
+        not known when the request arrived."""
+
     def watch_again(self, req: Request) -> None:
         """Call ``watches`` and ``serializes`` again for this request, because their results have
         changed."""

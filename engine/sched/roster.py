@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -352,6 +352,15 @@ class Roster:
         self.waits.enter(req, now)
         self._unpark(req)
         req.move(Status.WAITING)
+        self.waiting.add(req)
+
+    def rank_again(self, req: Request, rank: tuple[Any, ...]) -> None:
+        """Set a new rank of a waiting or parked request."""
+        if not req.is_waiting:
+            req.rank = rank
+            return
+        self.waiting.remove(req)
+        req.rank = rank
         self.waiting.add(req)
 
     def finish(self, req: Request, now: float) -> None:

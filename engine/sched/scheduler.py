@@ -19,6 +19,8 @@ from itertools import islice
 from random import Random
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
@@ -137,6 +139,11 @@ class Scheduler(SchedulerInterface):
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
+
+    def name_adapter(self, req: Request, adapter: str) -> None:
+        req.add = replace(req.add, adapter=adapter)
+        self.kv.forget_prefix(req)
+        self.roster.rank_again(req, self.guard.rank(req, self.view))
 
     def watch_again(self, req: Request) -> None:
         """Call the resources' ``watches`` and ``serializes`` again, and store their answers."""

@@ -24,6 +24,7 @@ INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Memory addresses and file paths, which clients do not see."""
 
 STATUS_OF_END: dict[ErrorCode, int] = {
+    "adapter_failed": 400,
     "aborted": 503,
     "core_died": 503,
     "deadline_exceeded": 408,
@@ -145,7 +146,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return ApiError(400, _too_long(error), param=error.param, code=error.code)
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param, code=error.code)
+        status = 404 if error.code == "model_not_found" else 400
+        return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, ConfigError):  # without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
@@ -170,7 +172,9 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
     """The error for a request that ended with this code; ``text``: the engine's message."""
     if text is None or code in FOR_OPERATORS:
         text = TEXT_OF_END.get(code, "the request failed")
-    param = "grammar" if code == "invalid_grammar" else None
+    param = {"invalid_grammar": "grammar", "adapter_failed": "model"}.get(code)
+    if code == "adapter_failed":
+        text = INSIDE.sub("...", text)  # the adapter's path
     return ApiError(STATUS_OF_END[code], text, param=param, code=code)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.messages.adapters import AdapterSource
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
     AddRequest,
@@ -68,6 +69,7 @@ FULL_REQUEST = AddRequest(
     queue_deadline=3.0,
     end_deadline=4.0,
     tbt=0.5,
+    adapter_source=AdapterSource("/adapters/l", 3, True),
 )
 BATCH = CoreOutputs(
     ["a", "b"],
