@@ -59,6 +59,32 @@ def write_raw(root: Path, header: str | bytes, data: bytes = b"", length: int | 
     return root
 
 
+def random_tensors(
+    model: Any, linears: list[str], experts: list[str], use_dora: bool = False
+) -> Tensors:
+    """Random products of rank 4 for linear modules and for parameters with experts of a model of
+    transformers, by their names in a file."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    made = {}
+    for path in linears:
+        outs, ins = model.get_parameter(f"{path}.weight").shape
+        made[f"{PREFIX}{path}.lora_A.weight"] = random(4, ins)
+        made[f"{PREFIX}{path}.lora_B.weight"] = random(outs, 4)
+        if use_dora:
+            made[f"{PREFIX}{path}.lora_magnitude_vector"] = 1 + random(outs).abs()
+    for name in experts:
+        count, outs, ins = model.get_parameter(name).shape
+        path, _, parameter = name.rpartition(".")
+        inner = f"{path}.base_layer" if "up_proj" in parameter else path
+        made[f"{PREFIX}{inner}.lora_A.weight"] = random(4 * count, ins)
+        made[f"{PREFIX}{inner}.lora_B.weight"] = random(outs, 4 * count)
+    return made
+
+
 def trained(model: Any, seed: int = 0, size: float = 0.5, **options: Any) -> Any:
     """A model of transformers with an adapter of peft's whose tensors are random, B not zero.
 
