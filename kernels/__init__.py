@@ -8,6 +8,7 @@ from kernels.meta import AttentionMeta, StateMeta
 from kernels.ops import (
     act_mul,
     add_in_place,
+    add_low_rank,
     add_rms_norm,
     apply_gate,
     causal_conv,
@@ -31,6 +32,7 @@ __all__ = [
     "StateMeta",
     "act_mul",
     "add_in_place",
+    "add_low_rank",
     "add_rms_norm",
     "apply_gate",
     "causal_conv",

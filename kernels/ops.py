@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kernels import cpu, reference
 from kernels.bodies import triton_for
+from kernels.low_rank import AdaptedRows, ProductTable
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference import grouped
 from kernels.reference.selective_scan import ChannelScan, HeadScan
@@ -67,6 +68,19 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
 def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Add y [N, H] to x [N, H] in place. Returns x."""
     return cpu.add_in_place(x, y) if _bodies(x) is cpu else x.add_(y)
+
+
+def add_low_rank(
+    y: torch.Tensor, x: torch.Tensor, table: ProductTable, rows: AdaptedRows
+) -> torch.Tensor:
+    """Add the low-rank products of each row's adapter to y [N, out] in place. Returns y.
+
+    x: [N, in], the inputs of the linear layer whose outputs are y; table: the layer's products by
+    adapter slot; rows: which rows use which slot. Other rows are unchanged. On a CPU, a row's
+    result depends on no other row.
+    """
+    body = cpu if _bodies(x) is cpu else reference
+    return body.add_low_rank(y, x, table, rows)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:

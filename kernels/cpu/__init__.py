@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, delta_rule, pointwise, rope, selective_scan
+from kernels.cpu import attention, cells, delta_rule, low_rank, pointwise, rope, selective_scan
 from kernels.cpu import causal_conv as convolution
 from kernels.cpu.state_cells import STATE_TYPES
+from kernels.low_rank import AdaptedRows, ProductTable
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference.causal_conv import ACTIVATIONS
 from kernels.reference.selective_scan import ChannelScan, HeadScan
@@ -91,6 +92,15 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return pointwise.add_in_place(x, y) if _is_plain(x, y) else x.add_(y)
+
+
+def add_low_rank(
+    y: torch.Tensor, x: torch.Tensor, table: ProductTable, rows: AdaptedRows
+) -> torch.Tensor:
+    """``y`` must be contiguous, float32 or of x's dtype."""
+    if _is_plain(x) and y.is_contiguous() and y.dtype in (x.dtype, torch.float32):
+        return low_rank.add_low_rank(y, x, table, rows)
+    return reference.add_low_rank(y, x, table, rows)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:

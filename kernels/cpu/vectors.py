@@ -192,7 +192,7 @@ class _PairTile(_FloatTile):
         return total
 
 
-class _DotTile(_FloatTile):
+class DotTile(_FloatTile):
     """Emits products of bfloat16, two a step, with one multiply-add instruction for both."""
 
     @staticmethod
@@ -215,8 +215,8 @@ class _DotTile(_FloatTile):
         return builder.call(function, [total, *operands])
 
 
-class _SoftDotTile(_DotTile):
-    """Emits the products of `_DotTile` without its instruction, with additions in the same order:
+class SoftDotTile(DotTile):
+    """Emits the products of `DotTile` without its instruction, with additions in the same order:
     the second product of a pair first."""
 
     @staticmethod
@@ -385,7 +385,7 @@ def panel_product(  # noqa: PLR0913
 
 # Values of `how` in `pair_tile_product`: how pairs of bfloat16 are multiplied.
 WIDENED, DOTS, SOFT_DOTS = range(3)
-_PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
+_PAIR_KINDS = (_PairTile, DotTile, SoftDotTile)
 
 
 @intrinsic(prefer_literal=True)

@@ -11,6 +11,7 @@ from kernels.reference.attention import (
 )
 from kernels.reference.causal_conv import causal_conv
 from kernels.reference.delta_rule import gated_delta_rule
+from kernels.reference.low_rank import add_low_rank
 from kernels.reference.pointwise import (
     act_mul,
     add_rms_norm,
@@ -27,6 +28,7 @@ __all__ = [
     "HeadNorm",
     "Rope",
     "act_mul",
+    "add_low_rank",
     "add_rms_norm",
     "apply_gate",
     "attend",

@@ -69,6 +69,7 @@ KERNELS = (
     "test_cpu_products.py",
     "test_delta_rule.py",
     "test_kernels.py",
+    "test_low_rank.py",
     "test_selective_scan.py",
 )
 BITS = ("test_cpu_attention_bits.py",)  # compiles attention for each way to multiply

@@ -1,0 +1,267 @@
+"""Low-rank products of rows with the adapters that they use; see `kernels.low_rank`.
+
+A work item is a block of rows with one adapter, or a part of its outputs if there are fewer blocks
+than threads. Each product is computed in two halves:
+
+    sums [rows, rank] = x @ a.T          inputs along the vectors
+    y [rows, outputs] += sums @ b.T      outputs along the vectors, rounded once
+
+The bits of a row depend neither on other rows nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from kernels.cpu import isa
+from kernels.cpu.cells import elements, get, put
+from kernels.cpu.low_rank_vectors import (
+    BYTES,
+    DOTS,
+    FLOATS,
+    SOFT_DOTS,
+    STEPS,
+    WIDENED,
+    dot_tile,
+    spread_tile,
+)
+from kernels.cpu.native import EXACT, Kernel, f64, i64, next_item
+from kernels.cpu.threads import num_threads
+from kernels.cpu.vectors import fused
+from kernels.low_rank import (
+    BLOCK_WORDS,
+    ENTRY_WORDS,
+    MOST_ROWS,
+    PANEL,
+    RECORD_WORDS,
+    AdaptedRows,
+    ProductTable,
+)
+
+NUM_PARAMETERS = 7
+_RANK = 8  # a usual one, to estimate the work of a launch that is recorded for any adapter
+_ENOUGH = 65536  # with fewer multiplications, one thread is faster
+_PART = 512  # outputs of a part, at least
+
+
+def add_low_rank(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    table: ProductTable,
+    rows: AdaptedRows,
+    *,
+    body: str | None = None,
+) -> torch.Tensor:
+    """Add products to y in place; see `kernels.ops.add_low_rank`. body (for tests): a key of
+    BODIES."""
+    num, num_in = x.shape
+    num_out, size = y.shape[1], x.element_size()
+    work = num * (num_in + num_out) * _RANK
+    BODIES[body or body_of(size), y.element_size()].run(
+        threads := num_threads() if work >= _ENOUGH else 1,
+        x.data_ptr(),
+        y.data_ptr(),
+        table.entries.ctypes.data,
+        rows.words.ctypes.data,
+        num_in,
+        num_out,
+        threads,
+    )
+    return y
+
+
+def body_of(size: int) -> str:
+    """The body for this processor and inputs of ``size`` bytes."""
+    return "floats" if size == 4 else BODY
+
+
+@njit(**EXACT)
+def _most_ranks(p):
+    """The largest rank of the products that the rows use."""
+    most, held = 0, i64(p[4], (2,))
+    for n in range(held[0]):
+        slot = i64(p[4] + (2 + n * BLOCK_WORDS) * 8, (1,))[0]
+        entry = i64(p[3] + slot * ENTRY_WORDS * 8, (ENTRY_WORDS,))
+        for k in range(entry[0]):
+            most = max(most, i64(entry[1] + k * RECORD_WORDS * 8, (RECORD_WORDS,))[2])
+    return most
+
+
+@njit(**EXACT)
+def _scale_outputs(places, count, span, cell, changes):
+    """Multiply outputs by factors, if there are any, and add what is to be added. span: (offset of
+    the outputs in a row in bytes, their number); changes: addresses of factors and addends; 0 for
+    none."""
+    shift, width = span
+    for i in range(count):
+        y = elements(places[i] + shift, (width,), cell)
+        if changes[0]:
+            factors = elements(changes[0], (width,), cell)
+            for j in range(width):
+                put(y, j, get(y, j) * get(factors, j))
+        if changes[1]:
+            added = elements(changes[1], (width,), cell)
+            for j in range(width):
+                put(y, j, get(y, j) + get(added, j))
+
+
+@njit(inline="always")
+def _ranks_of(places, a, sums, count, sizes, ahead, how):
+    """Compute sums[:count] = rows @ a.T. places: addresses of the rows; a: address; sizes: (rank,
+    inputs); ahead: address of what is read next; how: a literal."""
+    rank, num_in = sizes
+    size = BYTES[how]
+    lda, lds = num_in * size, sums.shape[1] * 4
+    steps = num_in // STEPS[how]
+    # Four rows of `a` stay in the L1 cache for all rows of x.
+    for r in range(0, rank, 4):
+        few = min(4, rank - r)
+        theirs = a + r * lda
+        following = theirs + 4 * lda if r + 4 < rank else ahead
+        i = 0
+        while i < count:
+            mine, target = places.ctypes.data + i * 8, sums.ctypes.data + i * lds + r * 4
+            if few == 4 and i + 4 <= count:
+                dot_tile(mine, theirs, lda, target, lds, steps, following, 4, 4, how)
+                i += 4
+            elif few == 4 and i + 2 <= count:
+                dot_tile(mine, theirs, lda, target, lds, steps, following, 2, 4, how)
+                i += 2
+            elif few == 4:
+                dot_tile(mine, theirs, lda, target, lds, steps, following, 1, 4, how)
+                i += 1
+            else:
+                for k in range(few):
+                    own, there = theirs + k * lda, target + k * 4
+                    dot_tile(mine, own, lda, there, lds, steps, following, 1, 1, how)
+                i += 1
+    done = steps * STEPS[how]
+    if done < num_in:
+        for i in range(count):
+            x = elements(places[i], (num_in,), size)
+            for r in range(rank):
+                other = elements(a + r * lda, (num_in,), size)
+                total = sums[i, r]
+                for k in range(done, num_in):
+                    total = fused(get(x, k), get(other, k), total)
+                sums[i, r] = total
+
+
+@njit(inline="always")
+def _spread(places, sums, panels, counts, span, size, cell):
+    """Add sums @ b.T to outputs. panels: address of b; counts: (rows, rank); span: first output, a
+    multiple of PANEL, and end of the outputs, and the offset of output 0 in a row in bytes; size,
+    cell: literals."""
+    (count, rank), (begin, end, shift) = counts, span
+    lds, ldb, data = sums.shape[1] * 4, PANEL * size, sums.ctypes.data
+    for j in range(begin, end, PANEL):
+        at, own = shift + j * cell, panels + j * rank * size
+        if end - j < PANEL:
+            _spread_rest(places, sums, own, counts, (at, end - j), size, cell)
+            break
+        i = 0
+        while i < count:
+            mine, given = places.ctypes.data + i * 8, data + i * lds
+            if i + 4 <= count:
+                spread_tile(mine, at, given, lds, own, ldb, rank, 4, 4, size, cell)
+                i += 4
+            elif i + 2 <= count:
+                spread_tile(mine, at, given, lds, own, ldb, rank, 2, 4, size, cell)
+                i += 2
+            else:
+                spread_tile(mine, at, given, lds, own, ldb, rank, 1, 4, size, cell)
+                i += 1
+
+
+@njit(**EXACT)
+def _spread_rest(places, sums, panel, counts, span, size, cell):
+    """The last outputs, fewer than a panel, as `_spread` computes whole panels. span: (offset of
+    the outputs in a row in bytes, their number)."""
+    (count, rank), (at, num) = counts, span
+    b, totals = elements(panel, (rank, PANEL), size), np.empty(num, np.float32)
+    for i in range(count):
+        y = elements(places[i] + at, (num,), cell)
+        for j in range(num):
+            totals[j] = get(y, j)
+        for r in range(rank):
+            own = b[r]
+            for j in range(num):
+                totals[j] = fused(sums[i, r], get(own, j), totals[j])
+        for j in range(num):
+            put(y, j, totals[j])
+
+
+@njit(**EXACT)
+def _outputs_of(first, width, low, high):
+    """The outputs [begin, end) of a product whose panels begin in the range [low, high) of the
+    layer's outputs."""
+    begin = max(0, (low - first + PANEL - 1) // PANEL * PANEL)
+    end = max(0, (high - first + PANEL - 1) // PANEL * PANEL)
+    return begin, min(end, width)
+
+
+def _body(how: int, cell: int):
+    """Make the kernel body (see kernels.cpu.native). how: FLOATS, WIDENED, DOTS or SOFT_DOTS; cell:
+    bytes of an output.
+
+    Parameters: 1 x, 2 y, 3 entries of the table, 4 words of the rows, 5 inputs, 6 outputs,
+    7 threads."""
+    size = BYTES[how]
+
+    def body(row):
+        p = i64(row, (NUM_PARAMETERS + 1,))
+        num_blocks, num_in, num_out = i64(p[4], (2,))[0], p[5], p[6]
+        order = i64(p[4], (2,))[1]
+        parts = max(1, min(p[7] // max(1, num_blocks), num_out // _PART))
+        wide = ((num_out + parts - 1) // parts + PANEL - 1) // PANEL * PANEL
+        sums = np.empty((MOST_ROWS, _most_ranks(p)), np.float32)
+        rows, places = np.empty(MOST_ROWS, np.int64), np.empty(MOST_ROWS, np.int64)
+        while True:
+            item = next_item(row)
+            if item >= num_blocks * parts:
+                break
+            block = i64(p[4] + (2 + item // parts * BLOCK_WORDS) * 8, (BLOCK_WORDS,))
+            count, low = block[2], item % parts * wide
+            high = min(num_out, low + wide)
+            entry = i64(p[3] + block[0] * ENTRY_WORDS * 8, (ENTRY_WORDS,))
+            indices = i64(order + block[1] * 8, (count,))
+            for i in range(count):
+                rows[i] = p[1] + indices[i] * num_in * size
+                places[i] = p[2] + indices[i] * num_out * cell
+            for k in range(entry[0]):
+                at = entry[1] + k * RECORD_WORDS * 8
+                record, scale = i64(at, (RECORD_WORDS,)), np.float32(f64(at, (RECORD_WORDS,))[5])
+                first, width, rank, panels = record[0], record[1], record[2], record[4]
+                begin, end = _outputs_of(first, width, low, high)
+                if begin >= end:
+                    continue
+                ahead = panels + begin * rank * size
+                _ranks_of(rows, record[3], sums, count, (rank, num_in), ahead, how)
+                for i in range(count):
+                    for r in range(rank):
+                        sums[i, r] *= scale
+                shift = first * cell
+                if record[6] or record[7]:
+                    changes = (
+                        record[6] + begin * cell if record[6] else 0,
+                        record[7] + begin * cell if record[7] else 0,
+                    )
+                    span = shift + begin * cell, end - begin
+                    _scale_outputs(places, count, span, cell, changes)
+                _spread(places, sums, panels, (count, rank), (begin, end, shift), size, cell)
+
+    return body
+
+
+_HOW = {"floats": FLOATS, "widened": WIDENED, "dots": DOTS, "soft dots": SOFT_DOTS}
+BODIES = {
+    (name, cell): Kernel(_body(how, cell), heavy=True, exact=True)
+    for name, how in _HOW.items()
+    for cell in ((4,) if how == FLOATS else (2, 4))
+}
+"""By way to multiply and bytes of an output."""
+
+# The body for bfloat16 on this processor.
+BODY = "dots" if isa.has("avx512bf16") else "widened"

@@ -1,0 +1,136 @@
+"""Low-rank products that are added to the outputs of linear layers: each row of a step may use
+those of another adapter, or none.
+
+Tables and rows are in memory at fixed addresses, so that recorded launches read what the current
+step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+NO_SLOT = -1  # in place of an adapter slot: the row has no adapter
+MOST_ROWS = 32  # of a block
+PANEL = 64  # outputs whose products are computed together
+_TILE = 4  # rows that are multiplied together
+RECORD_WORDS, ENTRY_WORDS, BLOCK_WORDS = 8, 2, 3
+
+
+class LowRankProduct(NamedTuple):
+    """What an adapter changes in some outputs y of a linear layer with inputs x:
+
+    y * factors + added + scale * (x @ a.T) @ b.T
+
+    ``a`` and ``panels`` are contiguous and of x's dtype; ``factors`` and ``added`` of y's."""
+
+    first: int  # the first of these outputs
+    num_outputs: int
+    a: torch.Tensor  # [rank, in]
+    panels: torch.Tensor  # [panels, rank, PANEL]: b [outputs, rank] as `in_panels` returned it
+    scale: float
+    factors: torch.Tensor | None = None  # [outputs]
+    added: torch.Tensor | None = None  # [outputs]
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def b(self) -> torch.Tensor:
+        """[outputs, rank], a copy."""
+        return self.panels.transpose(1, 2).reshape(-1, self.rank)[: self.num_outputs]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.nbytes for one in self if isinstance(one, torch.Tensor))
+
+    def record(self) -> tuple[int, ...]:
+        """The integers that describe it to compiled code."""
+        ends = (0 if one is None else one.data_ptr() for one in (self.factors, self.added))
+        matrices = self.a.data_ptr(), self.panels.data_ptr()
+        scale = int(np.float64(self.scale).view(np.int64))
+        return (self.first, self.num_outputs, self.rank, *matrices, scale, *ends)
+
+
+def in_panels(b: torch.Tensor) -> torch.Tensor:
+    """Divide [outputs, rank] into panels of outputs, [panels, rank, PANEL], padded with zeros."""
+    num, rank = b.shape
+    panels = b.new_zeros((-(-num // PANEL), rank, PANEL))
+    whole = num // PANEL
+    panels[:whole] = b[: whole * PANEL].view(whole, PANEL, rank).transpose(1, 2)
+    if whole < len(panels):
+        panels[whole, :, : num - whole * PANEL] = b[whole * PANEL :].T
+    return panels
+
+
+class ProductTable:
+    """The products of one linear layer, by adapter slot.
+
+    ``entries`` [slots, 2] int64: number of products, and address of their records
+    [products, 8]."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.entries: NDArray[np.int64] = np.zeros((num_slots, ENTRY_WORDS), dtype=np.int64)
+        self._products: list[tuple[LowRankProduct, ...]] = [()] * num_slots
+        self._records: list[NDArray[np.int64] | None] = [None] * num_slots
+
+    def put(self, slot: int, products: Sequence[LowRankProduct]) -> None:
+        """Set the products of a slot, whose outputs must not overlap. Nothing is copied."""
+        records = np.array([one.record() for one in products], np.int64)
+        self._products[slot], self._records[slot] = tuple(products), records
+        self.entries[slot] = len(products), records.ctypes.data
+
+    def of(self, slot: int) -> tuple[LowRankProduct, ...]:
+        """The products of a slot."""
+        return self._products[slot]
+
+
+class AdaptedRows:
+    """Rows of a matrix sorted by adapter slot, in blocks of up to 32 rows with one adapter.
+
+    ``words`` int64: number of blocks, address of the indices of rows, then for each block its
+    slot, its first place in the indices, and its number of rows."""
+
+    def __init__(self, most_rows: int) -> None:
+        self.words: NDArray[np.int64] = np.zeros(2 + BLOCK_WORDS * most_rows, dtype=np.int64)
+        self._order: NDArray[np.int64] = np.zeros(most_rows, dtype=np.int64)
+        self.words[1] = self._order.ctypes.data
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.words[0])
+
+    def clear(self) -> None:
+        """Let no row have an adapter."""
+        self.words[0] = 0
+
+    def fill(self, slots: NDArray[np.integer], num_threads: int = 1) -> None:
+        """Set the adapter slot of each row [N]. num_threads: that share the blocks."""
+        order = np.argsort(slots, kind="stable")
+        order = order[np.count_nonzero(slots < 0) :]
+        num = len(order)
+        self._order[:num] = order
+        most = -(-num // (2 * num_threads * _TILE)) * _TILE
+        most = max(_TILE, min(most, MOST_ROWS))
+        of_order = slots[order]
+        ends = [*(np.flatnonzero(of_order[1:] != of_order[:-1]) + 1).tolist(), num] if num else []
+        blocks, begin = [], 0
+        for end in ends:
+            slot = int(of_order[begin])
+            for first in range(begin, end, most):
+                blocks.append((slot, first, min(most, end - first)))
+            begin = end
+        if blocks:
+            self.words[2 : 2 + BLOCK_WORDS * len(blocks)] = np.array(blocks, np.int64).reshape(-1)
+        self.words[0] = len(blocks)
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The adapter slot of each block, and the indices of its rows."""
+        end = 2 + BLOCK_WORDS * self.num_blocks
+        for slot, first, count in self.words[2:end].reshape(-1, BLOCK_WORDS).tolist():
+            yield slot, self._order[first : first + count]
