@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from engine.config.option import EXAMPLE
+from engine.config.option import EXAMPLE, SEVERAL
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ def add_named_options(
     for name in names:
         option, flag = found[name], "--" + name.replace("_", "-")
         kind = argument_kind(hints[name], option.metadata.get(EXAMPLE))
+        if SEVERAL.items() <= option.metadata.items():
+            kind |= {"action": "extend", "nargs": "+"}
         help_text = (docs.get(name, "") + _shown_default(option)).replace("%", "%%")
         group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
 

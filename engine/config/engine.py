@@ -11,6 +11,7 @@ from engine.config.cache import CacheConfig
 from engine.config.check import check_range, check_types
 from engine.config.core import CoreConfig, PollConfig
 from engine.config.gpu import GPUConfig
+from engine.config.lora import LoRAConfig
 from engine.config.model import ModelConfig
 from engine.config.option import BOTH, FRONT_END
 from engine.config.sched import SchedulerConfig, SchedulerOptions
@@ -71,6 +72,8 @@ class EngineConfig(EngineOptions):
     """Budgets and policy of the scheduler."""
     gpu: GPUConfig = field(default_factory=GPUConfig)
     """Use of a GPU."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """LoRA adapters."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
     polling: PollConfig = field(default_factory=PollConfig)

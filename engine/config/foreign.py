@@ -38,7 +38,7 @@ FOREIGN: dict[str, str] = {
 }
 
 _ONE_DEVICE = "a model runs on one device; leave it out, or set data_parallel_size"
-_NO_LORA = "LoRA adapters are not supported yet; serve the merged model"
+_LORA = "adapters keep their type and rank, and tokens of their own are refused; leave it out"
 _NO_MEDIA = "only texts are supported; leave it out"
 _FAMILY = "the chat template determines the format of tool calls and thinking; leave it out"
 _GRAMMARS = "each request can choose its grammar library with backend; leave it out"
@@ -59,9 +59,10 @@ for _reason, _names in {
     "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend "
     "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
     "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
-    "data_parallel_address data_parallel_rpc_port data_parallel_backend enable_eplb enable_dbo",
-    _NO_LORA: "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype "
-    "lora_extra_vocab_size fully_sharded_loras enable_lora_bias default_mm_loras",
+    "data_parallel_address data_parallel_rpc_port data_parallel_backend enable_eplb enable_dbo "
+    "fully_sharded_loras",
+    _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
+    "lora_target_modules enable_tower_connector_lora default_mm_loras",
     _NO_MEDIA: "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs "
     "allowed_local_media_path allowed_media_domains interleave_mm_strings skip_mm_profiling "
     "enable_mm_embeds mm_encoder_tp_mode language_model_only",

@@ -19,6 +19,7 @@ from engine.config.decide import GIB, Decided, ModelFacts, cap_drafts, decide, r
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
 from engine.config.kv_groups import FULL, max_concurrency, request_blocks, sized
+from engine.config.lora import LoRAConfig
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -30,6 +31,10 @@ from engine.hub.fetch import fetched
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
+from engine.lora.decide import AdapterSlots
+from engine.lora.library import AdapterLibrary
+from engine.lora.loading import ThreadedReader
+from engine.lora.store import AdapterStore
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
 from engine.observe.guard import Failures, ObserverGuard
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
     from engine.worker.feature import Feature
 
 logger = logging.getLogger("engine.core")
+HOST_SHARE = 0.125  # of the machine's memory, for adapters
 
 
 def build_core(
@@ -63,6 +69,8 @@ def build_core(
     """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
+    adapters = adapter_slots(config)
+    chosen = with_adapters(chosen, adapters)
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     drafting = fetched_draft_model(config)
     info = read_model_info(config.model.model)
@@ -87,7 +95,8 @@ def build_core(
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
-    client = InprocClient(core, decided, clock=clock, failures=failures)
+    client = InprocClient(core, decided, clock=clock, failures=failures, adapters=adapters)
+    load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
 
@@ -165,10 +174,12 @@ def wire(
             sched, kv, clock=clock, timer=time.perf_counter, seed=seed, chosen=chosen
         )
 
+    max_loras = config.lora.max_loras if config.lora.enable_lora else 0
+    described = describe(sched, config.cache, kv, seed, max_loras)
     scheduler = (
         make(clock)
         if config.step_log is None
-        else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock, failures)
+        else record(config.step_log, described, make, clock, failures)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
 
@@ -239,6 +250,48 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
         return chosen
     policy = find_snapshot_policy(cache.state_snapshot_policy)
     return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
+
+
+def adapter_slots(config: EngineConfig) -> AdapterSlots | None:
+    """Make the scheduler's half of LoRA; ``None`` without ``enable_lora``."""
+    options = config.lora
+    if not options.enable_lora:
+        return None
+    from engine.lora.files import Limits
+    from engine.lora.reading import read_order
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    library = AdapterLibrary(
+        ThreadedReader(partial(read_order, limits=Limits(rank=options.max_lora_rank))),
+        AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE)),
+        most_pinned=options.max_loras - 1,
+        directory=None if options.adapter_dir is None else str(options.adapter_dir),
+        waits=config.step_log is not None,
+    )
+    return AdapterSlots(options.max_loras, library)
+
+
+def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
+    """Add the resource for LoRA adapters, if there is one."""
+    if adapters is None:
+        return chosen
+    return chosen._replace(resources=(*chosen.resources, adapters))
+
+
+def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
+    """Add the resource for LoRA adapters, all of which are there: for a replay of a step log.
+    ``max_loras``: 0 if the recorded core took no adapters."""
+    has_own = any(isinstance(resource, AdapterSlots) for resource in chosen.resources)
+    if has_own or not max_loras:
+        return chosen
+    return with_adapters(chosen, AdapterSlots(max_loras))
+
+
+def load_modules(options: LoRAConfig, adapters: AdapterSlots | None) -> None:
+    """Load the adapters of ``lora_modules``. Raises ``ConfigError`` if one cannot be used."""
+    if adapters is not None and adapters.library is not None:
+        for module in options.modules:
+            adapters.library.load(module.name, module.path)
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:

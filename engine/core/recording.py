@@ -67,9 +67,11 @@ def record(
     return RecordingScheduler(make(recorded), recorded, StepLogWriter(path, header), guard)
 
 
-def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int) -> Header:
+def describe(
+    config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int, max_loras: int = 0
+) -> Header:
     """The header of a step log: all that is needed to create an identical scheduler for a
-    replay."""
+    replay. max_loras: 0 if requests have no adapters."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -80,6 +82,7 @@ def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: i
         seed=seed,
         kv_groups=[(g.window, g.max_blocks, int(g.is_chunked)) for g in kv.groups],
         snapshot_blocks=0 if kv.states is None else kv.states.snapshots.num_blocks,
+        max_loras=max_loras,
     )
 
 

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 from engine.config.cache import CacheConfig
 from engine.config.kv_groups import FULL, Group
 from engine.config.sched import SchedulerConfig
-from engine.core.build import choose_all, make_hasher, with_checked_grammars, with_snapshots
+from engine.core.build import (
+    choose_all,
+    make_hasher,
+    with_checked_grammars,
+    with_recorded_adapters,
+    with_snapshots,
+)
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
@@ -155,6 +161,7 @@ class Replay:
         self._clock = ReplayClock()
         chosen = with_checked_grammars(choose_all(config))
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
+        chosen = with_recorded_adapters(chosen, header.max_loras)
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )

@@ -89,7 +89,7 @@ class AdapterLibrary:
         self.num_dropped = 0  # copies in the host's memory
         self._reader = reader
         self._most_pinned = most_pinned
-        self._directory = None if directory is None else Path(directory)
+        self._root = None if directory is None else str(Path(directory).resolve())
         self._waits = waits
         self._serials = itertools.count()
         self._names: dict[str, Version] = {}
@@ -169,6 +169,16 @@ class AdapterLibrary:
 
     # -- for clients
 
+    def load(self, name: str, path: str) -> None:
+        """Read an adapter and name it, at the start. Raises ``ConfigError``."""
+        try:
+            self._check(name, 0, replaces=False)
+            version = self._new(name, 0, Order(name, path))
+            self._wait_for(version)
+        except RequestError as error:
+            raise ConfigError(f"lora_modules: {error}") from error
+        self._names[name] = version
+
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Methods that clients may call by name, with plain values."""
@@ -195,10 +205,11 @@ class AdapterLibrary:
     ) -> None:
         """Start to read an adapter that ``put`` names later. Raises for a name or number that is
         taken. is_confined: the path must be in the directory of adapters, if there is one."""
-        if is_confined and self._directory is not None:
-            path = self._confined(path)
+        within = self._root if is_confined else None
+        if within is not None:
+            path = self._confined(path, Path(within))
         self._check(name, number, replaces)
-        version = self._new(name, number, Order(name, path, files))
+        version = self._new(name, number, Order(name, path, files, within))
         self._tickets[ticket] = version, replaces
         self.want(version)
 
@@ -288,17 +299,21 @@ class AdapterLibrary:
             if name not in self._next:
                 self._check(name, source.number, replaces=True)
                 path = source.path or version.order.path
-                order = Order(name, path, version.order.files if not path else None)
+                order = version.order._replace(path=path) if not source.path else Order(name, path)
                 self._next[name] = self._new(name, source.number or version.number, order)
             return self._next[name]
         if version is not None:
             self._check_same(version, source)
             return version
-        path = source.path or self._in_directory(name) or ""
-        if not path:
+        found = self._in_directory(name)
+        if source.path:
+            order = Order(name, source.path)
+        elif found is not None:
+            order = Order(name, found, within=self._root)
+        else:
             raise self._unknown(name)
         self._check(name, source.number, replaces=False)
-        version = self._names[name] = self._new(name, source.number, Order(name, path))
+        version = self._names[name] = self._new(name, source.number, order)
         return version
 
     def _new(self, name: str, number: int, order: Order) -> Version:
@@ -395,20 +410,18 @@ class AdapterLibrary:
 
     def _in_directory(self, name: str) -> str | None:
         """The subdirectory with the adapter of this name; ``None`` if there is none."""
-        if self._directory is None or not name.isprintable():
+        if self._root is None or not name.isprintable():
             return None
         with suppress(OSError, ValueError):
-            root = self._directory.resolve()
+            root = Path(self._root)
             path = (root / name).resolve()
             if root in path.parents and (path / CONFIG_FILE).is_file():
                 return str(path)
         return None
 
-    def _confined(self, path: str) -> str:
+    def _confined(self, path: str, root: Path) -> str:
         """A path in the directory of adapters, made absolute. Raises ``ConfigError`` for another
         path."""
-        assert self._directory is not None
-        root = self._directory.resolve()
         try:
             found = (root / path).resolve()
         except (OSError, ValueError):

@@ -17,6 +17,7 @@ class Order(NamedTuple):
     name: str
     path: str = ""
     files: Mapping[str, bytes] | None = None  # by file name; in place of ``path``
+    within: str | None = None  # directory outside of which nothing may be read
 
 
 class Reading(Protocol):

@@ -45,6 +45,8 @@ class Header(msgspec.Struct, array_like=True):
     single group without a window."""
     snapshot_blocks: int = 0
     """Blocks of a snapshot of a request's recurrent states; 0: none are taken."""
+    max_loras: int = 0
+    """LoRA adapters among running requests; 0: requests have none."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.adapters import FakeReader, digest_of, slots_of
-from support.data_plane import answer, make_feature_run
+from support.data_plane import FeatureWorker, answer, make_feature_run
 from support.simulate import make_request
 
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.recording import describe, record
+from engine.core.replay import replay
 from engine.errors import ConfigError, RequestError
+from engine.kv.manager import KVManager
 from engine.messages.adapters import AdapterSource
+from engine.sched.policies import POLICIES
+from engine.sched.scheduler import Scheduler
 
 SOURCE = AdapterSource
 
@@ -313,3 +321,27 @@ def test_running_and_waiting_requests_are_counted_by_name():
     assert (use.num_slots, use.num_slots_used, use.num_host_copies, use.host_bytes) == (1, 1, 2, 200)
     doors.run.drain()
     assert doors.slots.use().running == doors.slots.use().waiting == {}
+
+
+def test_a_recorded_run_with_adapters_is_replayed(tmp_path):
+    path, reader = tmp_path / "steps.log", FakeReader(a="A", b="B", is_slow=True)
+    slots = slots_of(reader, 1, most_copies=1, waits=True)
+    kv = KVManager(100, 4)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+
+    def make(clock) -> Scheduler:
+        return Scheduler(config, kv, POLICIES["fcfs"](), clock=clock, resources=[slots])
+
+    scheduler = record(path, describe(config, CacheConfig(), kv, 0, max_loras=1), make, float)
+    run, worker = [], FeatureWorker(100, 4)
+    for name in "abab":
+        request = make_request(f"{name}{len(run)}", [7] * 9, 4, adapter=name)
+        request = msgspec.structs.replace(request, adapter_source=SOURCE(name))
+        scheduler.add_request(slots.resolved(request))
+        run.append(scheduler.schedule())
+        scheduler.update_from_output(run[-1], worker.collect(worker.launch(run[-1])))
+    while not (plan := scheduler.schedule()).is_empty:
+        scheduler.update_from_output(plan, worker.collect(worker.launch(plan)))
+    scheduler.shutdown()
+    outcome = replay(path)
+    assert outcome.difference is None and outcome.num_requests == 4
