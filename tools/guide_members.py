@@ -1,4 +1,5 @@
-"""Writes the table of `view.cost`, `view.kv` and `view.lengths` in `docs/policy-guide.md`.
+"""Writes the table of `view.cost`, `view.adapters`, `view.kv` and `view.lengths` in
+`docs/policy-guide.md`.
 
     python tools/guide_members.py
 
@@ -14,13 +15,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.kv.manager import KVManager
+from engine.sched.adapters import AdapterPlaces
 from engine.sched.predict.cost import CostModel
 from engine.sched.predict.lengths import LengthHistory
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "policy-guide.md"
 BEGIN, END = "<!-- members -->\n", "<!-- members end -->\n"
 MEMBERS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
-    ("view.cost", CostModel, ("step_seconds", "prefill_seconds", "max_tokens")),
+    ("view.cost", CostModel, ("step_seconds", "prefill_seconds", "max_tokens", "load_seconds")),
+    (
+        "view.adapters",
+        AdapterPlaces,
+        ("num_slots", "in_slots", "in_use", "num_running", "place"),
+    ),
     (
         "view.kv",
         KVManager,

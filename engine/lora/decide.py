@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from engine.errors import ConfigError
@@ -11,6 +11,7 @@ from engine.lora.library import AdapterLibrary, Version
 from engine.messages.requests import AddRequest
 from engine.messages.stats import AdapterUse
 from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
+from engine.sched.adapters import Place
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
@@ -40,17 +41,19 @@ class AdapterSlots(Resource):
         self._users: dict[str, set[str]] = {}  # adapter -> ids of running requests that use it
         self._versions: dict[str, Version] = {}  # of unfinished requests
         self._waiting: dict[Version, list[Request]] = {}  # until it is read
+        self._since: dict[Version, float] = {}  # when a request began to wait for it, in seconds
         self._part = AdapterPart()
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
+        scheduler.view.adapters = self
 
     def added(self, req: Request) -> None:
         version = None if self.library is None else self.library.arrived(req.request_id)
         if version is not None:
             self._versions[req.request_id] = version
             if req.adapter not in self.slot_of:
-                self._await(req, version)
+                self._await(req, version, req.arrival_time)
 
     def watches(self, req: Request) -> bool:
         """Always False: a running request keeps its adapter, so its steps need no check."""
@@ -62,6 +65,9 @@ class AdapterSlots(Resource):
         self.library.sweep()
         for version in [each for each in self._waiting if not self.library.is_coming(each)]:
             reqs = [req for req in self._waiting.pop(version) if not req.is_finished]
+            seconds = self._scheduler.view.now - self._since.pop(version)
+            if not version.fault:
+                self._scheduler.view.cost.observe_read(max(0.0, seconds))
             for req in reqs:
                 if version.digest and req.adapter != version.digest:
                     self._scheduler.name_adapter(req, version.digest)
@@ -88,7 +94,7 @@ class AdapterSlots(Resource):
     def parked(self, req: Request) -> None:
         version = self._versions[req.request_id]
         if req not in self._waiting.get(version, ()):
-            self._await(req, version)
+            self._await(req, version, self._scheduler.view.now)
 
     def release(self, req: Request) -> None:
         if req.adapter is None:
@@ -119,6 +125,30 @@ class AdapterSlots(Resource):
         if self.library is not None:
             self.library.shutdown()
 
+    # -- for policies, see ``AdapterPlaces``
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_loras
+
+    @property
+    def in_slots(self) -> Collection[str]:
+        return self.slot_of.keys()
+
+    @property
+    def in_use(self) -> Collection[str]:
+        return self._users.keys()
+
+    def num_running(self, adapter: str) -> int:
+        return len(self._users.get(adapter, ()))
+
+    def place(self, adapter: str) -> Place:
+        if adapter in self.slot_of:
+            return "slot"
+        return "host" if self.library is None or adapter in self.library.store else "disk"
+
+    # -- for clients
+
     def resolved(self, request: AddRequest) -> AddRequest:
         """Replace the name of a new request's adapter, see ``AdapterLibrary.resolved``."""
         return request if self.library is None else self.library.resolved(request)
@@ -146,13 +176,14 @@ class AdapterSlots(Resource):
 
     # -- helpers
 
-    def _await(self, req: Request, version: Version) -> None:
+    def _await(self, req: Request, version: Version, now: float) -> None:
         """Let a request wait until a version is read, and start to read it."""
         assert self.library is not None
         self.library.want(version)
         if version.fault or self.library.is_there(version):
             return
         self._waiting.setdefault(version, []).append(req)
+        self._since.setdefault(version, now)
 
     def _use(self, adapter: str, request_id: str) -> int:
         """Record that a request uses an adapter, and return the adapter's slot. If the adapter is

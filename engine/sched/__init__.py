@@ -5,6 +5,7 @@ The names exported here are all that a custom policy, resource or scheduler need
 
 from __future__ import annotations
 
+from engine.sched.adapters import AdapterPlaces
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.checks import keep_hints, require_positive, require_share, wrong_hints
@@ -30,6 +31,7 @@ from engine.sched.table import Array
 
 __all__ = [
     "API_VERSION",
+    "AdapterPlaces",
     "Admission",
     "Array",
     "AttachedScheduler",

@@ -49,6 +49,7 @@ class Columns:
         table: Table,
         predict: Callable[[Columns], IntArray],
         cached_prefixes: Callable[[Columns], IntArray],
+        load_seconds: Callable[[Columns], FloatArray],
         requests: Callable[[NDArray[np.intp]], list[Request]],
     ) -> None:
         self.rows = rows
@@ -57,6 +58,7 @@ class Columns:
         self._table = table
         self._predict = predict
         self._cached_prefixes = cached_prefixes
+        self._load_seconds = load_seconds
         self.requests_of = requests
         """Returns the requests in the given rows of the table."""
 
@@ -71,7 +73,12 @@ class Columns:
     def __getitem__(self, places: Any) -> Columns:
         """The columns of some of the requests, chosen by a mask, a slice or an array of indices."""
         return Columns(
-            self.rows[places], self._table, self._predict, self._cached_prefixes, self.requests_of
+            self.rows[places],
+            self._table,
+            self._predict,
+            self._cached_prefixes,
+            self._load_seconds,
+            self.requests_of,
         )
 
     def request(self, place: int) -> Request:
@@ -105,6 +112,11 @@ class Columns:
         first[self.user[::-1]] = np.arange(len(self) - 1, -1, -1)
         places = np.sort(first[first >= 0])
         return dict(zip(self.user[places].tolist(), self[places].requests, strict=True))
+
+    @cached_property
+    def adapter(self) -> IntArray:
+        """A number that identifies the LoRA adapter of each request; -1 for the base model."""
+        return self._count(self._table.facts.adapter.all)
 
     @cached_property
     def deadline(self) -> FloatArray:
@@ -190,6 +202,12 @@ class Columns:
         if waits.any():
             found[waits] = self._cached_prefixes(self[waits])
         return found
+
+    @cached_property
+    def load_seconds(self) -> FloatArray:
+        """Predicted seconds until each request's adapter can be used: 0 if it is in a slot of the
+        device, and for the base model."""
+        return self._load_seconds(self)
 
     def own(self, name: str, default: float = 0.0) -> FloatArray:
         """The numbers that the policy has stored with ``view.own(name)``; ``default`` where it

@@ -18,6 +18,7 @@ from engine.sched.request import Request
 from engine.sched.table import Array
 
 if TYPE_CHECKING:
+    from engine.sched.adapters import AdapterPlaces
     from engine.sched.columns import Columns, OwnNumbers
     from engine.sched.predict.cost import CostModel, StepShape
     from engine.sched.predict.ledger import Ledger
@@ -86,10 +87,14 @@ class SchedView(Protocol):
     recorded for a policy with ``uses_ledger = True``."""
     lengths: LengthHistory
     """Output lengths of recently finished requests: ``mean``, ``quantile``, ``sample``."""
+    adapters: AdapterPlaces
+    """Which LoRA adapters are in slots of the device, in use, in the host's memory: ``in_slots``,
+    ``in_use``, ``num_running(adapter)``, ``place(adapter)``."""
 
     @property
     def cost(self) -> CostModel:
-        """The cost model, which predicts how many seconds a step takes."""
+        """The cost model, which predicts how many seconds a step or the load of an adapter
+        takes."""
         ...
 
     @property

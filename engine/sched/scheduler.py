@@ -142,6 +142,7 @@ class Scheduler(SchedulerInterface):
 
     def name_adapter(self, req: Request, adapter: str) -> None:
         req.add = replace(req.add, adapter=adapter)
+        self.roster.table.facts.set_adapter(req.row, adapter)
         self.kv.forget_prefix(req)
         self.roster.rank_again(req, self.guard.rank(req, self.view))
 

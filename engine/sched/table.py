@@ -80,21 +80,25 @@ class FloatColumn(Column):
         self._attach(array(self.code, [default]) * length)
 
 
-class Users:
-    """Maps the names of users with requests to small integers, for use in arrays."""
+class Names:
+    """Maps names that requests have, of users or of adapters, to small integers, for arrays."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._counts: list[int] = []  # requests per user
+        self._counts: list[int] = []  # requests per name
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """The length that an array indexed by user numbers must have."""
+        """The length that an array indexed by these numbers must have."""
         return len(self._names)
 
+    def __getitem__(self, number: int) -> str:
+        """The name with this number."""
+        return self._names[number]
+
     def enter(self, name: str) -> int:
-        """Count one more request of this user; returns the user's number."""
+        """Count one more request with this name; returns the name's number."""
         number = self._numbers.get(name)
         if number is None:
             if not self._free:
@@ -107,7 +111,7 @@ class Users:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one request less of a user. The number of a user without requests is reused."""
+        """Count one request less. The number of a name without requests is reused."""
         self._counts[number] -= 1
         if not self._counts[number]:
             del self._numbers[self._names[number]]
@@ -132,7 +136,9 @@ class Facts:
         self.num_preempted = TableColumn(num_rows)
         self.is_waiting = TableColumn(num_rows)
         self.user = TableColumn(num_rows)  # number of the user in ``users``
-        self.users = Users()
+        self.users = Names()
+        self.adapter = TableColumn(num_rows)  # number of the adapter in ``adapters``; -1 for none
+        self.adapters = Names()
         self.ranks: list[LongColumn | FloatColumn] = []
         self.own: dict[str, FloatColumn] = {}
 
@@ -147,14 +153,22 @@ class Facts:
         self.num_preempted.at[row] = 0
         self.is_waiting.at[row] = 1
         self.user.at[row] = self.users.enter(add.user)
+        self.set_adapter(row, add.adapter)
         for own in self.own.values():
             own.at[row] = own.default
 
     def leave(self, row: int) -> None:
-        """Remove an ended request's row from the counts of its user."""
+        """Remove an ended request's row from the counts of its user and its adapter."""
         if (user := self.user.at[row]) >= 0:
             self.users.leave(user)
             self.user.at[row] = -1
+            self.set_adapter(row, None)
+
+    def set_adapter(self, row: int, name: str | None) -> None:
+        """Set the adapter of the request in this row; ``None``: it uses none."""
+        if (number := self.adapter.at[row]) >= 0:
+            self.adapters.leave(number)
+        self.adapter.at[row] = -1 if name is None else self.adapters.enter(name)
 
     def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
         """Set the times of the last token, to ``now``, and of the first. ``started``: indices in
@@ -245,7 +259,8 @@ class Table:
             column.at[row] = 0
         self.num_tokens.at[row] = self.num_prompt.at[row] = num_prompt
         self.generation.at[row] += 1
-        self.slot.at[row] = self.considered.at[row] = self.facts.user.at[row] = -1
+        self.slot.at[row] = self.considered.at[row] = -1
+        self.facts.user.at[row] = self.facts.adapter.at[row] = -1
         self.alive.at[row] = 1
         return row
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
+from engine.sched.adapters import AdapterPlaces, NoAdapters
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
@@ -47,6 +48,7 @@ class View:
         self.ledger = Ledger(config.user_weights)
         self.lengths = LengthHistory()
         self.headroom = Headroom()
+        self.adapters: AdapterPlaces = NoAdapters()  # the resource for adapters sets its own
         self._cost = LinearCost()
         self._profile: CostModel | None = None  # given by the user, instead of the fitted model
         if config.cost_profile is not None:
@@ -78,7 +80,9 @@ class View:
     ) -> Columns:
         roster = self._roster
         requests = requests or roster.requests
-        return Columns(rows, roster.table, self._predict_all, self._cached_all, requests)
+        return Columns(
+            rows, roster.table, self._predict_all, self._cached_all, self._load_seconds, requests
+        )
 
     def _predict_all(self, columns: Columns) -> NDArray[np.int64]:
         if isinstance(self.predictor, PredictsAll):
@@ -90,6 +94,14 @@ class View:
         return self.kv.cached_prefixes(
             columns.rows, columns.arrival, columns.num_tokens, columns.requests_of
         )
+
+    def _load_seconds(self, columns: Columns) -> NDArray[np.float64]:
+        numbers, names = columns.adapter, self._roster.table.facts.adapters
+        seconds = np.zeros(len(names) + 1)  # the last one is for number -1, no adapter
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            seconds[number] = self.cost.load_seconds(self.adapters.place(names[number]))
+        found: NDArray[np.float64] = seconds[numbers]
+        return found
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
         if name not in self._own:

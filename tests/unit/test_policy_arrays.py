@@ -14,7 +14,7 @@ from engine.sched import Policy
 from engine.sched.plugins.find import find_policy
 from engine.sched.plugins.ranks import RankCheck
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.table import Users
+from engine.sched.table import Names
 from policylab.verify.testing import PolicyError, check_policy
 
 
@@ -276,7 +276,7 @@ def test_a_promise_per_token_must_be_a_time():
 
 
 def test_users_have_small_numbers_while_they_have_requests():
-    users = Users()
+    users = Names()
     assert [users.enter(name) for name in "abab"] == [0, 1, 0, 1]
     users.leave(0)
     assert users.enter("c") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.sched import Policy
+from engine.sched.policies.adapter_clustering import AdapterClustering
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe
 from engine.sched.policies.conserve import ConServe
@@ -29,6 +30,7 @@ from engine.sched.policies.trail import TRAIL
 from engine.sched.policies.vtc import VTC
 
 POLICIES: dict[str, type[Policy]] = {
+    "adapter-clustering": AdapterClustering,
     "andes": Andes,
     "blendserve": BlendServe,
     "conserve": ConServe,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.step import StepPlan
+from engine.sched.adapters import Place
 
 Vector = NDArray[np.float64]
 
@@ -43,14 +44,27 @@ class CostModel(Protocol):
         tokens of one prompt; the result counts decodes, too. 0 if the decodes alone take longer."""
         ...
 
+    def load_seconds(self, place: Place) -> float:
+        """Predicted seconds until requests can run with an adapter that is in this place: 0 for
+        `slot`; for `host` to copy it, for `disk` to read and to copy it."""
+        ...
+
     def observe(self, shape: StepShape) -> None:
         """Learn from a measured step."""
+        ...
+
+    def observe_read(self, seconds: float) -> None:
+        """Learn how long it took to read an adapter into the host's memory."""
         ...
 
 
 PRIOR = np.array([5e-3, 4e-6, 2e-5, 1e-8, 1e-9])
 """The coefficients before any step was measured: seconds per step, per row, per token, per token of
 context and per attention pair. After the first measured step only their proportions matter."""
+
+COPY_SECONDS = 2e-3  # to copy an adapter from the host's memory into a slot
+READ_SECONDS = 50e-3  # to read an adapter from a disk, before any was read
+MANY_READS = 16  # the latest reads count most: as in a mean over this many
 
 
 class LinearCost:
@@ -71,6 +85,8 @@ class LinearCost:
         self._moment = np.zeros(5)
         self._square = 0.0  # sum of squares of the measured times, in the same units
         self._kept = np.arange(5)  # features whose factors are above 0
+        self._read_seconds = READ_SECONDS
+        self._num_reads = 0
 
     def step_seconds(
         self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
@@ -101,6 +117,13 @@ class LinearCost:
         divisor = linear + sqrt(linear * linear + 2 * pair * left)
         num_prompt = 2 * left / divisor if divisor else UNLIMITED
         return num_seqs + int(min(UNLIMITED, num_prompt))
+
+    def load_seconds(self, place: Place) -> float:
+        return seconds_from(place, COPY_SECONDS, self._read_seconds)
+
+    def observe_read(self, seconds: float) -> None:
+        self._num_reads = min(MANY_READS, self._num_reads + 1)
+        self._read_seconds += (seconds - self._read_seconds) / self._num_reads
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
         """Return the sum of the coefficients, each times its weight (in the order of ``PRIOR``),
@@ -167,6 +190,12 @@ class LinearCost:
                 self._kept = kept
                 return factors
             kept = np.delete(kept, factors[kept].argmin())
+
+
+def seconds_from(place: Place, copy: float, read: float) -> float:
+    """Seconds to load an adapter that is in this place. ``copy``: into a slot, ``read``: into the
+    host's memory."""
+    return 0.0 if place == "slot" else copy if place == "host" else read + copy
 
 
 class StepShape(NamedTuple):

@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.sched.predict.cost import UNLIMITED, StepShape
+from engine.sched.adapters import Place
+from engine.sched.predict.cost import (
+    COPY_SECONDS,
+    READ_SECONDS,
+    UNLIMITED,
+    StepShape,
+    seconds_from,
+)
 
 FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
@@ -43,6 +50,15 @@ class HostCost(msgspec.Struct, frozen=True):
         requests with ``added_tokens`` prompt tokens arrive."""
         added = self.request * num_added + self.token * added_tokens
         return self.step + self.sequence * num_seqs + added
+
+
+class AdapterCost(msgspec.Struct, frozen=True):
+    """The cost of loading a LoRA adapter, in seconds."""
+
+    copy: float = COPY_SECONDS
+    """From the host's memory into a slot of the device."""
+    read: float = READ_SECONDS
+    """From a disk into the host's memory, checked."""
 
 
 class WindowCost(msgspec.Struct, frozen=True):
@@ -78,6 +94,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[WindowCost] = []
     """Layers with windows, which the coefficients of "context" and "attention" leave out."""
     host: HostCost = HostCost()
+    adapters: AdapterCost = AdapterCost()
     noise: list[tuple[str, float]] = []
     """For each of a number of consecutive steps: its regime, and its measured seconds divided by
     the predicted ones. The mean ratio is 1 in each regime. Short steps vary more."""
@@ -192,5 +209,11 @@ class ProfileCost:
         found = bisect_right(within, seconds, key=lambda n: self.profile.seconds(base.shape(n)))
         return min(UNLIMITED, num_seqs + max(0, found - 1))
 
+    def load_seconds(self, place: Place) -> float:
+        return seconds_from(place, self.profile.adapters.copy, self.profile.adapters.read)
+
     def observe(self, shape: StepShape) -> None:
+        pass
+
+    def observe_read(self, seconds: float) -> None:
         pass

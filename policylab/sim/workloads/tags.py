@@ -191,7 +191,8 @@ class Tags(NamedTuple):
 def _zipf(number: int, skew: float) -> NDArray[np.float64]:
     """Shares [number] proportional to ``1 / n**skew`` for the n-th, with the sum 1."""
     shares: NDArray[np.float64] = np.arange(1, number + 1, dtype=np.float64) ** -skew
-    return shares / shares.sum()
+    shares /= shares.sum()
+    return shares
 
 
 def _pick(rng: np.random.Generator, rows: Rows, shares: np.ndarray[Any, Any]) -> Iterator[Rows]:
