@@ -23,6 +23,7 @@ from engine.messages.step import Column, SnapshotPart, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.roster import Rows
+from engine.sched.step.settle import up_to_end
 from engine.sched.step_state import Step
 from engine.sched.table import Table
 from engine.states.guard import GuardedSnapshotPolicy
@@ -160,18 +161,17 @@ class StateSnapshots(Resource):
 
     def _later(self, save: Save, plan: StepPlan, result: StepResult) -> list[int] | None:
         """The accepted drafts of the step that are among the last tokens of a snapshot. ``None`` if
-        the row failed, or if one of these drafts was rejected."""
+        the row failed, if one of these drafts was rejected, or if the request ends before them."""
         if save.place in result.errors:
             return None
         num_later = save.num_tokens - save.req.num_tokens
         if plan.drafts is None or num_later <= 0:
             return []
-        num_accepted = int(result.counts[save.place]) - 1
-        if num_later > num_accepted:
-            return None
         first = int(result.counts[: save.place].sum())
-        tokens: list[int] = result.token_ids[first : first + num_later].tolist()
-        return tokens
+        end = first + int(result.counts[save.place])
+        accepted = result.token_ids[first : end - 1].tolist()
+        later = up_to_end(save.req, accepted) if accepted else accepted
+        return None if num_later > len(later) else later[:num_later]
 
 
 def ends_of_blocks(plan: StepPlan, table: Table, block_size: int) -> tuple[Rows, Column]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from support.data_plane import RightDrafts
 from support.holders import fill, holder
 from support.simulate import Run, expected, make_request, make_run
 
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
+from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
+from engine.spec.decide import Drafts
 from policylab.verify.remote import Store
 
 PROMPT = [(7 * k) % 991 for k in range(3000)]
@@ -244,3 +247,16 @@ def test_withdrawn_tokens_take_their_snapshots_along():
 def test_a_kv_source_is_refused():
     with pytest.raises(ConfigError, match="recurrent"):
         KVManager(10, 16, source=Store(16)).keep_states(1)
+
+
+@pytest.mark.parametrize("num_output", [3, 5, 6, 8, 9])
+def test_a_request_that_stops_among_its_drafts_leaves_a_snapshot_before_its_stop(num_output):
+    answer = expected(PROMPT[:34], 20)
+    run = make_run(snapshot_blocks=1, block_size=4, resources=[Drafts(4, RightDrafts())])
+    run.num_drafts = 4
+    params = SamplingParams(max_tokens=20, stop_token_ids=[answer[num_output - 1]])
+    run.add(make_request("a", PROMPT[:34], 20, params=params))
+    run.drain()
+    assert run.outputs["a"] == answer[:num_output]
+    hit = serve(run, "b", PROMPT[:34] + answer[:num_output] + OTHER[:9])
+    assert hit in {(34 + num_output) // 4 * 4, (34 + num_output - 1) // 4 * 4}
