@@ -25,10 +25,12 @@ from typing import Any, NamedTuple, Unpack
 from engine.config.args import EngineArgs
 from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
+from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
 from engine.frontend.pace import QueueLimits, QueuePace
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.streams import OutputReader, Stream
+from engine.messages.adapters import AdapterInfo, LoRARequest
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
     FinishedRequest,
@@ -132,6 +134,9 @@ class AsyncLLMEngine:
             # A shutdown cancels texts that no thread has started; this must not cancel the task.
             await asyncio.gather(asyncio.wrap_future(started), return_exceptions=True)
             self._check_alive()
+        if options.get("lora_request") is not None:
+            request = options["lora_request"]
+            await self._load(partial(self._session.adapters.needed_for, request))
         submission = inputs.process(request_id, prompt, sampling_params, options, started)
         stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
@@ -242,6 +247,49 @@ class AsyncLLMEngine:
         """The scope of the pause that this engine requested, ``None`` if it is not paused. Pauses
         requested by other clients of the core are not included."""
         return self._paused
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter, on all cores or on none. Returns False if it is loaded already.
+
+        Raises ``RequestError`` for a name or number that another adapter has, and ``ConfigError``
+        with the reason if the adapter cannot be used."""
+        return await self._load(partial(self._session.adapters.loading, lora_request)) is not None
+
+    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> AdapterInfo:
+        """Load a LoRA adapter whose number the cores choose, and whose path must be in
+        ``adapter_dir``, if there is one. Raises as ``add_lora`` does."""
+        self._session.adapters.check_enabled()
+        load = AdapterLoad(self._session.client, name, path, replaces=replaces, is_confined=True)
+        return await self._run_load(load)
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        """Unload a LoRA adapter by its ``lora_int_id`` or name. Its requests end with it, new ones
+        are refused. Returns False if there is none."""
+        return await self._call(partial(self._session.adapters.remove, lora_id)) is not None
+
+    async def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each loaded adapter."""
+        return {adapter.number for adapter in await self.lora_adapters()}
+
+    async def lora_adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters: names, numbers, paths, digests and sizes."""
+        adapters: list[AdapterInfo] = await self._call(self._session.adapters.all)
+        return adapters
+
+    async def find_adapter(self, name: str) -> AdapterInfo | None:
+        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if there is none."""
+        adapter: AdapterInfo | None = await self._call(partial(self._session.adapters.find, name))
+        return adapter
+
+    async def pin_lora(self, lora_id: int | str) -> bool:
+        """Keep an adapter in memory and in its slot until it is removed. Returns False if there is
+        none. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
+        return bool(await self._call(partial(self._session.adapters.pin, lora_id)))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may use LoRA adapters (``enable_lora``)."""
+        return self._session.adapters.is_enabled
 
     async def start_profile(self) -> None:
         """Record a torch profile of the worker until ``stop_profile``.
@@ -382,6 +430,25 @@ class AsyncLLMEngine:
             self._open.remove(stream)
             if not stream.is_finished and self._death is None:
                 self._command(partial(self._leave, stream))
+
+    async def _load(self, make: Callable[[], AdapterLoad | None]) -> AdapterInfo | None:
+        """Load an adapter while other requests go on, and return it; ``None`` if there is nothing
+        to load. ``make`` is called in the engine's thread."""
+        load: AdapterLoad | None = await self._call(make)
+        return None if load is None else await self._run_load(load)
+
+    async def _run_load(self, load: AdapterLoad) -> AdapterInfo:
+        try:
+            await self._call(load.begin)
+            while True:
+                loaded: AdapterInfo | None = await self._call(load.poll)
+                if loaded is not None:
+                    return loaded
+                await asyncio.sleep(POLL_SECONDS)
+        except asyncio.CancelledError:
+            with self._changed:
+                self._command(load.cancel)
+            raise
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the engine's thread between two steps. Returns its result."""

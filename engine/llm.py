@@ -21,6 +21,7 @@ from engine.frontend.default_model import with_default_model
 from engine.frontend.prompt import Prompt, RequestOptions, Submission
 from engine.frontend.session import HeldInterrupt
 from engine.llm_engine import LLMEngine
+from engine.messages.adapters import LoRARequest
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.text.chat import Messages
@@ -54,13 +55,15 @@ class LLM:
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
         queue_timeout: float | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate an output for each prompt, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with ``"prompt"`` or
         ``"prompt_token_ids"``. ``sampling_params`` and ``priority`` (lower values first): one for
         all prompts or one for each. A request ends with finish reason ``"deadline"`` after
-        ``timeout`` seconds, or ``queue_timeout`` seconds if it has not started. Raises
+        ``timeout`` seconds, or ``queue_timeout`` seconds if it has not started. ``lora_request``:
+        one adapter for all prompts, or one or ``None`` for each. Raises
         ``RequestError``, before anything is computed, if a prompt or its parameters are invalid. An
         interrupt aborts all requests. Thread-safe.
         """
@@ -73,7 +76,14 @@ class LLM:
             options["timeout"] = timeout
         if queue_timeout is not None:
             options["queue_timeout"] = queue_timeout
-        submissions = self._process(todo, params, [{**options, "priority": rank} for rank in ranks])
+        adapters = _adapters_for(lora_request, len(todo))
+        own: list[RequestOptions] = [
+            {**options, "priority": rank, **({} if lora is None else {"lora_request": lora})}
+            for rank, lora in zip(ranks, adapters, strict=True)
+        ]
+        with self._turn:
+            self.llm_engine.prepare_loras(adapters)
+        submissions = self._process(todo, params, own)
         with self._turn:
             return self._run(submissions, use_tqdm)
 
@@ -87,6 +97,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, turned into prompts by the model's chat template.
 
@@ -100,7 +111,9 @@ class LLM:
             **_template_variables(chat_template_kwargs),
         }
         prompts = self.llm_engine.session.inputs.render(_as_conversations(messages), options)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those in the model's generation_config.json, and for
@@ -225,6 +238,22 @@ def _items(name: str, value: object) -> list[Any]:
         message = f"{name} is {value!r:.80} ({type(value).__name__}), must be a list"
         raise RequestTypeError(message, param=name)
     return list(value)
+
+
+def _adapters_for(
+    given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> list[LoRARequest | None]:
+    """The adapter of each prompt."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    adapters = _items("lora_request", given)
+    if len(adapters) != count:
+        raise RequestError(
+            f"lora_request has {len(adapters)} entries for {count} prompts; give one each or one "
+            "for all",
+            param="lora_request",
+        )
+    return adapters
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> list[T]:

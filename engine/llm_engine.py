@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Unpack
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
+from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
 from engine.frontend.prompt import Prompt, RequestOptions
 from engine.frontend.session import HeldInterrupt, PauseScope, Session
+from engine.messages.adapters import AdapterInfo, LoRARequest
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput, as_request_ids
 from engine.messages.stats import SchedulerStats
@@ -42,11 +45,12 @@ class LLMEngine:
         """Add a request to the queue. ``step`` returns its outputs, which have this id.
 
         Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy; ``timeout``, ``queue_timeout``: seconds after which the
+        ``hints`` for the scheduling policy; ``lora_request``: the LoRA adapter; ``timeout``, ``queue_timeout``: seconds after which the
         request ends with reason ``"deadline"``, the latter only if it has not started. Raises
         ``RequestError`` for an invalid request, or its subclass ``RefusedError`` if the queue is
         full.
         """
+        self.prepare_loras([options.get("lora_request")])
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
@@ -102,6 +106,36 @@ class LLMEngine:
         """End a pause, if there is one."""
         self.session.client.call("resume")
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter, on all cores or on none. Returns False if it is loaded already.
+
+        Raises ``RequestError`` for a name or number that another adapter has, and ``ConfigError``
+        with the reason if the adapter cannot be used."""
+        return self._load(self.session.adapters.loading(lora_request)) is not None
+
+    def prepare_loras(self, lora_requests: Iterable[LoRARequest | None]) -> None:
+        """Load those of these adapters that come from memory, before requests name them."""
+        for request in {id(request): request for request in lora_requests}.values():
+            self._load(self.session.adapters.needed_for(request))
+
+    def remove_lora(self, lora_id: int | str) -> bool:
+        """Unload a LoRA adapter by its ``lora_int_id`` or name. Its requests end with it, new ones
+        are refused. Returns False if there is none."""
+        return self.session.adapters.remove(lora_id) is not None
+
+    def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each loaded adapter."""
+        return {adapter.number for adapter in self.session.adapters.all()}
+
+    def lora_adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters: names, numbers, paths, digests and sizes."""
+        return self.session.adapters.all()
+
+    def pin_lora(self, lora_id: int | str) -> bool:
+        """Keep an adapter in memory and in its slot until it is removed. Returns False if there is
+        none. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
+        return self.session.adapters.pin(lora_id)
+
     def start_profile(self) -> None:
         """Record a torch profile of the worker until ``stop_profile``.
 
@@ -127,6 +161,15 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Free the model and its memory. A second call does nothing."""
         self.session.shutdown()
+
+    def _load(self, load: AdapterLoad | None) -> AdapterInfo | None:
+        """Wait until an adapter is loaded, and return it; ``None`` if there is nothing to load."""
+        if load is None:
+            return None
+        load.begin()
+        while (loaded := load.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return loaded
 
     def __enter__(self) -> LLMEngine:
         return self

@@ -50,6 +50,7 @@ LAZY_IMPORTS = {
     "engine.cli.prepare": "kernels bring torch, which no other command needs at its start",
     "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
+    "engine.frontend.adapters": "torch is imported only for an adapter from memory",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.models.opening": "the gguf package is imported only for GGUF files",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",

@@ -31,6 +31,9 @@ class CoreClient(Protocol):
     id_prefix: str
     """Request ids with this prefix are unique among all clients of the core."""
 
+    max_call_bytes: int | None = None
+    """Largest size of a utility call; ``None``: no limit."""
+
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises ``RequestError`` if its id is in use or it could never run,
         ``RefusedError`` if it cannot be queued now."""

@@ -26,6 +26,7 @@ from engine.errors import (
 )
 from engine.frontend.chats import render_chats
 from engine.frontend.text_workers import TextPool
+from engine.messages.adapters import AdapterSource, LoRARequest
 from engine.messages.finite import check_finite
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
@@ -78,6 +79,10 @@ class RequestOptions(TypedDict, total=False):
     """Seconds after arrival at which the request ends if it has not started."""
     hints: dict[str, Any]
     """Passed to the policy unchanged."""
+    lora_request: LoRARequest | None
+    """The LoRA adapter to use; it is loaded if it is not."""
+    adapter: str
+    """Name of a loaded LoRA adapter, in place of ``lora_request``."""
 
 
 class Submission(NamedTuple):
@@ -104,6 +109,8 @@ class ModelLimits:
     seed: int
     object_rules: ObjectRules = NO_RULES
     """The engine's defaults for JSON objects in schemas, which a request may override."""
+    has_adapters: bool = False
+    """Whether requests may use LoRA adapters."""
 
 
 class InputProcessor:
@@ -149,6 +156,7 @@ class InputProcessor:
         token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, started)
         self._check_params(params)
         grammar = self._grammar(params)
+        adapter, source = self._adapter(options)
         first = AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -167,6 +175,8 @@ class InputProcessor:
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
             tbt=options.get("tbt"),
+            adapter=adapter,
+            adapter_source=source,
         )
         requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
@@ -213,6 +223,28 @@ class InputProcessor:
         grammar = grammar_of(params.structured_outputs, self.object_rules)
         check_finite(grammar)
         return grammar
+
+    def _adapter(self, options: RequestOptions) -> tuple[str | None, AdapterSource | None]:
+        """The name of the request's LoRA adapter, and where a core finds it."""
+        name, request = options.get("adapter"), options.get("lora_request")
+        if name is None and request is None:
+            return None, None
+        if not self._limits.has_adapters:
+            raise RequestError(
+                "the request names a LoRA adapter, and the engine was started without: start it "
+                "with enable_lora=True",
+                param="adapter" if request is None else "lora_request",
+            )
+        if request is None:
+            return name, None
+        if name is not None:
+            raise RequestError(
+                f"adapter is {name!r:.80} and lora_request is given: give only one of them",
+                param="adapter",
+            )
+        replaces = request.load_inplace and request.tensors is None
+        source = AdapterSource(request.lora_path, request.lora_int_id, replaces)
+        return request.lora_name, source
 
     def _parts(self, prompt: Prompt) -> TextPrompt:
         if isinstance(prompt, str):
@@ -349,6 +381,8 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
     "timeout": (int | float | None, "a finite number of seconds above 0"),
     "queue_timeout": (int | float | None, "a finite number of seconds above 0"),
     "hints": (dict | None, "a dict"),
+    "lora_request": (LoRARequest | None, "a LoRARequest"),
+    "adapter": (str, "a str"),
 }
 
 

@@ -20,6 +20,7 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
+from engine.frontend.adapters import Adapters
 from engine.frontend.output import OutputProcessor
 from engine.frontend.pooled_text import PooledOutputs
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
@@ -60,6 +61,7 @@ class Session:
         self.inputs = InputProcessor(
             tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
         )
+        self.adapters = Adapters(client)
         self.outputs = OutputProcessor(tokenizer)
         if pool is not None:
             assert tokenizer is not None, "text processes need a tokenizer"
@@ -230,6 +232,7 @@ def _limits(
         scheduling_policy=config.scheduler.scheduling_policy,
         seed=config.model.seed,
         object_rules=ObjectRules(config.additional_properties, config.property_order),
+        has_adapters="adapters" in decided.capabilities,
     )
 
 

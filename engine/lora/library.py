@@ -477,7 +477,8 @@ class AdapterLibrary:
     def _fail(self, version: Version, error: Exception) -> None:
         is_ours = isinstance(error, EngineError)
         reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        version.fault = reason if version.name in reason else f"adapter {version.name!r}: {reason}"
+        named = f"adapter {version.name!r}"
+        version.fault = reason if named in reason else f"{named}: {reason}"
         version.reading = None
         self.num_failed += 1
         if self._next.get(version.name) is version:

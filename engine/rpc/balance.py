@@ -27,6 +27,9 @@ class Balancer:
     ) -> None:
         self.loads = [0] * num_cores
         """Tokens of each core's unfinished requests: prompts, plus the longest possible outputs."""
+        self.adapters: dict[str, str] = {}
+        """Digests of LoRA adapters by name, as far as they are known: prompts share nothing with
+        those of a name's earlier versions."""
         self._block_size = block_size
         self._max_remembered = max_remembered
         self._seen: dict[int, int] = {}  # hash of a prompt prefix -> the last core it was sent to
@@ -80,7 +83,10 @@ class Balancer:
     def _beginnings(self, request: AddRequest) -> Iterator[int]:
         """Hashes of the prompt's prefixes of 1, 2, 3, ... whole blocks."""
         tokens, size = request.prompt_token_ids, self._block_size
-        digest = hash((request.cache_salt, request.adapter))
+        adapter = request.adapter
+        if adapter is not None:
+            adapter = self.adapters.get(adapter, adapter)
+        digest = hash((request.cache_salt, adapter))
         for end in range(size, len(tokens) + 1, size):
             digest = hash((digest, *tokens[end - size : end]))
             yield digest

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
 
 GAUGES: dict[str, Any] = {
@@ -109,9 +110,22 @@ class DeadCounters:
         )
 
 
+def digest_of_all(answers: list[str | None]) -> str | None:
+    """The digest of an adapter that all cores have read; ``None`` if some are still reading. Raises
+    ``ConfigError`` if they have read different files."""
+    if None in answers:
+        return None
+    if len(set(answers)) > 1:
+        raise ConfigError(
+            "the cores have read different files of the adapter: give all of them the same files"
+        )
+    return answers[0]
+
+
 JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "reset_prefix_cache": all,
     "stats": sum_of,
     "profile": traces_of,
+    "adapter_state": digest_of_all,
 }
 """For each utility, the function that combines the answers of the cores."""

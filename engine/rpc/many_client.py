@@ -23,6 +23,8 @@ from engine.messages.requests import (
     in_use,
 )
 from engine.messages.stats import SchedulerStats
+from engine.messages.wire import MAX_CALL_BYTES
+from engine.rpc.adapter_loads import AdapterLoads
 from engine.rpc.balance import Balancer
 from engine.rpc.joined import JOINED, DeadCounters, first_of, sum_of
 from engine.rpc.restarts import RestartOutcome, Restarts, Start
@@ -38,6 +40,8 @@ class ManyCoresClient(CoreClient):
     given, restarts the core. The client is dead when no core is left. Raises ``ConfigError`` for
     cores that do not run the same model."""
 
+    max_call_bytes = MAX_CALL_BYTES
+
     def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
@@ -50,6 +54,7 @@ class ManyCoresClient(CoreClient):
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._counters = DeadCounters()
         self._paused: tuple[Any, ...] | None = None  # arguments of ``pause``, for restarted cores
+        self._loads = AdapterLoads()  # for restarted cores, too
         self._poller = zmq.Poller()
         self._waker: sockets.Waker | None = None  # needed only while no core is alive
         self._restarts: Restarts | None = None
@@ -139,6 +144,8 @@ class ManyCoresClient(CoreClient):
         if name in ("pause", "resume"):
             self._paused = args if name == "pause" else None
         answers = self._of_all(name, *args)
+        if answers and self._loads.record(name, args, answers[0]):
+            self._balancer.adapters = self._loads.digests()
         if not answers:
             if name in ("pause", "resume"):  # also for cores that are restarted later
                 return None
@@ -278,6 +285,7 @@ class ManyCoresClient(CoreClient):
             check_alike([self._cores[index], core])
             if self._paused is not None:
                 core.call("pause", *self._paused)
+            self._loads.repeat(core)
         except BaseException:
             core.shutdown()
             raise

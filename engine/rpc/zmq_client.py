@@ -68,6 +68,7 @@ class EngineCoreClient(CoreClient):
     """
 
     decided: Welcome
+    max_call_bytes = MAX_CALL_BYTES
 
     def __init__(
         self,
