@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,7 +16,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
-from engine.config.near import did_you_mean
+from engine.messages.adapters import AdapterInfo
+from engine.server.adapters import AdapterRoutes, ServedAdapters
 from engine.server.answers import HttpAnswer
 from engine.server.blame import KEY as BODY
 from engine.server.bodies import ChatRequest, CompletionRequest, read
@@ -61,6 +62,12 @@ logger = logging.getLogger("engine.server")
 A = TypeVar("A", bound=msgspec.Struct)
 
 
+class NamesModel(Protocol):
+    """The body of a request. Once it is read, ``model`` is the name of an adapter, or empty."""
+
+    model: str
+
+
 class Api:
     """The handlers of the API's routes."""
 
@@ -68,6 +75,7 @@ class Api:
         self,
         engine: AsyncLLMEngine,
         names: ServedNames,
+        adapters: ServedAdapters,
         limits: ServerLimits,
         chat_template: str | None,
     ) -> None:
@@ -76,6 +84,7 @@ class Api:
         self._model = ChatModel(engine, chat_template)
         self._store = ResponseStore()
         self._names = names
+        self._adapters = adapters
         self._limits = limits
         self._bodies = Bodies(limits.max_body_bytes)
         self._max_model_len = engine.max_model_len
@@ -103,20 +112,20 @@ class Api:
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one prompt or several."""
         body = await self._read(request, CompletionRequest)
-        answer = Completion(self._engine, body, self._names.first)
+        answer = Completion(self._engine, body, self._name(body))
         return await self._answer(request, body.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         body = await self._read(request, ChatRequest)
-        answer = Chat(await self._model.loaded(), body, self._names.first)
+        answer = Chat(await self._model.loaded(), body, self._name(body))
         return await self._answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """Create a response, which may be stored and continued."""
         body = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(await self._model.loaded(), body, self._names.first, self._store, owner)
+        answer = Responses(await self._model.loaded(), body, self._name(body), self._store, owner)
         return await self._answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
@@ -133,7 +142,7 @@ class Api:
     async def messages(self, request: Request) -> ASGIApp:
         """Create a message, in Anthropic's form."""
         body = await self._read(request, MessagesRequest)
-        answer = Messages(await self._model.loaded(), body, self._names.first)
+        answer = Messages(await self._model.loaded(), body, self._name(body))
         return await self._answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
@@ -143,16 +152,20 @@ class Api:
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
-        """List the names under which the model is served."""
-        return json_response(
-            {"object": "list", "data": [self._about(name) for name in self._names.listed]}
-        )
+        """List the names under which the model is served, and the adapters."""
+        listed = [self._about(name) for name in self._names.listed]
+        listed += [self._about_adapter(each) for each in await self._adapters.listed()]
+        return json_response({"object": "list", "data": listed})
 
     async def model(self, request: Request) -> ASGIApp:
-        """Describe the model under one of its names."""
+        """Describe the model under one of its names, or an adapter."""
         name = request.path_params["name"]
-        self._check_model(name)
-        return json_response(self._about(name))
+        if self._names.has(name):
+            return json_response(self._about(name))
+        adapter = await self._adapters.find(name)
+        if adapter is None:
+            raise self._adapters.unknown(name)
+        return json_response(self._about_adapter(adapter))
 
     async def version(self, request: Request) -> ASGIApp:
         """Report the server's version."""
@@ -172,15 +185,24 @@ class Api:
 
     async def document(self, request: Request) -> ASGIApp:
         """Return this OpenAPI document."""
-        return json_response(document_of(request.app.routes, self._names.listed))
+        adapters = [adapter.name for adapter in await self._adapters.listed()]
+        return json_response(document_of(request.app.routes, [*self._names.listed, *adapters]))
 
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
         body = request.scope[BODY] = read(await self._bodies.read(request), kind)
         check_limits(body, self._limits)
-        self._check_model(body.model)  # type: ignore[attr-defined]
+        named: NamesModel = body  # type: ignore[assignment]
+        if named.model is None or self._names.has(named.model):
+            named.model = ""
+        elif not await self._adapters.has(named.model):
+            raise self._adapters.unknown(named.model)
         return body
+
+    def _name(self, body: NamesModel) -> str:
+        """The name that the answer has: that of the adapter, or the model's first one."""
+        return body.model or self._names.first
 
     async def _answer(self, request: Request, is_stream: bool, answer: HttpAnswer) -> ASGIApp:
         name = request_id_of(request.scope)
@@ -211,19 +233,6 @@ class Api:
         logger.info("request %s: left out tools that a server would have to run: %s", name, kinds)
         return {LEFT_OUT: kinds}
 
-    def _check_model(self, name: str | None) -> None:
-        """Raise ``ApiError`` for an unknown model. ``None`` (no model in the request) is
-        allowed."""
-        if name is not None and not self._names.has(name):
-            listed = self._names.listed
-            near = did_you_mean(name, listed) if len(listed) > 1 else ""
-            raise ApiError(
-                404,
-                f"model is {name!r:.80}, must be one of: {', '.join(listed)}{near}",
-                param="model",
-                code="model_not_found",
-            )
-
     def _about(self, name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -231,9 +240,14 @@ class Api:
             "created": self._began,
             "owned_by": "metronome",
             "root": self._names.first,
+            "parent": None,
             "max_model_len": self._max_model_len,
             "default_sampling_params": dict(self._engine.recommended),
         }
+
+    def _about_adapter(self, adapter: AdapterInfo) -> dict[str, object]:
+        about = self._about(adapter.name)
+        return {**about, "root": adapter.path or adapter.name, "parent": self._names.first}
 
 
 def make_app(routes: Sequence[ApiRoute]) -> ASGIApp:
@@ -263,12 +277,17 @@ def make_app(routes: Sequence[ApiRoute]) -> ASGIApp:
 def routes_of(
     engine: AsyncLLMEngine,
     names: ServedNames,
+    adapters: ServedAdapters,
     operations: Operations,
     limits: ServerLimits,
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
     """All routes of the server. ``chat_template`` is used instead of the model's own template."""
-    return [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
+    return [
+        *Api(engine, names, adapters, limits, chat_template).routes(),
+        *AdapterRoutes(adapters, limits.max_body_bytes).routes(operations),
+        *operations.routes(),
+    ]
 
 
 async def not_yet(request: Request) -> ASGIApp:

@@ -103,6 +103,8 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in OPTIONS:
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
+        if self.model:  # the server leaves only names of adapters
+            options["adapter"] = self.model
         if self.deadline is not None:
             options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
         if self.tbt is not None:

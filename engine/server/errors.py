@@ -146,8 +146,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return ApiError(400, _too_long(error), param=error.param, code=error.code)
     if isinstance(error, RequestError):
-        status = 404 if error.code == "model_not_found" else 400
-        return ApiError(status, str(error), param=error.param, code=error.code)
+        if error.code == "model_not_found":  # an adapter that was unloaded
+            return ApiError(404, str(error), param="model", code=error.code)
+        return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, ConfigError):  # without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):

@@ -8,6 +8,7 @@ same value, so that dashboards made for vLLM show it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import EngineDeadError, EngineError, RestartingError
 from engine.messages.requests import FinishedRequest
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import AdapterUse, SchedulerStats
 from engine.observe.guard import PREFIX as FAILURES
 from engine.observe.guard import ObserverGuard
 from engine.observe.histograms import (
@@ -408,6 +409,8 @@ class Metrics(Collector):
         yield in_use
         if stats.has_snapshots:
             yield from self._snapshots(stats)
+        if stats.adapters is not None:
+            yield from self._adapters(stats.adapters)
         yield self._labelled(
             COUNTER,
             "metronome_prefix_cache_missed_tokens",
@@ -444,6 +447,32 @@ class Metrics(Collector):
         doc = "Share of the KV blocks that hold these snapshots, 0 to 1."
         share = stats.snapshot_usage
         yield from self._numbers(GAUGE, "state_snapshot_usage_ratio", None, doc, share)
+
+    def _adapters(self, use: AdapterUse) -> Iterator[Metric]:
+        """The gauges of an engine with LoRA adapters."""
+        for name, doc, value in (
+            ("adapter_slots", "Adapters that can run at the same time.", use.num_slots),
+            ("adapter_slots_used", "Slots of the device with an adapter.", use.num_slots_used),
+            ("adapter_host_copies", "Adapters in the host's memory.", use.num_host_copies),
+            ("adapter_host_bytes", "Size of these adapters.", use.host_bytes),
+        ):
+            yield from self._numbers(GAUGE, name, None, doc, value)
+        requests = GaugeMetricFamily(
+            "metronome_adapter_requests",
+            "Unfinished requests of each adapter.",
+            labels=["model_name", "adapter", "state"],
+        )
+        for state, numbers in (("running", use.running), ("waiting", use.waiting)):
+            for adapter, num in numbers.items():
+                requests.add_metric([self._model, adapter, state], num)
+        yield requests
+        names = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters that run and wait; the time.", labels=names
+        )
+        listed = [",".join(numbers) for numbers in (use.waiting, use.running)]
+        info.add_metric([str(use.num_slots), *listed], time.time())
+        yield info
 
     def _drafts(self, stats: SchedulerStats) -> Iterator[Metric]:
         """The counters of speculative decoding under vLLM's names."""

@@ -43,7 +43,7 @@ class Operations:
         self._check: asyncio.Task[None] | None = None
 
     def routes(self) -> list[ApiRoute]:
-        admin = self._for_admin
+        admin = self.for_admin
         return [
             ApiRoute("GET", "/health", self.health, None, dict),
             ApiRoute("GET", "/ping", self.health, None, dict),
@@ -148,7 +148,7 @@ class Operations:
             message = f"the core has not answered within {self._timeout:g} s: try again later"
             raise _unready(message, "core_silent") from error
 
-    def _for_admin(self, handle: Handler) -> Handler:
+    def for_admin(self, handle: Handler) -> Handler:
         """Wrap a handler so that it needs the admin key and refuses pages of other sites."""
 
         @wraps(handle)

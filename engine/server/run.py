@@ -26,6 +26,7 @@ from engine.errors import ConfigError
 from engine.frontend.session import Session
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
+from engine.server.adapters import ServedAdapters
 from engine.server.app import make_app, routes_of
 from engine.server.drain import Drain
 from engine.server.gate import QueueGate
@@ -150,7 +151,11 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
         limit_queue(engine, args, options.max_queue_seconds)
         names = names_of(config.model.model, options.served_model_name)
         operations = Operations(engine, keys, names.first, options.health_timeout)
-        routes = routes_of(engine, names, operations, options.limits, options.chat_template)
+        adapters = ServedAdapters(engine, names)
+        asyncio.run(adapters.start())
+        routes = routes_of(
+            engine, names, adapters, operations, options.limits, options.chat_template
+        )
         app = make_app(routes)
         # Middleware, from the innermost to the outermost.
         app = QueueGate(app, engine)

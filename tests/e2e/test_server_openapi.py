@@ -34,6 +34,7 @@ def server() -> Iterator[Served]:
 def test_every_route_is_described() -> None:
     """A route that is added has a line in the document, with what it takes and gives."""
     from engine.observe.guard import Failures
+    from engine.server.adapters import ServedAdapters
     from engine.server.app import routes_of
     from engine.server.http.openapi import ApiRoute, document_of
     from engine.server.keys import KeyRing
@@ -45,7 +46,9 @@ def test_every_route_is_described() -> None:
         max_model_len=64, measure=lambda: None, add_observer=print, failures=Failures()
     )
     operations = Operations(engine, KeyRing(), "box", 1.0)
-    routes = routes_of(engine, ServedNames(("box",)), operations, ServerLimits())
+    names = ServedNames(("box",))
+    adapters = ServedAdapters(engine, names)
+    routes = routes_of(engine, names, adapters, operations, ServerLimits())
     assert len(routes) > 10
     paths = document_of(routes, ["box"])["paths"]
     for route in routes:
