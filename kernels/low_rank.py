@@ -26,15 +26,15 @@ class LowRankProduct(NamedTuple):
 
     y * factors + added + scale * (x @ a.T) @ b.T
 
-    ``a`` and ``panels`` are contiguous and of x's dtype; ``factors`` and ``added`` of y's."""
+    All are contiguous. ``a`` and ``panels`` have x's dtype."""
 
     first: int  # the first of these outputs
     num_outputs: int
     a: torch.Tensor  # [rank, in]
     panels: torch.Tensor  # [panels, rank, PANEL]: b [outputs, rank] as `in_panels` returned it
     scale: float
-    factors: torch.Tensor | None = None  # [outputs]
-    added: torch.Tensor | None = None  # [outputs]
+    factors: torch.Tensor | None = None  # [outputs] float32
+    added: torch.Tensor | None = None  # [outputs] float32
 
     @property
     def rank(self) -> int:

@@ -69,7 +69,7 @@ def build_core(
     """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
-    adapters = adapter_slots(config)
+    adapters, added = adapter_halves(config)
     chosen = with_adapters(chosen, adapters)
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     drafting = fetched_draft_model(config)
@@ -85,7 +85,8 @@ def build_core(
     device = resolve_device(config.device)
     resolved = resolve(config, info, device, products=cpu_products(config.model, info, device))
     failures = Failures()
-    worker = make_worker(resolved, info, computing_halves(resolved, info, drafting), failures)
+    features = [*added, *computing_halves(resolved, info, drafting)]
+    worker = make_worker(resolved, info, features, failures)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
@@ -252,23 +253,28 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
     return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
 
 
-def adapter_slots(config: EngineConfig) -> AdapterSlots | None:
-    """Make the scheduler's half of LoRA; ``None`` without ``enable_lora``."""
+def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feature]]:
+    """Make the scheduler's and the worker's half of LoRA; ``None`` and [] without
+    ``enable_lora``."""
     options = config.lora
     if not options.enable_lora:
-        return None
+        return None, []
+    from engine.lora.compute import Adapters
     from engine.lora.files import Limits
     from engine.lora.reading import read_order
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = Limits(rank=options.max_lora_rank)
+    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE))
+    computing = Adapters(options.max_loras, store)
     library = AdapterLibrary(
-        ThreadedReader(partial(read_order, limits=Limits(rank=options.max_lora_rank))),
-        AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE)),
+        ThreadedReader(lambda order: computing.prepared(read_order(order, limits))),
+        store,
         most_pinned=options.max_loras - 1,
         directory=None if options.adapter_dir is None else str(options.adapter_dir),
         waits=config.step_log is not None,
     )
-    return AdapterSlots(options.max_loras, library)
+    return AdapterSlots(options.max_loras, library), [computing]
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:

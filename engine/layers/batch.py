@@ -48,6 +48,7 @@ class ForwardBatch:
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
     recorder: Recorder | None = None  # records or replays this step on a CPU
     output: Output | None = None  # compute this, too, if the step is recorded or replayed
+    variant: str = ""  # of the recording, see ``Feature.variant``
 
     @property
     def attention(self) -> AttentionMeta:

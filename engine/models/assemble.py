@@ -10,6 +10,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
+from engine.layers.adapted_linear import AdaptedLinear
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
@@ -44,7 +45,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Device and quantisation of a decoder's tensors. ``max_model_len``: longest sequence, in
-    tokens."""
+    tokens; ``takes_adapters``: linear layers, but those of experts, are ``AdaptedLinear``."""
 
     device: str
     quantization: str | None
@@ -52,6 +53,7 @@ class Placement:
     batch_invariant: bool = False
     output_layer_quantization: str | None = None
     quantize_activations: bool = True
+    takes_adapters: bool = False
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
@@ -67,6 +69,7 @@ class Assembly:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
+        self.adapted: dict[str, AdaptedLinear] = {}
 
     def decoder(self) -> NativeDecoder:
         spec = self.spec
@@ -79,6 +82,8 @@ class Assembly:
             ResidualNorm(self.norm("norm")),
             output,
             self.cache_spec(embedding.dtype),
+            spec,
+            self.adapted,
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -208,7 +213,7 @@ class Assembly:
             requested = self.placement.output_layer_quantization
         elif requested != "int8":
             requested = None
-        return make_linear(
+        layer = make_linear(
             weight,
             quantization=requested,
             device=self.placement.device,
@@ -216,6 +221,7 @@ class Assembly:
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=self.placement.quantize_activations,
         )
+        return self.adaptable("head", layer)
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)
@@ -223,7 +229,7 @@ class Assembly:
         factors = self.spec.factors.get(name.rpartition(".")[2])
         if factors is not None:
             weight, bias = scaled(weight, bias, factors)
-        return make_linear(
+        layer = make_linear(
             weight,
             bias,
             quantization=self.placement.quantization,
@@ -231,16 +237,26 @@ class Assembly:
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=self.placement.quantize_activations,
         )
+        return self.adaptable(name, layer)
 
     def unquantized(self, name: str, keeps_float32: bool = False) -> Linear:
         """Make a small layer that is not quantised. keeps_float32: its outputs are float32."""
-        return make_linear(
+        layer = make_linear(
             self.weights.take(name),
             device=self.placement.device,
             keeps_float32=keeps_float32,
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=False,
         )
+        return self.adaptable(name, layer)
+
+    def adaptable(self, name: str, layer: Linear) -> Linear:
+        """The layer of a target, as one that takes adapters if it should."""
+        is_of_expert = name.count(".") > 1
+        if is_of_expert or not self.placement.takes_adapters:
+            return layer
+        self.adapted[name] = AdaptedLinear(layer)
+        return self.adapted[name]
 
     def tensor(self, name: str) -> torch.Tensor:
         device = self.placement.device

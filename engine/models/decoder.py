@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +10,7 @@ import torch
 
 import kernels
 from engine.kv.layout import LayerCache
+from engine.layers.adapted_linear import AdaptedLinear
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.interface import Mixer
 from engine.layers.sublayers import (
@@ -25,6 +26,7 @@ from engine.layers.sublayers import (
     can_be_grouped,
 )
 from engine.models.model import LayerCaches
+from engine.models.spec import DecoderSpec
 from kernels.cpu.recording import Stages
 from kernels.meta import LayerMeta
 
@@ -102,12 +104,17 @@ class NativeDecoder:
         final_norm: ResidualNorm,
         output: OutputLayer,
         cache_spec: tuple[LayerCache, ...],
+        spec: DecoderSpec,
+        adapted: Mapping[str, AdaptedLinear],
     ) -> None:
+        """adapted: the layers that take adapters, by the names of their targets."""
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm
         self.output = output
         self.cache_spec = cache_spec
+        self.spec = spec
+        self.adapted = adapted
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
         self.weight_dtype = embedding.dtype  # of weights that are not quantised
@@ -178,9 +185,9 @@ class NativeDecoder:
         """The parts of a step that is recorded or replayed."""
         layers = partial(self._last_hidden, batch, kv)
         if batch.output is None:
-            return Stages(self.embedding, layers)
+            return Stages(self.embedding, layers, variant=batch.variant)
         output = self.largest if batch.output == "largest" else self.logits
-        return Stages(self.embedding, layers, output, batch.output)
+        return Stages(self.embedding, layers, output, batch.output, batch.variant)
 
     def _last_hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, H] of all tokens: a replay of a recorded step may need other rows."""

@@ -45,10 +45,12 @@ def load_model(
     *,
     device: str,
     max_model_len: int,
+    takes_adapters: bool = False,
 ) -> Model:
     """Load the model of a directory. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: length of the longest sequence, in tokens.
+    takes_adapters: requests may use LoRA adapters, for which only native decoders have layers.
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
@@ -66,8 +68,14 @@ def load_model(
             batch_invariant=invariant,
             output_layer_quantization=config.output_layer_quantization,
             quantize_activations=config.quantize_activations,
+            takes_adapters=takes_adapters,
         )
         return load_decoder(spec, config, info, form, placement)
+    if takes_adapters:
+        raise ConfigError(
+            f"enable_lora needs a native family, and {info.architecture or info.model_type} is "
+            "computed by transformers: merge the adapter into the model, or leave enable_lora out"
+        )
     check_general_invariance(config, info, device)
     # Imported here, because native families do not need transformers.
     from engine.models.general import load_general

@@ -138,6 +138,7 @@ class Staged(NamedTuple):
     picked: Picked | None  # None: padded for a decode graph
     changes: Changes | None
     padding: Padding
+    variant: str = ""  # of graphs and recordings, see ``Feature.variant``
 
     @property
     def step(self) -> DeviceColumns:
@@ -192,6 +193,7 @@ class Batches:
         specs: Sequence[SamplingSpec] = (),
         padding: Padding = NO_PADDING,
         kept_states: Column | None = None,
+        variant: str = "",
     ) -> Staged:
         """Copy a step's rows to the device in one buffer, together with the changes that ``plan``,
         if given, makes to slots. ``specs``: sampling options of the plan's new sequences;
@@ -218,7 +220,7 @@ class Batches:
         if kind is PaddingKind.MIXED_GRAPH:
             num_tokens = len(tokens.slots)
         room = self._room(num_seqs, num_tokens)
-        staged = Staged(rows, tokens, room, draws, picked, changes, padding)
+        staged = Staged(rows, tokens, room, draws, picked, changes, padding, variant)
         self.last = staged if self._may_repeat(host, staged) else None
         return staged
 

@@ -11,7 +11,7 @@ from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.step import StepPlan, StepResult
 from engine.models.model import LayerCaches, Model
 from engine.sample.sampler import Sampler
-from engine.worker.batches import Batches, PlanRows
+from engine.worker.batches import Batches, PlanRows, Staged
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.states import States
@@ -46,6 +46,7 @@ class Feature:
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
     waits_for_part = False  # does nothing in a step without its part of the plan and new blocks
+    variants: tuple[str, ...] = ()  # all that ``variant`` may return, without ""
     reads_first_group = False  # uses the first KV group's blocks, which must keep all tokens
 
     @property
@@ -88,6 +89,18 @@ class Feature:
         Returns the reasons why requests cannot be computed, by slot: only these requests fail. If
         it raises, all requests of the step fail."""
         return None
+
+    def variant(self, rows: PlanRows) -> str:
+        """Name the layers' computation of these rows, if the feature changes it; "" if not. Steps
+        of each variant have graphs and recordings of their own, which read what ``fill`` writes."""
+        return ""
+
+    def pose(self, variant: str) -> None:
+        """Prepare the layers for recording graphs of a variant, before any step."""
+
+    def fill(self, staged: Staged) -> None:
+        """Write what the layers read for these rows to memory at fixed addresses, before the step
+        is computed or replayed. A decode step that only repeats the last one reads it again."""
 
     def touches(self, rows: PlanRows) -> bool:
         """True if ``extend`` changes how these rows are computed, so that no graph can be used."""

@@ -41,7 +41,7 @@ class Repeats:
             return None
         wanted: Output = "largest" if machine.wants_largest_only else "logits"
         assert machine.recorder is not None
-        recording = machine.recorder.of_decodes(len(plan.slots), wanted)
+        recording = machine.recorder.of_decodes(len(plan.slots), wanted, last.variant)
         if recording is None:
             return None
         lengths = plan.starts + plan.counts

@@ -13,7 +13,7 @@ A row (a request) that fails does not fail the others; see ``Driver._isolated``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ from engine.worker.steps import (
     BySize,
     EagerStep,
     FailedStep,
+    G,
     GraphedStep,
     MixedGraph,
     Pending,
@@ -294,8 +295,8 @@ class Runner:
     def __init__(self, machine: Machine, max_model_len: int) -> None:
         self.machine = machine
         self._max_model_len = max_model_len
-        self._graphed: BySize[GraphedStep] = BySize()
-        self._mixed: BySize[MixedGraph] = BySize()
+        self._graphed: dict[str, BySize[GraphedStep]] = {"": BySize()}  # by variant
+        self._mixed: dict[str, BySize[MixedGraph]] = {"": BySize()}
         self._prompt_scores = PromptScores(machine.model.logits)
         self.repeats = Repeats(machine)
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
@@ -321,9 +322,14 @@ class Runner:
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
         """Copy these rows' input to the device. Apply the changes of ``plan``, if given."""
-        staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
+        features = self.machine.features
+        variant = "+".join(filter(None, [feature.variant(rows) for feature in features]))
+        padding = self._padding_for(rows, variant)
+        staged = self.machine.batches.stage(rows, plan, specs, padding, variant=variant)
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
+        for feature in features:
+            feature.fill(staged)
         return staged
 
     def forward(
@@ -398,10 +404,15 @@ class Runner:
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
         """Record graphs of decode steps (``sizes`` in rows) and of steps with prompt chunks or
         drafts (``mixed_sizes`` in tokens). Larger steps are launched kernel by kernel."""
-        with self.machine.platform.recording():
-            self._graphed = record(self.machine, sizes, self._max_model_len)
-            self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
-            for feature in self.machine.features:
+        machine, longest = self.machine, self._max_model_len
+        with machine.platform.recording():
+            for variant in ("", *(one for each in machine.features for one in each.variants)):
+                for feature in machine.features:
+                    feature.pose(variant)
+                self._graphed[variant] = record(machine, sizes, longest)
+                self._mixed[variant] = record_mixed(machine, mixed_sizes, longest)
+            for feature in machine.features:
+                feature.pose("")
                 feature.capture(sizes, mixed_sizes)
 
     @torch.inference_mode()
@@ -424,17 +435,17 @@ class Runner:
 
     # -- helpers
 
-    def _padding_for(self, rows: PlanRows) -> Padding:
+    def _padding_for(self, rows: PlanRows, variant: str) -> Padding:
         """Padding of the rows to the smallest graph or CPU recording that fits, if any does."""
         machine, num_rows, num_tokens = self.machine, len(rows.counts), int(rows.counts.sum())
         if not num_rows or any(feature.touches(rows) for feature in machine.features):
             return NO_PADDING
         only_decodes, is_scored = num_tokens == num_rows, machine.live.has_scored(rows.slots)
         if only_decodes and not is_scored:
-            step = self._graphed.smallest(num_rows)
+            step = _smallest(self._graphed, variant, num_rows)
             if step is not None:
                 return Padding(PaddingKind.DECODE_GRAPH, step.num_rows)
-        graph = self._mixed.smallest(num_tokens)
+        graph = _smallest(self._mixed, variant, num_tokens)
         if graph is not None:
             return Padding(PaddingKind.MIXED_GRAPH, graph.num_rows)
         if machine.recorder is None or only_decodes or is_scored or rows.drafts is not None:
@@ -449,17 +460,17 @@ class Runner:
         if staged.picked is not None:
             # The host looks at the largest logits, which on a GPU would block it.
             may_take_largest = self.machine.platform.shares_memory and not is_masked
-            is_mixed = staged.padding.kind is PaddingKind.MIXED_GRAPH
+            is_mixed, size = staged.padding.kind is PaddingKind.MIXED_GRAPH, staged.padding.size
             return EagerStep(
                 self.machine,
                 self._prompt_scores,
                 staged,
                 staged.picked,
-                graph=self._mixed.smallest(staged.padding.size) if is_mixed else None,
+                graph=_smallest(self._mixed, staged.variant, size) if is_mixed else None,
                 is_made_up=is_made_up,
                 may_take_largest=may_take_largest,
             )
-        graphed = self._graphed.smallest(staged.room.num_seqs)
+        graphed = _smallest(self._graphed, staged.variant, staged.room.num_seqs)
         assert graphed is not None, "the step is staged for a size that is not recorded"
         return graphed
 
@@ -475,6 +486,12 @@ class Runner:
             upload(tokens.positions[places].astype(np.int32)),
             upload(drafts.inputs),
         )
+
+
+def _smallest(graphs: Mapping[str, BySize[G]], variant: str, num_rows: int) -> G | None:
+    """The smallest recorded graph of a variant for this many rows, if there is one."""
+    by_size = graphs.get(variant)
+    return None if by_size is None else by_size.smallest(num_rows)
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:

@@ -184,7 +184,7 @@ class EagerStep:
         are_decodes = self._picked.read is None
         is_replay = self._staged.padding.kind is PaddingKind.CPU_REPLAY
         if is_replay or (are_decodes and not touching):
-            batch.recorder = self._machine.recorder
+            batch.recorder, batch.variant = self._machine.recorder, self._staged.variant
             batch.output = self._wanted if are_decodes and not self._is_scored else None
 
 

@@ -144,6 +144,7 @@ class ModelWorker:
                 self._info,
                 device=device,
                 max_model_len=sched.max_model_len,
+                takes_adapters=config.lora.enable_lora,
             )
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()

@@ -16,7 +16,7 @@ import torch
 from numba import njit
 
 from kernels.cpu import isa
-from kernels.cpu.cells import elements, get, put
+from kernels.cpu.cells import DTYPES, elements, get, put
 from kernels.cpu.low_rank_vectors import (
     BYTES,
     DOTS,
@@ -27,7 +27,7 @@ from kernels.cpu.low_rank_vectors import (
     dot_tile,
     spread_tile,
 )
-from kernels.cpu.native import EXACT, Kernel, f64, i64, next_item
+from kernels.cpu.native import EXACT, Kernel, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import fused
 from kernels.low_rank import (
@@ -72,6 +72,13 @@ def add_low_rank(
     return y
 
 
+def prepare(dtype: torch.dtype) -> None:
+    """Load or compile the kernels for inputs of a dtype that this processor uses."""
+    if dtype in DTYPES:
+        for cell in {4, dtype.itemsize}:
+            BODIES[body_of(dtype.itemsize), cell].prepare()
+
+
 def body_of(size: int) -> str:
     """The body for this processor and inputs of ``size`` bytes."""
     return "floats" if size == 4 else BODY
@@ -98,13 +105,13 @@ def _scale_outputs(places, count, span, cell, changes):
     for i in range(count):
         y = elements(places[i] + shift, (width,), cell)
         if changes[0]:
-            factors = elements(changes[0], (width,), cell)
+            factors = f32(changes[0], (width,))
             for j in range(width):
-                put(y, j, get(y, j) * get(factors, j))
+                put(y, j, get(y, j) * factors[j])
         if changes[1]:
-            added = elements(changes[1], (width,), cell)
+            added = f32(changes[1], (width,))
             for j in range(width):
-                put(y, j, get(y, j) + get(added, j))
+                put(y, j, get(y, j) + added[j])
 
 
 @njit(inline="always")
@@ -245,8 +252,8 @@ def _body(how: int, cell: int):
                 shift = first * cell
                 if record[6] or record[7]:
                     changes = (
-                        record[6] + begin * cell if record[6] else 0,
-                        record[7] + begin * cell if record[7] else 0,
+                        record[6] + begin * 4 if record[6] else 0,
+                        record[7] + begin * 4 if record[7] else 0,
                     )
                     span = shift + begin * cell, end - begin
                     _scale_outputs(places, count, span, cell, changes)

@@ -55,6 +55,7 @@ class Stages(NamedTuple):
     output: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns e.g. logits, or ``None`` if it cannot compute what is wanted."""
     name: str = ""  # of the output stage
+    variant: str = ""  # of the layers; the same launches belong to an equal text
 
     def compute(self, given: torch.Tensor) -> Computed:
         """Run all stages."""
@@ -164,22 +165,22 @@ class Recorder:
         self._seen: set[_Kind] = set()
         self._unfit: set[_Kind] = set()
 
-    def of_decodes(self, num_tokens: int, output: str) -> Recording | None:
-        """The recording of a step of single tokens with this output stage, if there is one and all
-        stages are among its launches."""
-        recording = self._kept.get(_Kind(output, num_tokens, True, False))
+    def of_decodes(self, num_tokens: int, output: str, variant: str = "") -> Recording | None:
+        """The recording of a step of single tokens with this output stage and this variant of the
+        layers, if there is one and all stages are among its launches."""
+        recording = self._kept.get(_Kind(output, variant, num_tokens, True, False))
         if recording is None or not (recording.has_embed and recording.has_output):
             return None
         return recording
 
     def run(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute a step from its token ids [N], directly or by replaying a recording. Stages must
-        be the same in all calls with the same name; only N and the data that attention reads may
-        change.
+        be the same in all calls with the same name and variant; only N and the data that attention
+        reads may change.
 
         This and later calls may overwrite the input. The next step overwrites the results, in which
         rows of padding tokens are undefined."""
-        kind = _kind_of(stages.name, len(given), meta)
+        kind = _kind_of(stages, len(given), meta)
         recording = self._kept.get(kind)
         if recording is not None:
             return recording.replay(stages, given, meta)
@@ -208,16 +209,18 @@ class _Kind(NamedTuple):
     """The key of a recording: all steps with an equal key have the same launches."""
 
     output: str
+    variant: str
     num_tokens: int
     has_singles: bool  # has sequences of one token, which are a separate launch of attention
     has_chunks: bool
 
 
-def _kind_of(output: str, num_tokens: int, meta: AttentionMeta) -> _Kind:
+def _kind_of(stages: Stages, num_tokens: int, meta: AttentionMeta) -> _Kind:
+    name, variant = stages.name, stages.variant
     if meta.max_query_len <= 1:
-        return _Kind(output, num_tokens, True, False)
+        return _Kind(name, variant, num_tokens, True, False)
     counts = np.diff(meta.query_start.numpy())
-    return _Kind(output, num_tokens, bool((counts == 1).any()), True)
+    return _Kind(name, variant, num_tokens, bool((counts == 1).any()), True)
 
 
 def record(

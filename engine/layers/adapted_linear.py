@@ -1,0 +1,112 @@
+"""A linear layer whose outputs are changed by the adapters of a step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import kernels
+from engine.layers.interface import Linear
+from kernels.low_rank import AdaptedRows, LowRankProduct, ProductTable
+
+
+class StepAdapters:
+    """The adapter slots of the tokens of a step, in memory at fixed addresses. All layers of a
+    model share it."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.is_active = False
+        """True while a step is computed or recorded in which rows may have adapters."""
+        self._all, self._wanted = AdaptedRows(most_tokens), AdaptedRows(most_tokens)
+        self._num_tokens = self._num_wanted = 0
+
+    def clear(self) -> None:
+        """Prepare for a step without adapters."""
+        self.is_active = False
+
+    def fill(
+        self,
+        slots: NDArray[np.integer],
+        wanted: NDArray[np.integer] | None,
+        num_threads: int,
+    ) -> None:
+        """Prepare for a step with adapters. slots: the adapter slot of each token [N], -1 for none;
+        wanted: the tokens that the end of the model computes [R], ``None`` for all."""
+        self.is_active = True
+        self._all.fill(slots, num_threads)
+        self._num_tokens, self._num_wanted = len(slots), -1
+        if wanted is not None:
+            self._wanted.fill(slots[wanted], num_threads)
+            self._num_wanted = len(wanted)
+
+    def of(self, num_rows: int) -> AdaptedRows:
+        """The slots of the rows of a layer's inputs: those of the wanted tokens, or of all tokens,
+        which padding may follow. Raises ``RuntimeError`` for another number of rows."""
+        if num_rows == self._num_wanted:
+            return self._wanted
+        if num_rows < self._num_tokens:
+            raise RuntimeError(
+                f"a layer with adapters has {num_rows} rows in a step of {self._num_tokens} tokens"
+            )
+        return self._all
+
+
+class AdaptedLinear:
+    """Adds the low-rank products of adapters to the outputs of another linear layer.
+
+    Functions of that layer that compute more than its outputs are used only in steps without
+    adapters."""
+
+    largest: Callable[[torch.Tensor], torch.Tensor | None]  # if the other layer has it
+
+    def __init__(self, base: Linear) -> None:
+        self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self._step: StepAdapters | None = None
+        self._table = ProductTable(0)
+        if hasattr(base, "largest"):
+            self.largest = self._largest
+
+    def attach(self, num_slots: int, step: StepAdapters) -> None:
+        """Make a table for the products of this many adapters, and use the slots in ``step``."""
+        self._table, self._step = ProductTable(num_slots), step
+
+    def put(self, slot: int, products: Sequence[LowRankProduct]) -> None:
+        """Set the products of an adapter slot, () for none."""
+        for one in products:
+            assert one.a.shape[1] == self.in_features
+            assert 0 <= one.first <= self.out_features - one.num_outputs
+        self._table.put(slot, products)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, in] -> [N, out]."""
+        y, step = self.base(x), self._step
+        if step is None or not step.is_active:
+            return y
+        return kernels.add_low_rank(y, x.contiguous(), self._table, step.of(len(x)))
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs; ``None`` if the other
+        layer does not support it, or in a step with adapters."""
+        gated = getattr(self.base, "gated", None)
+        if gated is None or self._is_active:
+            return None
+        found: torch.Tensor | None = gated(x, activation)
+        return found
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` [N] of the other layer's weight, [N, in]."""
+        return self.base.rows(ids)
+
+    @property
+    def _is_active(self) -> bool:
+        return self._step is not None and self._step.is_active
+
+    def _largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Index of the largest output of each row of x, [N] int32; ``None`` in a step with
+        adapters, or if the other layer does not support it."""
+        largest: Callable[[torch.Tensor], torch.Tensor | None] = getattr(self.base, "largest")  # noqa: B009
+        return None if self._is_active else largest(x)

@@ -1,0 +1,120 @@
+"""Adapters: the worker's half of LoRA. Loads adapters into slots, and tells the model's layers
+which rows of a step use which slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from engine.errors import ConfigError
+from engine.layers.adapted_linear import StepAdapters
+from engine.layers.interface import Linear
+from engine.lora.adapter import Adapter
+from engine.lora.placing import Places, place
+from engine.lora.products import AdapterProducts, products_of
+from engine.lora.store import AdapterStore
+from engine.messages.step import NO_ADAPTER, StepPlan
+from engine.models.decoder import NativeDecoder
+from engine.worker.batches import PlanRows, Staged
+from engine.worker.feature import Feature, Machine
+from engine.worker.slots import LiveSeqs
+from kernels.bodies import CPU_TENSORS
+from kernels.cpu.low_rank import prepare
+from kernels.cpu.threads import num_threads
+
+WITH_ADAPTERS = "adapters"
+
+
+class Adapters(Feature):
+    """Adds the products of each row's adapter to the outputs of linear layers.
+
+    The layers read slots and products from fixed memory, so that steps with adapters are recorded
+    as others are. Steps without adapters have recordings of their own, which are those of an engine
+    without LoRA."""
+
+    part = "adapters"
+    waits_for_part = True
+    variants = (WITH_ADAPTERS,)
+
+    def __init__(self, max_loras: int, store: AdapterStore[AdapterProducts]) -> None:
+        """store: has the adapters that plans load, by their digests."""
+        self._max_loras = max_loras
+        self._store = store
+        self._model: NativeDecoder
+        self._step: StepAdapters
+        self._loaded: dict[int, AdapterProducts] = {}  # by adapter slot
+        self._slots = np.zeros(0, dtype=np.int32)  # adapter slot by slot of a sequence
+        self._num_users = 0  # sequences with an adapter
+
+    def attach(self, machine: Machine) -> None:
+        model, platform = machine.model, machine.platform
+        assert isinstance(model, NativeDecoder), "load_model() refuses other models"
+        if platform.device.type != "cpu" or CPU_TENSORS.are_interpreted:
+            raise ConfigError(
+                f"enable_lora is not supported on {platform.device}: use device='cpu', or leave "
+                "enable_lora out"
+            )
+        self._model = model
+        self._step = StepAdapters(machine.batches.max_num_tokens)
+        self._slots = np.full(len(machine.live.num_sent), NO_ADAPTER, dtype=np.int32)
+        for linear in model.adapted.values():
+            linear.attach(self._max_loras, self._step)
+        prepare(model.dtype)
+
+    def prepared(self, adapter: Adapter) -> AdapterProducts:
+        """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
+        Raises ``AdapterError`` for an adapter that does not fit."""
+        return products_of(place(adapter, self._places), self._layers, self._model.dtype)
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        if plan.freed_slots and self._num_users:
+            self._slots[plan.freed_slots] = NO_ADAPTER
+        if plan.adapters is not None:
+            for slot, digest in plan.adapters.load.items():
+                self._load(slot, self._store.take(digest))
+            for seq, slot in plan.adapters.used_by.items():
+                self._slots[seq] = slot
+        if plan.freed_slots or plan.adapters is not None:
+            self._num_users = int(np.count_nonzero(self._slots != NO_ADAPTER))
+        return None
+
+    def variant(self, rows: PlanRows) -> str:
+        if not self._num_users or (self._slots[rows.slots] == NO_ADAPTER).all():
+            return ""
+        return WITH_ADAPTERS
+
+    def pose(self, variant: str) -> None:
+        if variant == WITH_ADAPTERS:
+            self._step.fill(self._slots[:0], None, 1)
+        else:
+            self._step.clear()
+
+    def fill(self, staged: Staged) -> None:
+        if staged.variant != WITH_ADAPTERS:
+            self._step.clear()
+            return
+        read = None if staged.picked is None else staged.picked.read
+        wanted = None if read is None else read.tokens.numpy()
+        self._step.fill(self._slots[staged.tokens.slots], wanted, num_threads())
+
+    # -- helpers
+
+    @cached_property
+    def _layers(self) -> dict[str, Linear]:
+        """The layers of the base model that take adapters."""
+        return {target: layer.base for target, layer in self._model.adapted.items()}
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self._model.spec)
+
+    def _load(self, slot: int, adapter: AdapterProducts) -> None:
+        """Write the addresses of an adapter's products into the layers' tables."""
+        before = self._loaded.get(slot)
+        for target in () if before is None else before.linears:
+            self._model.adapted[target].put(slot, ())
+        for target, products in adapter.linears.items():
+            self._model.adapted[target].put(slot, products)
+        self._loaded[slot] = adapter
