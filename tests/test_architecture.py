@@ -83,7 +83,7 @@ COMPUTES = ("compute", "dora", "files", "placing", "products", "reading")
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
-    *("engine.core.build", "policylab.sim.run"),
+    *("engine.core.build", "policylab.sim.run", "policylab.sim.adapters"),
     *("policylab.verify.simulation", "policylab.verify.wild"),
 )
 LIGHT_INITS = ("engine.worker",)

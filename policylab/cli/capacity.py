@@ -71,7 +71,7 @@ def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
     yield (
         f"runs of {MIN_REQUESTS} requests or more, each answer checked with {LONGER} times as many"
     )
-    yield lab.engine_line(what.engine)
+    yield lab.engine_line(what.engine, what.workload)
     yield lab.cost_line(what.engine)
 
 

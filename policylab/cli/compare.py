@@ -31,7 +31,7 @@ from policylab.sim.workloads import Workload
 SHOWN = (
     *("ttft.mean", "ttft.p99", "tpot.mean", "itl.p99", "e2e.mean", "e2e.p99", "normalised.mean"),
     *("slowdown.p99", "tokens_per_second", "attainment", "goodput", "jain", "gap", "recomputed"),
-    *("prompt_tokens.dense", "snapshot_peak"),
+    *("prompt_tokens.dense", "snapshot_peak", "adapter_loads", "adapter_reads"),
 )
 
 
@@ -167,7 +167,7 @@ def _head(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Ite
     yield f"{workload}: {parsed.seeds} seeds from {parsed.seed} on, {how} policy"
     if parsed.whole:
         yield "whole runs: warm-up counts, and so does all of an overloaded run"
-    yield lab.engine_line(engine)
+    yield lab.engine_line(engine, workload)
     yield lab.cost_line(engine)
 
 

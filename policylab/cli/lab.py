@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 
 from engine.config.kv_groups import FULL, Group
 from engine.errors import ConfigError
-from engine.sched.predict.profile import Profile, read_profile
+from engine.sched.predict.profile import AdapterCost, Profile, read_profile
 from policylab.sim.calibrate import fit, samples_of
 from policylab.sim.compare import Cell
 from policylab.sim.datasheet import from_datasheet
@@ -118,6 +118,27 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "step log",
     )
     group.add_argument(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help=f"LoRA adapters among the running requests; default: {Engine.max_loras}",
+    )
+    group.add_argument(
+        "--max-cpu-loras",
+        type=int,
+        metavar="N",
+        help="adapters in the host's memory; default: all that were used",
+    )
+    loads = AdapterCost()
+    group.add_argument(
+        "--adapter-seconds",
+        type=float,
+        nargs=2,
+        metavar=("COPY", "READ"),
+        help="time to copy an adapter from the host's memory into a slot, and to read it from a "
+        f"disk; default: {loads.copy:g} {loads.read:g}, or as the profile says",
+    )
+    group.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
         metavar="N",
@@ -196,6 +217,9 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
         "snapshot_blocks": parsed.snapshot_blocks,
         "snapshot_policy": parsed.snapshot_policy,
         "cost": _cost(parsed.profile, parsed.cost),
+        "max_loras": parsed.max_loras,
+        "max_cpu_loras": parsed.max_cpu_loras,
+        "adapter_cost": _adapter_cost(parsed.adapter_seconds),
     }
     base = Engine() if log is None else recorded_engine(log.header)
     if log is not None and given["cost"] is None:
@@ -261,6 +285,14 @@ def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
     return None if cost is None else read_cost(cost)
 
 
+def _adapter_cost(seconds: Sequence[float] | None) -> AdapterCost | None:
+    if seconds is None:
+        return None
+    if not all(0.0 <= each < inf for each in seconds):
+        raise ConfigError(f"--adapter-seconds is {seconds}, must be two times of 0 s or more")
+    return AdapterCost(*seconds)
+
+
 def read_cost(path: Path) -> StepCost:
     """Read the step costs in a JSON file. Raises ``ConfigError`` if that is impossible."""
     try:
@@ -290,13 +322,19 @@ def variant(text: str, flag: str = "--policies") -> str | PolicyVariant:
     return PolicyVariant(name, options) if options else name
 
 
-def engine_line(engine: Engine) -> str:
-    """Returns a line with the sizes of the engine, to print above a table."""
+def engine_line(engine: Engine, workload: Workload | None = None) -> str:
+    """Returns a line with the sizes of the engine, to print above a table. ``workload``: what it
+    serves; its adapters are part of the line."""
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
     windows = [{"window": size_of(group)} for group in engine.kv_groups]
     groups = "" if engine.kv_groups == (FULL,) else f"KV groups: {listed(windows)}; "
     if engine.snapshot_blocks:
         groups += f"{engine.snapshot_blocks} blocks a snapshot, policy {engine.snapshot_policy}; "
+    if workload is not None and workload.num_adapters:
+        groups += (
+            f"{engine.max_loras} adapter slots, {1e3 * engine.loads.copy:g} ms a copy into one, "
+            f"{1e3 * engine.loads.read:g} ms a read; "
+        )
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
         f"{engine.num_blocks} KV blocks of {engine.block_size}; {groups}{ahead}length predictor: "

@@ -136,7 +136,7 @@ def conditions(
     size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
     yield f"{size}{seeds}: {coming(cell)}"
     yield f"workload: {workload}"
-    yield lab.engine_line(engine)
+    yield lab.engine_line(engine, workload)
     yield lab.cost_line(engine)
 
 

@@ -327,6 +327,11 @@ def _lines(found: Figures) -> Iterable[str]:
             "the KV pool"
         )
     yield from _of_cache(found)
+    if not isnan(found.adapter_loads):
+        yield (
+            f"adapters: {found.adapter_loads:.3f} loads into slots and {found.adapter_reads:.3f} "
+            "reads from a disk per request with an adapter"
+        )
     kept = found.kept
     if kept.num_promised:
         yield (

@@ -17,7 +17,7 @@ since a mean would depend on the length of the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
@@ -47,7 +47,11 @@ STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 EDGES = (0, 64, 256, 1024, 4096, 16384)
 """Bounds of the size classes of prompts and outputs, in tokens."""
 OF_STATES = ("prompt_tokens", "snapshot_peak")
-SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan", *OF_STATES)
+OF_ADAPTERS = ("adapter_loads", "adapter_reads")
+SMALLER_IS_BETTER = (
+    *(*KINDS, "recomputed", "preempted", "refused", "gap", "makespan"),
+    *(*OF_STATES, *OF_ADAPTERS),
+)
 MAX_RECOMPUTED = 0.25
 BACKLOG_LOAD = 3.0  # demand (seconds of a full engine) that arrives per second
 MIN_THROUGHPUT = 0.8
@@ -112,6 +116,11 @@ class Figures:
     snapshot_peak: float
     """The largest share of the KV pool that held snapshots of recurrent states; NaN without
     them."""
+    adapter_loads: float
+    """How often a LoRA adapter was loaded into a slot, per request with an adapter; NaN without
+    adapters."""
+    adapter_reads: float
+    """How often an adapter was read from a disk, per request with an adapter."""
     prefix_missed: dict[str, int]
     """Prompt tokens that were not found in the prefix cache, by reason."""
     hook_seconds: float
@@ -152,6 +161,8 @@ class Figures:
             "prompt_tokens": float(self.prompt_tokens),
             "prompt_tokens.dense": self.prompt_tokens_dense,
             "snapshot_peak": self.snapshot_peak,
+            "adapter_loads": self.adapter_loads,
+            "adapter_reads": self.adapter_reads,
             "num_steps": float(self.num_steps),
             "makespan.bound": self.makespan / self.bounds.makespan if self.bounds else nan,
             "e2e.bound": self.mean_e2e / self.bounds.mean_e2e if self.bounds else nan,
@@ -163,7 +174,7 @@ NAMES = (
     *LATENCIES,
     *("requests_per_second", "tokens_per_second", "makespan", "attainment"),
     *("goodput", "jain", "gap", "recomputed", "preempted", "refused", "kv_peak", "prefix_hits"),
-    *("prompt_tokens", "prompt_tokens.dense", "snapshot_peak"),
+    *("prompt_tokens", "prompt_tokens.dense", "snapshot_peak", *OF_ADAPTERS),
     *("num_steps", "makespan.bound", "e2e.bound"),
 )
 """The keys of ``Figures.values``. ``X.bound`` is ``X`` divided by its lower bound, ``X.dense`` is
@@ -219,9 +230,17 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
         prompt_tokens=run.num_prompt_tokens,
         prompt_tokens_dense=run.num_prompt_tokens / totals.get("dense_prompt_tokens", nan),
         snapshot_peak=totals.get("snapshot_peak", nan),
+        adapter_loads=_per_user(requests, totals, "adapter.num_slot_loads"),
+        adapter_reads=_per_user(requests, totals, "adapter.num_read"),
         prefix_missed=totals.get("prefix_missed", {}),
         hook_seconds=run.hook_seconds,
     )
+
+
+def _per_user(requests: Requests, totals: Mapping[str, Any], counter: str) -> float:
+    """A counter of adapters divided by the number of requests with an adapter; NaN for none."""
+    number = sum(map(bool, requests.names["adapter"]))
+    return totals["counters"].get(counter, nan) / number if number else nan
 
 
 def period_of(run: Run) -> Window:

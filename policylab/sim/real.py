@@ -105,6 +105,11 @@ def run_real(
     of ``engine``, whose ``cost`` is not used. Requests arrive at their times even if the engine is
     slow, and end at the workload's output lengths, which the policy does not know. Raises
     ``ConfigError``."""
+    if workload.num_adapters:
+        raise ConfigError(
+            f"{workload} uses LoRA adapters, which only a simulation makes up; leave num_adapters "
+            "out of a real run"
+        )
     args = engine_args(policy, workload, engine, step_log=step_log, **options)
     with LLMEngine.from_engine_args(args) as made:
         return _RealRun(made, policy, workload, engine, seed=seed, rate=rate).finish()

@@ -28,10 +28,11 @@ from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
 from engine.sched.predict.cost import StepShape
-from engine.sched.predict.profile import Profile
+from engine.sched.predict.profile import AdapterCost, Profile
 from engine.states.decide import StateSnapshots
 from engine.states.policies import find_snapshot_policy
 from engine.states.policy import SnapshotPolicy
+from policylab.sim.adapters import SimulatedAdapters
 from policylab.sim.demand import DemandSample, drawn, served_per_second
 from policylab.sim.history import History, ProcessedWork
 from policylab.sim.job import Job
@@ -42,7 +43,8 @@ from policylab.sim.kv_groups import KVPeaks, size_of
 from policylab.sim.named import call
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
-from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock, parameters_of
+from policylab.sim.watched import Watched
+from policylab.sim.worker import StepCost, VirtualClock, parameters_of
 from policylab.sim.workloads import Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
 
@@ -94,6 +96,13 @@ class Engine:
     """Further options of ``SchedulerConfig``."""
     cost: StepCost | Profile = field(default_factory=StepCost)
     """The model of step times."""
+    max_loras: int = 8
+    """Different LoRA adapters among the running requests."""
+    max_cpu_loras: int | None = None
+    """Adapters in the host's memory; ``None``: all that were ever used."""
+    adapter_cost: AdapterCost | None = None
+    """How long it takes to load an adapter; ``None``: as the profile says, or the engine's guess. A
+    step takes longer by the time to copy the adapters that it loads into slots."""
     stretches: bool = True
     """Jump over repeating steps, which gives the same run, bit by bit, in less time."""
     noise_seed: int | None = None
@@ -107,6 +116,17 @@ class Engine:
             raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
         check_kind("snapshot_blocks", self.snapshot_blocks, (int,))
         check_range(self, 0, self.num_blocks - 1, "snapshot_blocks")
+        for name in ("max_loras", "max_cpu_loras"):
+            if (value := getattr(self, name)) is not None:
+                check_kind(name, value, (int,))
+                check_range(self, 1, None, name)
+
+    @property
+    def loads(self) -> AdapterCost:
+        """How long it takes to load an adapter."""
+        if self.adapter_cost is not None:
+            return self.adapter_cost
+        return self.cost.adapters if isinstance(self.cost, Profile) else AdapterCost()
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -375,68 +395,6 @@ def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dic
     return weights if weights and find_policy(policy, options).uses_ledger else {}
 
 
-class Watched(TimedWorker):
-    """A worker that also computes a hash of all scheduling decisions and, if ``keeps_steps``,
-    records each step."""
-
-    def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
-        super().__init__(*args)
-        self._kv = kv
-        self.work = ProcessedWork(len(self._ends)) if keeps_steps else None
-        self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._same = b""  # which slots computed how many tokens in the latest step
-        self._num_same = 0  # consecutive steps with the same decisions
-        self.kv_peaks = KVPeaks(kv.groups)
-        """The most KV blocks in use while a step was computed."""
-
-    @property
-    def decisions(self) -> str:
-        """A hash of all scheduling decisions: which requests computed how many tokens in each
-        step."""
-        self._close()
-        return self._hash.hexdigest()
-
-    def launch(self, plan: StepPlan) -> Launched:
-        for new in plan.new:
-            self._close()
-            self._hash.update(f"{new.slot}={new.request_id}\n".encode())
-        if plan.num_tokens:
-            self._decided(plan.slots, plan.counts)
-            self.kv_peaks.note(self._kv)  # during a step the usage only grows
-        launched = super().launch(plan)
-        if self.work is not None:
-            self.work.computed(plan)
-        if self.steps is not None and plan.num_tokens:
-            self._keep(plan, launched)
-        return launched
-
-    def repeated(
-        self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
-    ) -> None:
-        self._decided(stretch.slots, np.ones_like(stretch.slots), stretch.num_planned)
-
-    def _decided(self, slots: Column, counts: Column, num_steps: int = 1) -> None:
-        decided = slots.tobytes() + counts.tobytes()
-        if decided != self._same:
-            self._close()
-            self._same = decided
-        self._num_same += num_steps
-
-    def _close(self) -> None:
-        if self._num_same:
-            self._hash.update(self._same)
-            self._hash.update(b"x%d\n" % self._num_same)
-        self._num_same, self._same = 0, b""
-
-    def _keep(self, plan: StepPlan, launched: Launched) -> None:
-        assert self.steps is not None
-        shape = StepShape.of(plan, 0.0)
-        start = launched.ends_at - launched.result.seconds
-        sizes = (shape.num_seqs, shape.num_tokens, shape.num_decodes, shape.context)
-        self.steps.append((start, launched.ends_at, *sizes, shape.attention, self._kv.usage))
-
-
 class _SimulatedRun:
     """A simulation in progress: engine core, virtual clock and records."""
 
@@ -467,6 +425,10 @@ class _SimulatedRun:
         if self._kv.states is not None:
             snapshots = StateSnapshots(snapshot_policy_of(engine))
             chosen = chosen._replace(resources=(*chosen.resources, snapshots))
+        self._adapters = SimulatedAdapters(
+            engine.max_loras, engine.max_cpu_loras, self._clock, engine.loads.read
+        )
+        chosen = chosen._replace(resources=(*chosen.resources, self._adapters.slots))
         self._policy_class = type(chosen.policy)
         scheduler = make_scheduler(
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
@@ -475,6 +437,7 @@ class _SimulatedRun:
         self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
+        self._worker.copy_seconds = engine.loads.copy
         jumps = engine.stretches and not keeps_steps and not engine.snapshot_blocks
         self._core = JumpingCore(
             scheduler, self._worker, engine.depth, clock=self._clock, jumps=jumps
@@ -532,7 +495,7 @@ class _SimulatedRun:
                     f"policy {self._policy!r} never lets its requests end: for "
                     f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
                 )
-            until = source.next_time
+            until = min(source.next_time, self._adapters.reader.next_time)
             if core.scheduler.has_unfinished_requests():
                 until = min(until, clock.now + IDLE_SECONDS)
             if until < inf:
@@ -544,9 +507,8 @@ class _SimulatedRun:
             job = replace(job, num_output=most)  # the engine cuts it at its maximum length
         self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:
-            self._core.scheduler.add_request(
-                job.request(self._max_tokens, tell_length=self._tells_length)
-            )
+            request = job.request(self._max_tokens, tell_length=self._tells_length)
+            self._core.scheduler.add_request(self._adapters.named(request))
         except RequestError:
             self._seen.refused(job)
             self._source.ended(job, self._clock.now)

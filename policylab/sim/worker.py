@@ -124,6 +124,8 @@ class TimedWorker(FakeExecutor):
         self._lengths = lengths  # output tokens by request id
         self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at the end
         self._free_at = 0.0
+        self.copy_seconds = 0.0
+        """Seconds to copy a LoRA adapter into a slot, in the step that first uses it."""
         self._num_rows: int | None = (
             None  # rows of the collected step, until the host's time has passed
         )
@@ -135,6 +137,8 @@ class TimedWorker(FakeExecutor):
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
+        if plan.adapters is not None:
+            seconds += self.copy_seconds * len(plan.adapters.load)
         known = plan.starts + plan.counts + 1  # including the token sampled in this step
         tokens = TOKENS.take(known >= self._ends[plan.slots])
         if not plan.samples.all():

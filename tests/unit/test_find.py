@@ -135,7 +135,7 @@ class Fits(Resource):
             "is not a subclass of engine.Policy; give such a class, its name or its dotted path",
         ),
         (Resource, "not a subclass of engine.Policy; it is a resource: give it in resources"),
-        ("fcsf", "'fcsf' is not known; there are: andes, .*; did you mean 'fcfs'"),
+        ("fcsf", "'fcsf' is not known; there are: adapter-clustering, .*; did you mean 'fcfs'"),
         ("qqqq", r"e\.g\. my_module\.MyClass\)$"),
         ("mine.py:Mine", r"did you mean 'mine\.Mine'"),
         (f"{__name__}.LackRank", f"did you mean '{__name__}.LacksRank'"),

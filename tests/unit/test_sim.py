@@ -236,7 +236,7 @@ def test_a_policy_in_the_current_directory(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--policies", "nonsense"], "'nonsense' is not known; there are: andes"),
+        (["--policies", "nonsense"], "'nonsense' is not known; there are: adapter-clustering"),
         (["--policies", "no.where.Policy"], "cannot load 'no.where.Policy'"),
         (["--policies", " , "], "there is no policy to compare"),
         (["--policies", "edf(due=5)"], "'due'; its options are: default_deadline: float = 60.0"),

@@ -20,7 +20,7 @@ class AdapterClustering(Policy):
 
     dynamic = True
 
-    def __init__(self, max_wait: float = 2.0) -> None:
+    def __init__(self, max_wait: float = 10.0) -> None:
         require_positive(max_wait=max_wait)
         self.max_wait = max_wait
 
