@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +12,8 @@ from numpy.typing import NDArray
 
 import kernels
 from engine.layers.interface import Linear
-from kernels.low_rank import AdaptedRows, LowRankProduct, ProductTable
+from kernels.cpu.threads import num_threads
+from kernels.low_rank import NO_SLOT, AdaptedRows, LowRankProduct, ProductTable
 
 
 class StepAdapters:
@@ -42,6 +45,25 @@ class StepAdapters:
             self._wanted.fill(slots[wanted], num_threads)
             self._num_wanted = len(wanted)
 
+    @contextmanager
+    def only(self, slot: int, num_rows: int) -> Iterator[None]:
+        """Context in which layers compute this many rows of one adapter slot, -1 for none."""
+        before = self._wanted, self._num_wanted
+        if self.is_active:
+            self._wanted, self._num_wanted = AdaptedRows(num_rows), num_rows
+            self._wanted.fill(np.full(num_rows, slot), num_threads())
+        try:
+            yield
+        finally:
+            self._wanted, self._num_wanted = before
+
+    def slots(self, num_rows: int) -> NDArray[np.int64]:
+        """The adapter slot of each row of a layer's inputs, -1 for none."""
+        found = np.full(num_rows, NO_SLOT, dtype=np.int64)
+        for slot, rows in self.of(num_rows).blocks():
+            found[rows] = slot
+        return found
+
     def of(self, num_rows: int) -> AdaptedRows:
         """The slots of the rows of a layer's inputs: those of the wanted tokens, or of all tokens,
         which padding may follow. Raises ``RuntimeError`` for another number of rows."""
@@ -52,6 +74,49 @@ class StepAdapters:
                 f"a layer with adapters has {num_rows} rows in a step of {self._num_tokens} tokens"
             )
         return self._all
+
+
+class ExpertRows:
+    """The adapter slots of the rows that one expert of a mixture computes. All experts of a layer
+    share it, since they compute one after the other."""
+
+    def __init__(self) -> None:
+        self.users: set[int] = set()
+        """Slots whose adapters change experts of this layer."""
+        self._step: StepAdapters | None = None
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._rows = AdaptedRows(0)
+
+    def attach(self, step: StepAdapters, most_tokens: int) -> None:
+        """Use the slots in ``step``, for at most this many tokens."""
+        self._step, self._rows = step, AdaptedRows(most_tokens)
+
+    @property
+    def is_active(self) -> bool:
+        """True while rows may have adapters that change experts of this layer."""
+        return bool(self.users) and self._step is not None and self._step.is_active
+
+    def begin(self, num_rows: int) -> None:
+        """Prepare for a mixture of this many rows."""
+        if self.is_active and self._step is not None:
+            self._slots = self._step.slots(num_rows)
+
+    def choose(self, rows: torch.Tensor) -> None:
+        """Prepare for an expert that computes these rows [T] of the mixture."""
+        if self.is_active:
+            self._rows.fill(self._slots[rows.numpy()], num_threads())
+
+    def of(self, num_rows: int) -> AdaptedRows:
+        """The slots of the rows of an expert's inputs."""
+        return self._rows
+
+
+class Slots(Protocol):
+    """The adapter slots of the rows of a layer's inputs, while ``is_active``."""
+
+    @property
+    def is_active(self) -> bool: ...
+    def of(self, num_rows: int) -> AdaptedRows: ...
 
 
 class AdaptedLinear:
@@ -65,12 +130,13 @@ class AdaptedLinear:
     def __init__(self, base: Linear) -> None:
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
-        self._step: StepAdapters | None = None
+        self._step: Slots | None = None
         self._table = ProductTable(0)
+        self._wholes: dict[int, Linear] = {}  # by adapter slot
         if hasattr(base, "largest"):
             self.largest = self._largest
 
-    def attach(self, num_slots: int, step: StepAdapters) -> None:
+    def attach(self, num_slots: int, step: Slots) -> None:
         """Make a table for the products of this many adapters, and use the slots in ``step``."""
         self._table, self._step = ProductTable(num_slots), step
 
@@ -81,12 +147,24 @@ class AdaptedLinear:
             assert 0 <= one.first <= self.out_features - one.num_outputs
         self._table.put(slot, products)
 
+    def replace(self, slot: int, whole: Linear | None) -> None:
+        """Set the layer that takes the place of the other one for rows of an adapter slot. Steps
+        with such rows cannot be recorded."""
+        self._wholes.pop(slot, None)
+        if whole is not None:
+            self._wholes[slot] = whole
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, in] -> [N, out]."""
         y, step = self.base(x), self._step
         if step is None or not step.is_active:
             return y
-        return kernels.add_low_rank(y, x.contiguous(), self._table, step.of(len(x)))
+        rows = step.of(len(x))
+        for slot, indices in rows.blocks() if self._wholes else ():
+            if (whole := self._wholes.get(slot)) is not None:
+                mine = torch.from_numpy(indices)
+                y[mine] = whole(x[mine])
+        return kernels.add_low_rank(y, x.contiguous(), self._table, rows)
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """act(a) * b [N, out / 2], for the two halves a and b of the outputs; ``None`` if the other

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 import kernels
+from engine.layers.adapted_linear import ExpertRows
 from engine.layers.batch import Embeds, Wanted
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import PlainLinear
@@ -191,13 +192,16 @@ class MixtureOfExperts:
         experts: Sequence[GatedMLP | PlainMLP],
         routing: Routing,
         bias: torch.Tensor | None = None,
+        adapted: ExpertRows | None = None,
     ) -> None:
-        """router: H -> E; bias: [E] float32, added to the scores only to choose experts."""
+        """router: H -> E; bias: [E] float32, added to the scores only to choose experts; adapted:
+        tells experts that take adapters which rows they compute."""
         self.router = router
         self.experts = experts
         self.routing = routing
         self.top_k = routing.top_k
         self.bias = bias
+        self.adapted = adapted
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Mixture of experts: x [N, H] -> [N, H]. Each expert runs once, on all its tokens."""
@@ -205,14 +209,24 @@ class MixtureOfExperts:
         order = chosen.flatten().argsort(stable=True)  # [N * top_k], by expert
         rows = order // self.top_k
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        if self.adapted is not None:
+            self.adapted.begin(len(x))
         outputs = [
-            expert(tokens)
-            for expert, tokens in zip(self.experts, torch.split(x[rows], counts), strict=True)
-            if len(tokens)
+            self._output(expert, x, mine)
+            for expert, mine in zip(self.experts, torch.split(rows, counts), strict=True)
+            if len(mine)
         ]
         # Sum in float32 and round once.
         weighted = torch.cat(outputs).float() * weights.float().flatten()[order, None]
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype)
+
+    def _output(
+        self, expert: GatedMLP | PlainMLP, x: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs of an expert for rows [T] of x."""
+        if self.adapted is not None:
+            self.adapted.choose(rows)
+        return expert(x[rows])
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for x [N, H]. Returns their weights and their ids, both [N, top_k]."""

@@ -4,15 +4,15 @@ which rows of a step use which slot."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import numpy as np
 
 from engine.errors import ConfigError
 from engine.layers.adapted_linear import StepAdapters
-from engine.layers.interface import Linear
 from engine.lora.adapter import Adapter
-from engine.lora.placing import Places, place
+from engine.lora.placing import HEAD, Places, place
 from engine.lora.products import AdapterProducts, products_of
 from engine.lora.store import AdapterStore
 from engine.messages.step import NO_ADAPTER, StepPlan
@@ -25,6 +25,7 @@ from kernels.cpu.low_rank import prepare
 from kernels.cpu.threads import num_threads
 
 WITH_ADAPTERS = "adapters"
+WITH_TABLES = "adapters of tables"  # which are not recorded
 
 
 class Adapters(Feature):
@@ -36,7 +37,7 @@ class Adapters(Feature):
 
     part = "adapters"
     waits_for_part = True
-    variants = (WITH_ADAPTERS,)
+    variants = (WITH_ADAPTERS,)  # that can be recorded
 
     def __init__(self, max_loras: int, store: AdapterStore[AdapterProducts]) -> None:
         """store: has the adapters that plans load, by their digests."""
@@ -46,6 +47,7 @@ class Adapters(Feature):
         self._step: StepAdapters
         self._loaded: dict[int, AdapterProducts] = {}  # by adapter slot
         self._slots = np.zeros(0, dtype=np.int32)  # adapter slot by slot of a sequence
+        self._with_tables: set[int] = set()  # adapter slots
         self._num_users = 0  # sequences with an adapter
 
     def attach(self, machine: Machine) -> None:
@@ -59,14 +61,13 @@ class Adapters(Feature):
         self._model = model
         self._step = StepAdapters(machine.batches.max_num_tokens)
         self._slots = np.full(len(machine.live.num_sent), NO_ADAPTER, dtype=np.int32)
-        for linear in model.adapted.values():
-            linear.attach(self._max_loras, self._step)
+        model.adapted.attach(self._max_loras, self._step, machine.batches.max_num_tokens)
         prepare(model.dtype)
 
     def prepared(self, adapter: Adapter) -> AdapterProducts:
         """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
         Raises ``AdapterError`` for an adapter that does not fit."""
-        return products_of(place(adapter, self._places), self._layers, self._model.dtype)
+        return products_of(place(adapter, self._places), self._model.adapted, self._model.dtype)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.freed_slots and self._num_users:
@@ -83,38 +84,53 @@ class Adapters(Feature):
     def variant(self, rows: PlanRows) -> str:
         if not self._num_users or (self._slots[rows.slots] == NO_ADAPTER).all():
             return ""
-        return WITH_ADAPTERS
+        return WITH_TABLES if self.touches(rows) else WITH_ADAPTERS
+
+    def touches(self, rows: PlanRows) -> bool:
+        """True if the adapter of a row changes the embedding, or replaces the output layer."""
+        return bool(self._with_tables) and bool(
+            np.isin(self._slots[rows.slots], list(self._with_tables)).any()
+        )
 
     def pose(self, variant: str) -> None:
-        if variant == WITH_ADAPTERS:
+        if variant:
             self._step.fill(self._slots[:0], None, 1)
         else:
             self._step.clear()
 
     def fill(self, staged: Staged) -> None:
-        if staged.variant != WITH_ADAPTERS:
+        if not staged.variant:
             self._step.clear()
             return
         read = None if staged.picked is None else staged.picked.read
         wanted = None if read is None else read.tokens.numpy()
         self._step.fill(self._slots[staged.tokens.slots], wanted, num_threads())
 
-    # -- helpers
+    def alone(self, slot: int, num_rows: int) -> AbstractContextManager[None]:
+        return self._step.only(int(self._slots[slot]), num_rows)
 
-    @cached_property
-    def _layers(self) -> dict[str, Linear]:
-        """The layers of the base model that take adapters."""
-        return {target: layer.base for target, layer in self._model.adapted.items()}
+    # -- helpers
 
     @cached_property
     def _places(self) -> Places:
         return Places(self._model.spec)
 
     def _load(self, slot: int, adapter: AdapterProducts) -> None:
-        """Write the addresses of an adapter's products into the layers' tables."""
-        before = self._loaded.get(slot)
+        """Write the addresses of an adapter's products into the layers' tables, in place of those
+        of the adapter that was in the slot."""
+        layers, before = self._model.adapted, self._loaded.get(slot)
         for target in () if before is None else before.linears:
-            self._model.adapted[target].put(slot, ())
+            layers.linears[target].put(slot, ())
+        for rows in layers.experts.values():
+            rows.users.discard(slot)
         for target, products in adapter.linears.items():
-            self._model.adapted[target].put(slot, products)
+            layers.linears[target].put(slot, products)
+            if (experts := layers.experts_of(target)) is not None:
+                experts.users.add(slot)
+        assert layers.table is not None
+        layers.table.put(slot, adapter.embedding)
+        layers.linears[HEAD].replace(slot, adapter.head)
+        self._with_tables.discard(slot)
+        if adapter.embedding is not None or adapter.head is not None:
+            self._with_tables.add(slot)
         self._loaded[slot] = adapter

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from engine.layers.adapted import AdaptedLayers
+from engine.layers.adapted_embedding import AdaptedTable, TableChange
 from engine.layers.interface import Linear
-from engine.lora.adapter import AdapterError
-from engine.lora.dora import output_changes
-from engine.lora.placing import PlacedAdapter, Slice
+from engine.layers.linear import make_linear
+from engine.lora.dora import ROWS, output_changes
+from engine.lora.placing import EMBED, HEAD, PlacedAdapter, Slice
 from kernels.low_rank import LowRankProduct, in_panels
 
 
@@ -24,42 +25,64 @@ class AdapterProducts:
     rank: int
     num_bytes: int
     linears: dict[str, tuple[LowRankProduct, ...]]
+    embedding: TableChange | None = None
+    head: Linear | None = None  # in place of the base's output layer
 
 
 def products_of(
-    placed: PlacedAdapter, layers: Mapping[str, Linear], dtype: torch.dtype
+    placed: PlacedAdapter, layers: AdaptedLayers, dtype: torch.dtype
 ) -> AdapterProducts:
-    """Convert an adapter to the dtype of a model's activations. layers: those that take adapters,
-    by the names of their targets. Raises ``AdapterError`` for changes that are not supported."""
-    converter = _Converter(placed, dtype)
+    """Convert an adapter to the dtype of a model's activations. layers: those of the model."""
+    converter = _Converter(dtype)
     linears = {}
     for target, slices in placed.linears.items():
-        if target not in layers:
-            raise converter.unsupported("experts")
-        linears[target] = tuple(converter.product(one, layers[target]) for one in slices)
+        base = layers.linears[target].base
+        linears[target] = tuple(converter.product(one, base) for one in slices)
+    assert layers.table is not None
+    embedding, head = _table_change(placed, layers.table, dtype), placed.replaced.get(HEAD)
     tensors = {
         one.data_ptr(): one.nbytes
-        for products in linears.values()
-        for product in products
-        for one in product
+        for part in (*(p for products in linears.values() for p in products), embedding or ())
+        for one in part
         if isinstance(one, torch.Tensor)
     }
+    if head is not None:
+        head = head.to(dtype)
+        tensors[head.data_ptr()] = head.nbytes
     return AdapterProducts(
         name=placed.name,
         digest=placed.digest,
         rank=placed.rank,
         num_bytes=sum(tensors.values()),
         linears=linears,
+        embedding=embedding,
+        head=None if head is None else make_linear(head, keeps_float32=True),
     )
 
 
+def _table_change(
+    placed: PlacedAdapter, table: AdaptedTable, dtype: torch.dtype
+) -> TableChange | None:
+    """What an adapter changes in the embedding."""
+    if (whole := placed.replaced.get(EMBED)) is not None:
+        return TableChange(whole=whole.to(dtype))
+    if (one := placed.embedding) is None:
+        return None
+    a, b = one.a.T.to(dtype).contiguous(), one.b.to(dtype).contiguous()
+    if one.magnitude is None:
+        return TableChange(a, b, one.scale)
+    squares = torch.zeros(len(b))
+    for begin in range(0, len(a), ROWS):
+        ids = torch.arange(begin, min(begin + ROWS, len(a)))
+        changed = TableChange(one.a.T, one.b, one.scale)(ids, table.base(ids))
+        squares += changed.square().sum(dim=0)
+    return TableChange(a, b, one.scale, one.magnitude.float() / squares.sqrt())
+
+
 class _Converter:
-    def __init__(self, placed: PlacedAdapter, dtype: torch.dtype) -> None:
-        self._name = placed.name
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._converted: dict[int, torch.Tensor] = {}  # slices may share their first matrix
-        if placed.embedding is not None or placed.replaced:
-            raise self.unsupported("embeddings or the whole output layer")
 
     def product(self, part: Slice, layer: Linear) -> LowRankProduct:
         a = self._converted.get(id(part.a))
@@ -76,6 +99,3 @@ class _Converter:
             None if factors is None else factors.contiguous(),
             None if added is None else added.contiguous(),
         )
-
-    def unsupported(self, what: str) -> AdapterError:
-        return AdapterError(f"adapter {self._name!r} changes {what}, which is not supported yet")

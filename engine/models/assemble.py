@@ -10,7 +10,9 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
-from engine.layers.adapted_linear import AdaptedLinear
+from engine.layers.adapted import AdaptedLayers
+from engine.layers.adapted_embedding import AdaptedTable
+from engine.layers.adapted_linear import AdaptedLinear, ExpertRows
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
@@ -45,7 +47,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Device and quantisation of a decoder's tensors. ``max_model_len``: longest sequence, in
-    tokens; ``takes_adapters``: linear layers, but those of experts, are ``AdaptedLinear``."""
+    tokens; ``takes_adapters``: linear layers are ``AdaptedLinear``."""
 
     device: str
     quantization: str | None
@@ -69,7 +71,7 @@ class Assembly:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
-        self.adapted: dict[str, AdaptedLinear] = {}
+        self.adapted = AdaptedLayers()
 
     def decoder(self) -> NativeDecoder:
         spec = self.spec
@@ -92,16 +94,21 @@ class Assembly:
         dtype = activation_dtype(table.dtype, self.placement.device)
         if spec.tied:
             head = self.head_of(table)
-            return Embedding(head.rows, dtype, spec.embedding_multiplier), head
+            return self.embedding(head.rows, dtype), head
         device, is_plain = self.placement.device, isinstance(table, torch.Tensor)
         if is_plain or not is_cpu(torch.device(device)):
             rows = plain_rows(plain(table).to(device))
         else:
             rows = make_linear(table).rows  # packed tables have the layout of output layers
         del table  # frees its memory before the output layer is read
-        return Embedding(rows, dtype, spec.embedding_multiplier), self.head_of(
-            self.weights.take("head")
-        )
+        return self.embedding(rows, dtype), self.head_of(self.weights.take("head"))
+
+    def embedding(
+        self, rows: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    ) -> Embedding:
+        if self.placement.takes_adapters:
+            rows = self.adapted.table = AdaptedTable(rows)
+        return Embedding(rows, dtype, self.spec.embedding_multiplier)
 
     def block(self, index: int) -> DecoderBlock:
         layer = self.spec.layers[index]
@@ -199,7 +206,10 @@ class Assembly:
             shared = self.mlp(f"{index}.shared_"), gate
         has_bias = self.spec.mlp.bias and self.spec.mlp.is_gated
         experts = [self.mlp(f"{index}.{i}.", has_bias) for i in range(moe.num_experts)]
-        routed = MixtureOfExperts(router, experts, moe, bias)
+        adapted = None
+        if self.placement.takes_adapters:
+            adapted = self.adapted.experts[str(index)] = ExpertRows()
+        routed = MixtureOfExperts(router, experts, moe, bias, adapted)
         return routed if shared is None else WithSharedExpert(routed, *shared)
 
     def norm(self, name: str) -> RMSNorm:
@@ -252,11 +262,10 @@ class Assembly:
 
     def adaptable(self, name: str, layer: Linear) -> Linear:
         """The layer of a target, as one that takes adapters if it should."""
-        is_of_expert = name.count(".") > 1
-        if is_of_expert or not self.placement.takes_adapters:
+        if not self.placement.takes_adapters:
             return layer
-        self.adapted[name] = AdaptedLinear(layer)
-        return self.adapted[name]
+        self.adapted.linears[name] = AdaptedLinear(layer)
+        return self.adapted.linears[name]
 
     def tensor(self, name: str) -> torch.Tensor:
         device = self.placement.device

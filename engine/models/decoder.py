@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,7 @@ import torch
 
 import kernels
 from engine.kv.layout import LayerCache
-from engine.layers.adapted_linear import AdaptedLinear
+from engine.layers.adapted import AdaptedLayers
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.interface import Mixer
 from engine.layers.sublayers import (
@@ -105,9 +105,8 @@ class NativeDecoder:
         output: OutputLayer,
         cache_spec: tuple[LayerCache, ...],
         spec: DecoderSpec,
-        adapted: Mapping[str, AdaptedLinear],
+        adapted: AdaptedLayers,
     ) -> None:
-        """adapted: the layers that take adapters, by the names of their targets."""
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,11 @@ class Feature:
     def fill(self, staged: Staged) -> None:
         """Write what the layers read for these rows to memory at fixed addresses, before the step
         is computed or replayed. A decode step that only repeats the last one reads it again."""
+
+    def alone(self, slot: int, num_rows: int) -> AbstractContextManager[None]:
+        """Context in which the model's output layer computes rows of the sequence in a slot, in
+        place of those of the step."""
+        return nullcontext()
 
     def touches(self, rows: PlanRows) -> bool:
         """True if ``extend`` changes how these rows are computed, so that no graph can be used."""

@@ -20,7 +20,8 @@ class PromptScores:
 
     The scores are complete after the last chunk. A chunk that is run again replaces its scores."""
 
-    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, logits: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """logits: computes logits [n, V] from hidden states [n, H] of the sequence in a slot."""
         self._logits = logits
         self._parts: dict[int, list[TokenLogprobs]] = {}
 
@@ -54,7 +55,7 @@ class PromptScores:
         end = min(start + len(hidden), seq.num_prompt - 1)
         for at in range(begin, end, ROWS_AT_ONCE):
             upto = min(at + ROWS_AT_ONCE, end)
-            logits = self._logits(hidden[at - start : upto - start])
+            logits = self._logits(hidden[at - start : upto - start], slot)
             targets = torch.from_numpy(live.tokens[slot, at + 1 : upto + 1].astype(np.int64))
             num = seq.params.prompt_logprobs or 0
             scores += score(logits, targets.to(logits.device), num).entries()

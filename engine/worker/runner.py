@@ -13,6 +13,7 @@ A row (a request) that fails does not fail the others; see ``Driver._isolated``.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -297,7 +298,7 @@ class Runner:
         self._max_model_len = max_model_len
         self._graphed: dict[str, BySize[GraphedStep]] = {"": BySize()}  # by variant
         self._mixed: dict[str, BySize[MixedGraph]] = {"": BySize()}
-        self._prompt_scores = PromptScores(machine.model.logits)
+        self._prompt_scores = PromptScores(self._logits_alone)
         self.repeats = Repeats(machine)
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
@@ -434,6 +435,14 @@ class Runner:
             num_computed.zero_()
 
     # -- helpers
+
+    def _logits_alone(self, hidden: torch.Tensor, slot: int) -> torch.Tensor:
+        """Logits [n, V] of hidden states [n, H] of the sequence in a slot, which are not those that
+        the step is staged for."""
+        with ExitStack() as contexts:
+            for feature in self.machine.features:
+                contexts.enter_context(feature.alone(slot, len(hidden)))
+            return self.machine.model.logits(hidden)
 
     def _padding_for(self, rows: PlanRows, variant: str) -> Padding:
         """Padding of the rows to the smallest graph or CPU recording that fits, if any does."""

@@ -1,0 +1,81 @@
+"""LoRA adapters of every kind compute what peft computes, together with others and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.adapter_cases import NUM_NEW, AdapterCase, Answers, answers, cases, make
+from e2e.references import WHOLE, Tally, compare, engine_for, prompts
+from e2e.tiny_models import TinyModels
+
+from engine import LLMEngine, LoRARequest, RequestOutput, SamplingParams
+
+TOP = 5  # log-probabilities that are compared
+ALWAYS = (
+    *("llama, plain", "phi3, patterns", "gemma3, expression", "qwen3, dora", "llama, bias"),
+    *("llama, whole modules", "gemma3, embeddings", "llama, int8 base", "qwen3-moe, experts"),
+    *("falcon-h1, hybrid", "qwen3.5, hybrid"),
+)
+
+
+def few(made: list[AdapterCase]) -> list[Any]:
+    """All cases, of which only some are tested always."""
+    assert {str(case) for case in made} >= set(ALWAYS)
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(case, marks=[] if str(case) in ALWAYS else slow, id=str(case)) for case in made
+    ]
+
+
+def some_prompts() -> list[list[int]]:
+    return [prompts()[index] for index in (0, 2, 5)]
+
+
+def run(
+    engine: LLMEngine, requests: list[tuple[list[int], LoRARequest | None]], **options: Any
+) -> list[RequestOutput]:
+    """The last output of each request, all added at once."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": NUM_NEW, **WHOLE, **options})
+    for number, (ids, adapter) in enumerate(requests):
+        engine.add_request(str(number), ids, params, lora_request=adapter)
+    last = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            last[int(out.request_id)] = out
+    return [last[number] for number in range(len(requests))]
+
+
+def check(outs: list[RequestOutput], expected: Answers, tally: Tally) -> None:
+    """Tokens are equal but for ties, and log-probabilities within 1e-4 until then."""
+    compare(expected.reference, [list(out.outputs[0].token_ids) for out in outs], tally)
+    for out, own, all_logprobs in zip(
+        outs, expected.reference.tokens, expected.logprobs, strict=True
+    ):
+        found = out.outputs[0].logprobs
+        assert found is not None
+        for position, right in enumerate(all_logprobs):
+            if list(out.outputs[0].token_ids)[:position] != own[:position]:
+                break  # after a tie
+            for token, one in found[position].items():
+                assert abs(one.logprob - float(right[token])) < 1e-4 * max(1, abs(one.logprob))
+
+
+@pytest.mark.parametrize("case", few(list(cases())))
+def test_what_peft_computes(
+    tiny_models: TinyModels, tmp_path: Path, tally: Tally, case: AdapterCase
+) -> None:
+    made, given = make(case, tiny_models, tmp_path), some_prompts()
+    plain, adapted = answers(made.plain, given), answers(made.adapted, given)
+    pairs = zip(plain.reference.tokens, adapted.reference.tokens, strict=True)
+    assert sum(one != other for one, other in pairs) >= 2, "the adapter changes answers"
+    adapter = LoRARequest("one", 1, str(made.adapter))
+    with engine_for(str(made.base), enable_lora=True, max_loras=2, dtype="float32") as engine:
+        both = [(ids, which) for ids in given for which in (adapter, None)]
+        outs = run(engine, both, logprobs=TOP)
+        check(outs[::2], adapted, tally)
+        check(outs[1::2], plain, tally)
+        again = run(engine, both, logprobs=TOP)  # recorded, and from the prefix cache
+        check(again[::2], adapted, tally)
+        check(again[1::2], plain, tally)

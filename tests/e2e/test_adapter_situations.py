@@ -1,0 +1,122 @@
+"""Sixteen LoRA adapters of all kinds on one model, and none, in whatever situation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from e2e.adapter_cases import Answers, answers
+from e2e.references import WHOLE, Tally, compare, engine_for, prompts
+from e2e.test_ngram import NGRAM
+from e2e.tiny_models import TinyModels
+from support import adapter_files
+
+from engine import LoRARequest, RequestOutput, SamplingParams
+
+NAME = "qwen3-moe"
+NUM_NEW = 10
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+KINDS: list[dict[str, Any]] = [
+    {"target_modules": LINEARS},
+    {"target_modules": ["q_proj"], "r": 1},
+    {"target_modules": LINEARS, "r": 11, "use_rslora": True},
+    {"target_modules": ["v_proj", "o_proj"], "use_dora": True},
+    {"target_modules": ["v_proj"], "target_parameters": EXPERTS},
+    {"target_modules": ["embed_tokens", "lm_head"]},
+    {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["k_proj"], "target_parameters": ["gate.weight", EXPERTS[1]]},
+]
+
+
+class Adapters(NamedTuple):
+    """A model, sixteen adapters of it and none, a prompt for each, and the answers."""
+
+    base: str
+    requests: list[LoRARequest | None]
+    prompts: list[list[int]]
+    expected: list[Answers]
+
+
+@pytest.fixture(scope="module")
+def many(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    plain, root = tiny_models.reference(NAME), tmp_path_factory.mktemp("adapters")
+    requests: list[LoRARequest | None] = [None]
+    given = [prompts()[2]]
+    expected = [answers(plain, given, NUM_NEW)]
+    for number in range(2 * len(KINDS)):
+        options = KINDS[number % len(KINDS)]
+        made = adapter_files.trained(copy.deepcopy(plain), number, **options)
+        path = adapter_files.save(made, root / str(number))
+        requests.append(LoRARequest(f"adapter {number}", number + 1, str(path)))
+        # All begin alike, so that a prefix that another adapter has computed would be found.
+        given.append([*prompts()[2], *range(5, 5 + number % 4)])
+        expected.append(answers(made.get_base_model(), given[-1:], NUM_NEW))
+    assert len({tuple(one.reference.tokens[0]) for one in expected}) > 13, "adapters differ"
+    return Adapters(str(tiny_models.path(NAME)), requests, given, expected)
+
+
+def outputs(engine: Any, many: Adapters, params: SamplingParams) -> list[RequestOutput]:
+    for number, (adapter, ids) in enumerate(zip(many.requests, many.prompts, strict=True)):
+        engine.add_request(str(number), ids, params, lora_request=adapter)
+    last = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            last[int(out.request_id)] = out
+    return [last[number] for number in range(len(many.requests))]
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "together": {"max_num_seqs": 17},
+    "chunks, two steps in flight": {"max_num_batched_tokens": 13, "async_scheduling": True},
+    "few slots, preempted": {"max_loras": 3, "num_kv_blocks": 30, "max_num_seqs": 17},
+    "drafts": {**NGRAM, "max_num_seqs": 17},
+    "core in a process": {"multiprocess": True, "max_num_seqs": 17},
+}
+
+
+@pytest.mark.parametrize("options", SITUATIONS.values(), ids=SITUATIONS.keys())
+def test_sixteen_adapters_and_none(many: Adapters, tally: Tally, options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, **WHOLE)
+    defaults = {"enable_lora": True, "max_loras": 16, "dtype": "float32"}
+    with engine_for(many.base, **{**defaults, **options}) as engine:
+        for _ in range(2):  # the second time from the prefix cache
+            outs = outputs(engine, many, params)
+            for out, expected in zip(outs, many.expected, strict=True):
+                compare(expected.reference, [list(out.outputs[0].token_ids)], tally)
+        stats = engine.stats()
+        assert stats is not None
+        if "num_kv_blocks" in options:
+            assert stats.num_preemptions > 0
+        else:
+            assert max(out.num_cached_tokens for out in outs) > 0
+
+
+def test_several_answers(many: Adapters) -> None:
+    several = SamplingParams(n=3, top_k=1, max_tokens=NUM_NEW, **WHOLE)
+    with engine_for(many.base, enable_lora=True, max_loras=16, dtype="float32") as engine:
+        for out, expected in zip(outputs(engine, many, several), many.expected, strict=True):
+            tokens = expected.reference.tokens[0]
+            assert [list(one.token_ids) for one in out.outputs] == [tokens] * 3
+
+
+def test_prompts_are_scored_with_their_adapters(many: Adapters) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, **WHOLE)
+    options = {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "dtype": "float32"}
+    with engine_for(many.base, enable_lora=True, max_loras=16, **options) as engine:
+        outs = outputs(engine, many, params)
+    found = [scores(out) for out in outs]
+    for number in range(1, len(outs)):
+        assert found[number][:5] != found[0][:5], "no adapter scores as the base does"
+    with engine_for(many.base, enable_lora=True, dtype="float32") as engine:
+        alone = Adapters(many.base, many.requests[5:8], many.prompts[5:8], [])
+        again = [scores(out) for out in outputs(engine, alone, params)]
+    torch.testing.assert_close(torch.tensor(again[0]), torch.tensor(found[5]), rtol=1e-5, atol=1e-5)
+
+
+def scores(out: RequestOutput) -> list[float]:
+    assert out.prompt_logprobs is not None
+    ids = out.prompt_token_ids
+    return [one[ids[at]].logprob for at, one in enumerate(out.prompt_logprobs) if one is not None]
