@@ -71,7 +71,7 @@ def outputs(engine: Any, many: Adapters, params: SamplingParams) -> list[Request
 SITUATIONS: dict[str, dict[str, Any]] = {
     "together": {"max_num_seqs": 17},
     "chunks, two steps in flight": {"max_num_batched_tokens": 13, "async_scheduling": True},
-    "few slots, preempted": {"max_loras": 3, "num_kv_blocks": 30, "max_num_seqs": 17},
+    "few slots, preempted": {"max_loras": 3, "num_kv_blocks": 14, "max_num_seqs": 17},
     "drafts": {**NGRAM, "max_num_seqs": 17},
     "core in a process": {"multiprocess": True, "max_num_seqs": 17},
 }
