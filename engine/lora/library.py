@@ -27,6 +27,7 @@ from engine.messages.adapters import AdapterSource, check_name
 from engine.messages.requests import AddRequest
 
 MAX_LISTED = 20  # names in an error
+MAX_TICKETS = 64  # adapters that clients load at the same time
 CONFIG_FILE = "adapter_config.json"
 UNREAD = "unread adapter "  # before the number of a version whose digest is not known yet
 
@@ -210,6 +211,8 @@ class AdapterLibrary:
             path = self._confined(path, Path(within))
         self._check(name, number, replaces)
         version = self._new(name, number, Order(name, path, files, within))
+        if len(self._tickets) >= MAX_TICKETS:  # of clients that have died
+            del self._tickets[next(iter(self._tickets))]
         self._tickets[ticket] = version, replaces
         self.want(version)
 

@@ -30,6 +30,12 @@ def first_of(answers: list[Any]) -> Any:
     return answers[0]
 
 
+def known_of(answers: list[Any]) -> Any:
+    """Return the first answer that is not ``None``: that of a core that knows an adapter, which
+    another may not have used yet."""
+    return next((answer for answer in answers if answer is not None), None)
+
+
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
     """The paths of the trace files of all cores; ``None`` if there are no files."""
     return [path for answer in answers for path in answer or ()] or None
@@ -127,5 +133,8 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "stats": sum_of,
     "profile": traces_of,
     "adapter_state": digest_of_all,
+    "find_adapter": known_of,
+    "pin_adapter": any,
+    "remove_adapter": known_of,
 }
 """For each utility, the function that combines the answers of the cores."""

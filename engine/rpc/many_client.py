@@ -144,13 +144,13 @@ class ManyCoresClient(CoreClient):
         if name in ("pause", "resume"):
             self._paused = args if name == "pause" else None
         answers = self._of_all(name, *args)
-        if answers and self._loads.record(name, args, answers[0]):
-            self._balancer.adapters = self._loads.digests()
         if not answers:
             if name in ("pause", "resume"):  # also for cores that are restarted later
                 return None
             raise self._restarting()
         answer = JOINED.get(name, first_of)(answers)
+        if self._loads.record(name, args, answer):
+            self._balancer.adapters = self._loads.digests()
         return self._counters.add_to(answer) if name == "stats" else answer
 
     def end_restarts(self) -> None:

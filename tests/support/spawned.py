@@ -19,9 +19,14 @@ from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
+from engine.lora.loading import Order
 from engine.messages.step import StepResult
 from engine.sched.plugins.find import make_scheduler
+from engine.sched.policies.fcfs import FCFS
+from engine.sched.scheduler import Scheduler
 from policylab.verify.fake import DigestWorker
+from support.adapters import Copy, FakeReader, FakeReading, digest_of, slots_of
+from support.data_plane import FeatureWorker
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 16
@@ -156,3 +161,56 @@ def fake_config(**core: Any) -> EngineConfig:
         log_level="warning",
         disable_log_stats=True,
     )
+
+
+@dataclass(frozen=True)
+class AdapterBuild(FakeBuild):
+    """A core with adapters, whose contents are those of files in ``folder``. While its file "hold"
+    exists, nothing is read to the end."""
+
+    folder: str = ""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        slots = slots_of(FolderReader(Path(self.folder)), 2)
+        sched = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512)
+        scheduler = Scheduler(
+            sched, KVManager(NUM_BLOCKS, BLOCK_SIZE), FCFS(), clock=clock, resources=[slots]
+        )
+        decided = Decided(
+            max_model_len=sched.max_model_len,
+            num_kv_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            device="cpu",
+            scheduler=sched,
+            capabilities=("adapters",),
+        )
+        core = EngineCore(scheduler, FeatureWorker(NUM_BLOCKS, BLOCK_SIZE, vocab_size=VOCAB_SIZE))
+        return InprocClient(core, decided, clock=clock, adapters=slots)
+
+
+class FolderReader(FakeReader):
+    """Reads the files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(is_slow=True)
+        self._folder = folder
+
+    def submit(self, order: Order) -> FolderReading:
+        (self._folder / f"read by {os.getpid()}").touch()
+        return FolderReading(self, self._folder, order)
+
+
+class FolderReading(FakeReading):
+    def __init__(self, reader: FakeReader, folder: Path, order: Order) -> None:
+        super().__init__(reader, order)
+        self._folder = folder
+
+    def wait(self) -> Copy:
+        return Copy(digest_of((self._folder / self.order.path).read_text()))
+
+    def poll(self) -> Copy | None:
+        return None if (self._folder / "hold").exists() else self.wait()
