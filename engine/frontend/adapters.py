@@ -121,15 +121,15 @@ class Adapters:
     def remove(self, which: int | str) -> AdapterInfo | None:
         """Unload an adapter by number or name. Running requests end with it, new ones are refused.
         Returns it; ``None`` if there is none."""
-        self.check_enabled()
-        removed = call(self._client, "remove_adapter", which)
+        name = self._name_of(which)
+        removed = None if name is None else call(self._client, "remove_adapter", name)
         return None if removed is None else msgspec.convert(removed, AdapterInfo)
 
     def pin(self, which: int | str) -> bool:
         """Keep an adapter in memory until it is removed. Returns False for an unknown one. Raises
         ``ConfigError`` if too many are pinned."""
-        self.check_enabled()
-        return bool(call(self._client, "pin_adapter", which))
+        name = self._name_of(which)
+        return name is not None and bool(call(self._client, "pin_adapter", name))
 
     def find(self, name: str) -> AdapterInfo | None:
         """The adapter with this name: loaded, or in ``adapter_dir``."""
@@ -150,6 +150,14 @@ class Adapters:
         """Raise ``ConfigError`` if the cores take no adapters."""
         if not self.is_enabled:
             raise ConfigError("LoRA adapters are off: start the engine with enable_lora=True")
+
+    def _name_of(self, which: int | str) -> str | None:
+        """The name of an adapter. Cores may have chosen different numbers for those that they have
+        found in ``adapter_dir``."""
+        self.check_enabled()
+        if isinstance(which, str):
+            return which
+        return next((each.name for each in self.all() if each.number == which), None)
 
     def _is_same(self, known: AdapterInfo, request: LoRARequest) -> bool:
         if request.tensors is not None:

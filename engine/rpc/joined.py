@@ -36,6 +36,15 @@ def known_of(answers: list[Any]) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
+def all_adapters(answers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The adapters that some core has loaded, as the first such core describes them."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for adapter in answer:
+            by_name.setdefault(adapter["name"], adapter)
+    return sorted(by_name.values(), key=lambda adapter: int(adapter["number"]))
+
+
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
     """The paths of the trace files of all cores; ``None`` if there are no files."""
     return [path for answer in answers for path in answer or ()] or None
@@ -133,6 +142,7 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "stats": sum_of,
     "profile": traces_of,
     "adapter_state": digest_of_all,
+    "adapters": all_adapters,
     "find_adapter": known_of,
     "pin_adapter": any,
     "remove_adapter": known_of,

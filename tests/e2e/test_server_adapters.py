@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import adapter_files
+from support.box_adapters import write_adapter
 from support.served import Served, forked
 
 openai = pytest.importorskip("openai")
@@ -27,26 +27,6 @@ OPTIONS = (
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ASK = [{"role": "user", "content": "The colour of the sky"}]
 TO_THE_END = {"ignore_eos": True}
-KINDS = (("self_attn.q_proj", 192, 192), ("mlp.up_proj", 512, 192), ("mlp.down_proj", 192, 512))
-
-
-def write_adapter(root: Path, seed: int, rank: int = 4) -> Path:
-    """An adapter of the model in the box whose answers are its own."""
-    import torch
-
-    torch.manual_seed(seed)
-    tensors = {}
-    for layer in range(6):
-        for path, outs, ins in KINDS:
-            name = f"model.layers.{layer}.{path}"
-            tensors |= adapter_files.product(name, rank, outs, ins)
-    tensors = {
-        name: tensor / tensor.shape[1] ** 0.5 if "lora_A" in name else 0.3 * tensor
-        for name, tensor in tensors.items()
-    }
-    targets = [path.rpartition(".")[2] for path, _, _ in KINDS]
-    config = adapter_files.config_of(r=rank, lora_alpha=2 * rank, target_modules=targets)
-    return adapter_files.write(root, config, tensors)
 
 
 @pytest.fixture(scope="module")
