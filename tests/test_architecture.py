@@ -84,7 +84,7 @@ COMPUTES = ("compute", "dora", "files", "placing", "products", "reading")
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
     *("engine.core.build", "policylab.sim.run", "policylab.sim.adapters"),
-    *("policylab.verify.simulation", "policylab.verify.wild"),
+    *("policylab.verify.simulation", "policylab.verify.wild", "policylab.verify.adapters"),
 )
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")

@@ -32,6 +32,7 @@ NEEDED = (
     *(
         "engine/messages",
         "engine/kv",
+        "engine/lora",
         "engine/sched",
         "engine/states",
         "policylab/__init__.py",

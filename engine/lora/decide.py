@@ -78,6 +78,9 @@ class AdapterSlots(Resource):
         if adapter is None or adapter in self._users:
             return Fit(num_tokens)
         version = self._versions.get(req.request_id)
+        if version is None and self.library is not None:  # ``added`` has failed
+            message = "the adapter is not known: send the request again"
+            return Fit(0, message, OnRefuse.FAIL, code="adapter_failed")
         if version is not None and version.fault:
             message = f"the adapter cannot be used: {version.fault}"
             return Fit(0, message, OnRefuse.FAIL, code="adapter_failed")

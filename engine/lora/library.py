@@ -107,6 +107,7 @@ class AdapterLibrary:
     def resolved(self, request: AddRequest) -> AddRequest:
         """Choose the version of an adapter for a new request: its name is replaced by the version's
         identity. Raises ``RequestError`` for an unknown name or one that another adapter has."""
+        self._arriving = None  # the last request may have been refused
         if request.adapter is None:
             return request
         version = self._version_for(request.adapter, request.adapter_source or AdapterSource())

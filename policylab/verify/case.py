@@ -99,7 +99,32 @@ class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
     request_id: str
 
 
-Event = Add | Abort | Reset | Pause | Jump | Wake
+class Write(msgspec.Struct, frozen=True, omit_defaults=True, tag="write"):
+    """Event: the files of an adapter are replaced. ``content``: what they have then, a text that
+    begins with the path; see ``policylab.verify.adapters``."""
+
+    at: int
+    path: str
+    content: str
+
+
+class Load(msgspec.Struct, frozen=True, omit_defaults=True, tag="load"):
+    """Event: a client loads an adapter. ``replaces``: in place of one with the same name."""
+
+    at: int
+    name: str
+    path: str
+    replaces: bool = False
+
+
+class Unload(msgspec.Struct, frozen=True, omit_defaults=True, tag="unload"):
+    """Event: a client unloads an adapter."""
+
+    at: int
+    name: str
+
+
+Event = Add | Abort | Reset | Pause | Jump | Wake | Write | Load | Unload
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

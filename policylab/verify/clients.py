@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+import msgspec
+
 from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
@@ -35,6 +37,7 @@ class LiveRequest:
     num_heard: int = 0
     num_cached: int | None = None  # cached tokens at its first start
     has_new_seat: bool = False  # started since its last output
+    adapter: str | None = None  # the content for which the answer is expected
 
 
 class Clients:
@@ -58,6 +61,8 @@ class Clients:
         self._on_end = on_end
         self._num_tokens_used = num_tokens_used
         self._guide = guide
+        self.adapter_may_fail: Callable[[str], bool] = lambda request_id: False
+        """True for a request with an adapter that may fail because of it."""
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
         """Record a request that the scheduler accepted. ``fails_at``: the position at which the
@@ -65,16 +70,31 @@ class Clients:
         changes."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is accepted twice"
-        extras = extras_of(add)
+        live = LiveRequest(req, {}, [], ("length", None), False, fails_at, hints)
+        self.live[add.request_id] = live
+        self._expect(live, add.adapter)
+        self.num_accepted += 1
+
+    def use(self, request_id: str, adapter: str | None) -> None:
+        """Record that a request starts to run with this content of its adapter, the same at each
+        start."""
+        live = self.live[request_id]
+        assert live.req.adapter == adapter, f"{live.req}: hashed as {live.req.adapter!r}"
+        if live.adapter != adapter:
+            assert not live.num_heard, f"{live.req}: {live.adapter!r} became {adapter!r}"
+            self._expect(live, adapter)
+
+    def _expect(self, live: LiveRequest, adapter: str | None) -> None:
+        """Compute the answer to a request with this adapter."""
+        add = msgspec.structs.replace(live.req.add, adapter=adapter)
         guide = None if self._guide is None or add.grammar is None else self._guide(add)
         most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
-        answer, end = answer_to(
-            add, extras, most, num_tokens_used=self._num_tokens_used, guide=guide
+        live.adapter, live.extras = adapter, extras_of(add)
+        live.answer, live.end = answer_to(
+            add, live.extras, most, num_tokens_used=self._num_tokens_used, guide=guide
         )
-        last = len(add.prompt_token_ids) + len(answer) - 2  # KV of the last token is not computed
-        fails = fails_at is not None and fails_at <= last
-        self.live[add.request_id] = LiveRequest(req, extras, answer, end, fails, fails_at, hints)
-        self.num_accepted += 1
+        last = len(add.prompt_token_ids) + len(live.answer) - 2  # the last token has no KV
+        live.fails = live.fails_at is not None and live.fails_at <= last
 
     def answers(self, request_id: str) -> Sequence[int]:
         """The expected answer to an unfinished request, as token ids."""
@@ -146,7 +166,8 @@ class Clients:
         for end in out.finished:
             name = out.request_ids[end.index]
             live = self.live[name]
-            check_end(live, end, now)
+            has_adapter = live.req.adapter is not None
+            check_end(live, end, now, may_fail=has_adapter and self.adapter_may_fail(name))
             is_whole = self._guide is not None and end.reason == "stop"
             self.num_followed += is_whole and live.req.add.grammar is not None
             self._end(name)
@@ -160,7 +181,8 @@ class Clients:
         assert live.req.is_finished, f"{live.req} is reported as ended, but is not finished"
         assert live.req.add.hints == live.hints, f"{live.req}: its hints were changed"
         check_waits(live.req)
-        self._on_end(live)
+        if live.adapter == live.req.adapter:  # it was known, so the request may have KV
+            self._on_end(live)
 
     def _find(self, name: str, client: int) -> LiveRequest:
         live = self.live.get(name)
@@ -181,8 +203,9 @@ def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
         assert (started.waits, started.events) == (history.waits, history.events), f"{req}: history"
 
 
-def check_end(live: LiveRequest, end: Finished, now: float) -> None:
-    """Check that a request ended for the expected reason and after all of its expected tokens."""
+def check_end(live: LiveRequest, end: Finished, now: float, *, may_fail: bool) -> None:
+    """Check that a request ended for the expected reason and after all of its expected tokens.
+    ``may_fail``: its adapter may have failed."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
@@ -192,9 +215,8 @@ def check_end(live: LiveRequest, end: Finished, now: float) -> None:
         assert end.message, f"{text}: no message"
         # Without real grammars, this field is read by a resource of the case.
         is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
-        may_fail = live.fails_at is not None or live.end == DEAD_END or is_faked or add.media
-        assert may_fail, f"{text}: the request was valid"
-        is_early = live.fails_at is not None or is_faked or add.media
+        is_early = live.fails_at is not None or is_faked or add.media or may_fail
+        assert is_early or live.end == DEAD_END, f"{text}: the request was valid"
         assert is_early or live.num_heard == len(live.answer), (
             f"{text} after {live.num_heard} tokens of {len(live.answer)}"
         )

@@ -28,6 +28,7 @@ from policylab.verify.case import (
     Setup,
     Wake,
 )
+from policylab.verify.draw_adapters import with_adapters
 from policylab.verify.draw_halves import with_halves
 
 WILD = "policylab.verify.wild.Wild"
@@ -52,7 +53,7 @@ def draw_case(
 ) -> Case:
     """The random case of a seed. ``policy``: used in place of a random shipped policy.
     ``has_halves``: odd seeds use the engine's real drafters or grammars."""
-    case = with_states(draw_plain(seed, policy, options), seed)
+    case = with_adapters(with_states(draw_plain(seed, policy, options), seed), seed)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
 

@@ -28,6 +28,9 @@
 [25]   ``rank`` and ``ranks`` of a policy agree                        ``check.check_ranks``
 [26]   a request knows why its prefix hit ended                        ``prefix_truth``
 [27]   states are loaded where a hit ends, and saved in spare blocks   ``check_snapshots``
+[28]   a request runs with the adapter that its name had               ``adapters.started``
+[29]   no adapter's slot or host copy is lost while requests need it   ``adapters.DeviceSlots``
+[30]   a failed load ends its own requests alone                       ``clients.check_end``
 =====  ==============================================================  ==========================
 """
 

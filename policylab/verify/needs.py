@@ -1,4 +1,4 @@
-"""Simulated resources, such as adapters, grammars and an encoder, for random cases.
+"""Simulated resources, such as grammars and an encoder, for random cases.
 
 What a resource decides depends only on the request and the step, so runs can be reproduced."""
 
@@ -46,40 +46,6 @@ class Need(Resource):
         """Count a refusal, and return a ``Fit`` that allows only ``num_tokens`` tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
-
-
-class Adapters(Need):
-    """At most ``amount`` adapters are in use at a time. Requests that need another adapter are
-    skipped."""
-
-    name = "adapters"
-
-    def __init__(self, amount: int, answers: Answers) -> None:
-        super().__init__(amount, answers)
-        self.users: dict[str, set[Request]] = {}
-
-    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        if req.adapter is None or req.adapter in self.users or len(self.users) < self.amount:
-            return Fit(num_tokens)
-        return self.refuse()
-
-    def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        if req.adapter is not None:
-            self.users.setdefault(req.adapter, set()).add(req)
-
-    def release(self, req: Request) -> None:
-        users = self.users.get(req.adapter or "", set())
-        users.discard(req)
-        if req.adapter in self.users and not users:
-            del self.users[req.adapter]
-
-    def check(self, running: Iterable[Request]) -> None:
-        users: dict[str, set[Request]] = {}
-        for req in running:
-            if req.adapter is not None:
-                users.setdefault(req.adapter, set()).add(req)
-        assert users == self.users, f"adapters: {self.users} are taken, but {users} run"
-        assert len(users) <= self.amount, f"adapters: {len(users)} are in use"
 
 
 class Delayed(Need):
@@ -250,5 +216,5 @@ class NeededDrafts(Need):
 
 
 NEEDS: dict[str, type[Need]] = {
-    need.name: need for need in (Adapters, Grammars, Loads, NeededEncoder, Moods, NeededDrafts)
+    need.name: need for need in (Grammars, Loads, NeededEncoder, Moods, NeededDrafts)
 }

@@ -21,16 +21,20 @@ from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
 from engine.states.policies import find_snapshot_policy
+from policylab.verify.adapters import MOST_TICKS, Adapters
 from policylab.verify.case import (
     Abort,
     Add,
     Case,
     Event,
     Jump,
+    Load,
     Pause,
     Reset,
     Setup,
+    Unload,
     Wake,
+    Write,
 )
 from policylab.verify.clients import Clients, LiveRequest
 from policylab.verify.fake import DigestWorker, LateWorker
@@ -49,7 +53,7 @@ from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.remote import Remote, Store
 
 SLACK_STEPS = 100
-KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
+KINDS: dict[str, type[Need]] = {**NEEDS, Adapters.name: Adapters, Remote.name: Remote}
 
 
 class CaseOutcome(NamedTuple):
@@ -103,6 +107,9 @@ class Simulation:
         )
         self.counts = DraftCounts()
         self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.adapters = next((need for need in self.needs if isinstance(need, Adapters)), None)
+        if self.adapters is not None:
+            self.clients.adapter_may_fail = self.adapters.may_fail
         self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
         self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
@@ -182,6 +189,8 @@ class Simulation:
                 self.latest = max(self.latest, self.now)
             case Wake(request_id=request_id):
                 scheduler.wake(request_id)
+            case Write() | Load() | Unload():
+                self._change_adapters(event)
         self.invariants.changed()
 
     def add(self, request: AddRequest, fails_at: int | None = None) -> None:
@@ -196,6 +205,11 @@ class Simulation:
         if is_known and not self.clients.alive([request.request_id]):
             return  # clients reuse an id only after its end was reported
         hints = copy.deepcopy(request.hints)
+        if self.adapters is not None:
+            chosen = self.adapters.chosen(request)
+            if chosen is None:
+                return
+            request = chosen
         try:
             req = scheduler.add_request(request)
         except RefusedError as error:
@@ -205,6 +219,17 @@ class Simulation:
         else:
             assert can_run and not is_known, f"{request.request_id} should be refused"
             self.clients.accept(req, fails_at, hints)
+
+    def _change_adapters(self, event: Write | Load | Unload) -> None:
+        match event:
+            case _ if self.adapters is None:
+                pass
+            case Write(path=path, content=content):
+                self.adapters.write(path, content)
+            case Load(name=name, path=path, replaces=replaces):
+                self.adapters.load(name, path, replaces=replaces)
+            case Unload(name=name):
+                self.adapters.unload(name)
 
     def _reset(self, reset_running: bool) -> None:
         scheduler = self.scheduler
@@ -233,6 +258,11 @@ class Simulation:
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
         self.clients.watch(plan)
+        if self.adapters is not None:
+            self.adapters.planned(plan)
+            for new in plan.new:
+                content = self.adapters.started(new.request_id, new.slot)
+                self.clients.use(new.request_id, content)
         check_wishes_for_drafts(scheduler, plan, max_drafts(self.case.setup))
         if plan.is_empty:
             return False
@@ -274,7 +304,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
-        while scheduler.has_requests() or self._flight or scheduler.kv.lent:
+        while self._has_work:
             num_steps = self.num_steps
             self.step()
             if not self._flight and self.num_steps == num_steps + 1:
@@ -285,10 +315,20 @@ class Simulation:
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
         self.clients.check_over()
+        if self.adapters is not None:
+            self.adapters.check_over()
         check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
         self.counts.check(self.halves.resources)
+
+    @property
+    def _has_work(self) -> bool:
+        scheduler = self.scheduler
+        is_reading = self.adapters is not None and self.adapters.is_reading
+        return bool(
+            scheduler.has_requests() or self._flight or scheduler.kv.lent or is_reading
+        )
 
     # -- helpers
 
@@ -366,6 +406,7 @@ class Simulation:
         if not waits and req.add.grammar is not None:  # read by a resource of the case
             waits = abs(int(req.add.grammar))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
+        waits += 2 * MOST_TICKS * (req.adapter is not None and self.adapters is not None)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
 
 

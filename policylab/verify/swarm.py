@@ -235,7 +235,9 @@ def reproduction(case: Case) -> str:
         "from engine.messages.params import SamplingParams",
         "from engine.messages.requests import AddRequest, MediaItem",
         "from engine.sched.interface import PauseState",
-        "from policylab.verify.case import Abort, Add, Case, Jump, Pause, Reset, Setup, Wake",
+        "from engine.messages.adapters import AdapterSource",
+        "from policylab.verify.case import Abort, Add, Case, Jump, Load, Pause, Reset, Setup",
+        "from policylab.verify.case import Unload, Wake, Write",
         "from policylab.verify.simulation import Simulation",
     ]
     for given in (config.scheduling_policy, config.scheduler_cls):

@@ -24,6 +24,7 @@ SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.p
 COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
 BUILDER = STEP + "builder.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
+SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
 CANARIES = (
@@ -411,6 +412,62 @@ CANARIES = (
         "kv/transfers.py",
         "if blocks and (farewell.keep or allocation.loading):",
         "if blocks and farewell.keep:",
+    ),
+    # adapters
+    Canary(
+        "hash blocks by the name of an adapter, not by its content",
+        HASHING,
+        "msgspec.msgpack.encode((content.cache_salt, content.adapter))",
+        "msgspec.msgpack.encode((content.cache_salt, content.adapter and content.adapter[0]))",
+    ),
+    Canary(
+        "keep block hashes that were made before the adapter was read",
+        SCHEDULER,
+        "        self.kv.forget_prefix(req)\n",
+        "",
+    ),
+    Canary(
+        "give a slot away while requests run with its adapter",
+        SLOTS,
+        "next(adapter for adapter in self.slot_of if not self._is_kept(adapter))",
+        "next(iter(self.slot_of))",
+    ),
+    Canary(
+        "run requests of more adapters than there are slots",
+        SLOTS,
+        "return Fit(num_tokens if self._has_free_slot() else 0)",
+        "return Fit(num_tokens)",
+    ),
+    Canary(
+        "leave the request parked whose adapter cannot be read",
+        SLOTS,
+        "                self._scheduler.wake(req.request_id)\n",
+        "                if not version.fault:\n"
+        "                    self._scheduler.wake(req.request_id)\n",
+    ),
+    Canary(
+        "fail the requests of all adapters if one cannot be read",
+        SLOTS,
+        "if version is not None and version.fault:",
+        "if self.library is not None and self.library.num_failed:",
+    ),
+    Canary(
+        "answer with the adapter that a client has replaced",
+        LIBRARY,
+        "        self._names[version.name] = version\n        if self._next",
+        "        self._names.setdefault(version.name, version)\n        if self._next",
+    ),
+    Canary(
+        "drop host copies that waiting requests need",
+        LIBRARY,
+        "return digest in self._needed or digest == arriving",
+        "return digest == arriving",
+    ),
+    Canary(
+        "keep an adapter for a request that has ended",
+        LIBRARY,
+        "        if version.digest:\n            self._unneed(version.digest)\n",
+        "",
     ),
     # accounts
     Canary(

@@ -287,6 +287,24 @@ def test_requests_may_be_aborted_while_their_adapter_is_read():
     assert doors.run.outputs["2"] == doors.tokens_of("B"), "the copy of x was let go"
 
 
+def test_a_refused_request_leaves_its_adapter_to_nobody():
+    doors = Doors(FakeReader(a="A", b="B", is_slow=True))
+    doors.add("9", "y", SOURCE("b"))
+    doors.add("0", None)
+    with pytest.raises(RequestError, match="in use"):
+        doors.add("0", "x", SOURCE("a"))
+    doors.reader.finish("b")
+    doors.run.drain()
+    doors.add("0", None)
+    doors.add("1", "x")
+    doors.run.step()
+    doors.reader.finish("a")
+    doors.run.drain()
+    assert doors.run.outputs["0"] == doors.tokens_of(None)
+    assert doors.run.outputs["1"] == doors.tokens_of("A")
+    assert doors.slots.use().running == doors.slots.use().waiting == {}
+
+
 def test_names_resolve_in_the_directory_of_adapters(tmp_path):
     for name in ("root/x", "root/team/y", "outside"):
         (tmp_path / name).mkdir(parents=True)
