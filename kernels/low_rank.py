@@ -2,12 +2,12 @@
 those of another adapter, or none.
 
 Tables and rows are in memory at fixed addresses, so that recorded launches read what the current
-step needs.
+step needs. A GPU reads copies of them in its own memory (``DeviceTable``, ``DeviceRows``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 NO_SLOT = -1  # in place of an adapter slot: the row has no adapter
 MOST_ROWS = 32  # of a block
+DEVICE_ROWS = 16  # the same on a GPU: the fewest that it multiplies at a time
+RANKS = 16  # ranks that a GPU multiplies at a time
 PANEL = 64  # outputs whose products are computed together
 _TILE = 4  # rows that are multiplied together
 RECORD_WORDS, ENTRY_WORDS, BLOCK_WORDS = 8, 2, 3
@@ -68,11 +70,26 @@ def in_panels(b: torch.Tensor) -> torch.Tensor:
     return panels
 
 
+class DeviceTable(NamedTuple):
+    """The products of one linear layer, by adapter slot, in the memory of a GPU."""
+
+    entries: torch.Tensor  # [slots, 2] int64: number of products, address of records [products, 8]
+    most_products: int  # of an adapter
+    most_rank: int  # of a product
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of an adapter's products together, each rounded up to a multiple of RANKS."""
+        return self.most_products * -(-self.most_rank // RANKS) * RANKS
+
+
 class ProductTable:
     """The products of one linear layer, by adapter slot.
 
-    ``entries`` [slots, 2] int64: number of products, and address of their records
-    [products, 8]."""
+    ``entries`` [slots, 2] int64: number of products, and address of their records [products, 8].
+    ``on_device``: what a GPU reads in place of them; its owner writes it."""
+
+    on_device: DeviceTable | None = None
 
     def __init__(self, num_slots: int) -> None:
         self.entries: NDArray[np.int64] = np.zeros((num_slots, ENTRY_WORDS), dtype=np.int64)
@@ -115,8 +132,7 @@ class AdaptedRows:
         order = order[np.count_nonzero(slots < 0) :]
         num = len(order)
         self._order[:num] = order
-        most = -(-num // (2 * num_threads * _TILE)) * _TILE
-        most = max(_TILE, min(most, MOST_ROWS))
+        most = self._rows_of_block(num, num_threads)
         of_order = slots[order]
         ends = [*(np.flatnonzero(of_order[1:] != of_order[:-1]) + 1).tolist(), num] if num else []
         blocks, begin = [], 0
@@ -134,3 +150,41 @@ class AdaptedRows:
         end = 2 + BLOCK_WORDS * self.num_blocks
         for slot, first, count in self.words[2:end].reshape(-1, BLOCK_WORDS).tolist():
             yield slot, self._order[first : first + count]
+
+    def _rows_of_block(self, num_rows: int, num_threads: int) -> int:
+        most = -(-num_rows // (2 * num_threads * _TILE)) * _TILE
+        return max(_TILE, min(most, MOST_ROWS))
+
+
+class DeviceRows(AdaptedRows):
+    """Rows of a matrix in the memory of a GPU.
+
+    ``on_device`` int32: number of blocks, place of the first index of a row in this tensor, then
+    blocks and indices as in ``words``."""
+
+    def __init__(
+        self,
+        most_rows: int,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+        upload: Callable[[NDArray[np.int32]], torch.Tensor],
+    ) -> None:
+        """zeros: allocates memory of the GPU; upload: copies an array to it."""
+        super().__init__(most_rows)
+        self.on_device = zeros((2 + (BLOCK_WORDS + 1) * most_rows,), torch.int32)
+        self._upload = upload
+        self._slots: NDArray[np.integer] = np.zeros(0, dtype=np.int32)  # those on the device
+
+    def fill(self, slots: NDArray[np.integer], num_threads: int = 1) -> None:
+        """Set the adapter slot of each row [N]. Work queued earlier sees the former ones."""
+        if np.array_equal(slots, self._slots):
+            return
+        super().fill(slots)
+        end = 2 + BLOCK_WORDS * self.num_blocks
+        num = np.count_nonzero(slots >= 0)
+        words = np.concatenate([self.words[:end], self._order[:num]]).astype(np.int32)
+        words[1] = end
+        self.on_device[: len(words)].copy_(self._upload(words))
+        self._slots = slots.copy()
+
+    def _rows_of_block(self, num_rows: int, num_threads: int) -> int:
+        return DEVICE_ROWS

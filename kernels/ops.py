@@ -76,11 +76,10 @@ def add_low_rank(
     """Add the low-rank products of each row's adapter to y [N, out] in place. Returns y.
 
     x: [N, in], the inputs of the linear layer whose outputs are y; table: the layer's products by
-    adapter slot; rows: which rows use which slot. Other rows are unchanged. On a CPU, a row's
-    result depends on no other row.
+    adapter slot; rows: which rows use which slot; both are on the device of x. Other rows are
+    unchanged. A row's result depends on no other row.
     """
-    body = cpu if _bodies(x) is cpu else reference
-    return body.add_low_rank(y, x, table, rows)
+    return _bodies(x).add_low_rank(y, x, table, rows)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:

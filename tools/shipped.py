@@ -57,6 +57,7 @@ OTHERS = (
     "index",
     "invariant",
     "logprobs",
+    "low_rank",
     "moe",
     "norm",
     "penalties",

@@ -14,6 +14,7 @@ from kernels.triton.invariant import invariant_linear
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
+from kernels.triton.low_rank import add_low_rank
 from kernels.triton.moe import mixture
 from kernels.triton.norm import add_rms_norm, grouped_gated_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise_rows, seat
@@ -23,6 +24,7 @@ from kernels.triton.selective_scan import channel_scan, head_scan
 
 __all__ = [
     "act_mul",
+    "add_low_rank",
     "add_rms_norm",
     "advance",
     "apply_bitmask",

@@ -8,7 +8,8 @@ from support import triton_interpreter
 def test_kernels_agree_with_the_reference() -> None:
     names = ("attention", "shares", "kv_write", "kv_pool", "pointwise", "moe", "index", "states")
     more = ("logits", "quant", "gemv", "sampling", "causal_conv", "selective_scan", "delta_rule")
-    triton_interpreter.check(*(f"test_{name}.py" for name in (*names, *more)))
+    last = ("low_rank",)
+    triton_interpreter.check(*(f"test_{name}.py" for name in (*names, *more, *last)))
 
 
 def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None:

@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.low_rank_checks import CASES, in_float64, rows_of, table_of
 
 import kernels
-from kernels import reference
 from kernels.cpu import isa, low_rank
-from kernels.low_rank import AdaptedRows, LowRankProduct, ProductTable, in_panels
+from kernels.low_rank import AdaptedRows
 
-# Inputs, outputs of each product, ranks of each adapter's products.
-CASES = (
-    (96, (128, 64, 64), ((8, 8, 8), (16, 3, 0), (1, 64, 5))),
-    (70, (200,), ((4,), (13,), (2,))),
-    (33, (7, 70), ((1, 2), (5, 0), (0, 9))),
-    (576, (1100,), ((8,), (32,), (16,))),
-)
 ROWS = (1, 2, 3, 5, 8, 40, 130)
 NEEDS = {"dots": "avx512_bf16"}
 
@@ -36,49 +29,6 @@ def rng(seed: int) -> torch.Generator:
 def check_runs(body: str) -> None:
     if isa.LEVELS.index(NEEDS.get(body, "base")) > isa.LEVELS.index(isa.LEVEL):
         pytest.skip(f"{isa.processor()} computes without {NEEDS[body]}")
-
-
-def table_of(case: tuple, dtype: torch.dtype, rng: torch.Generator) -> ProductTable:
-    """Products of adapters in slots 0 to 2; those of the last one also scale and add."""
-    num_in, widths, adapters = case
-    table = ProductTable(len(adapters) + 1)
-    for slot, ranks in enumerate(adapters):
-        products, first = [], 0
-        for rank, width in zip(ranks, widths, strict=True):
-            if rank:
-                a = torch.randn(rank, num_in, generator=rng) / num_in**0.5
-                b = in_panels(torch.randn(width, rank, generator=rng).to(dtype))
-                product = LowRankProduct(first, width, a.to(dtype), b, 1.5)
-                if slot == 2:
-                    ends = torch.randn(2, width, generator=rng)
-                    product = product._replace(factors=ends[0], added=ends[1])
-                products.append(product)
-            first += width
-        table.put(slot, products)
-    return table
-
-
-def rows_of(slots: torch.Tensor, num_threads: int = 1) -> AdaptedRows:
-    rows = AdaptedRows(len(slots))
-    rows.fill(slots.numpy(), num_threads)
-    return rows
-
-
-def in_float64(
-    y: torch.Tensor, x: torch.Tensor, table: ProductTable, slots: torch.Tensor
-) -> torch.Tensor:
-    exact = ProductTable(len(table.entries))
-    for slot in range(len(table.entries)):
-        exact.put(
-            slot,
-            [
-                one._replace(
-                    a=one.a.double(), panels=one.panels.double()
-                )
-                for one in table.of(slot)
-            ],
-        )
-    return reference.add_low_rank(y.double(), x.double(), exact, rows_of(slots))
 
 
 @pytest.mark.isa

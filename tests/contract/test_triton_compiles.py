@@ -27,6 +27,7 @@ MODULES = (
     "bitmask",
     "logprobs",
     "index",
+    "low_rank",
     "moe",
     "causal_conv",
     "copies",
