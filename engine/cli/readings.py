@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import address_of
-from engine.messages.stats import GroupUse, SchedulerStats
+from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
 from engine.rpc.zmq_client import EngineCoreClient
 
 HANG_SECONDS = 60.0  # in one step or without an answer, after which the core counts as dead
@@ -242,4 +242,20 @@ def stats_of(page: Page) -> SchedulerStats:
         ],
         num_snapshots=int(page.sum("state_snapshots")),
         snapshot_usage=page.sum("state_snapshot_usage_ratio"),
+        adapters=_adapters(page) if "adapter_slots" in page else None,
+    )
+
+
+def _adapters(page: Page) -> AdapterUse:
+    requests: dict[str, dict[str, int]] = {"running": {}, "waiting": {}}
+    for value in page.values("adapter_requests"):
+        of_state = requests.setdefault(value.labels.get("state", ""), {})
+        of_state[value.labels.get("adapter", "")] = int(value.number)
+    return AdapterUse(
+        int(page.sum("adapter_slots")),
+        int(page.sum("adapter_slots_used")),
+        int(page.sum("adapter_host_copies")),
+        int(page.sum("adapter_host_bytes")),
+        requests["running"],
+        requests["waiting"],
     )

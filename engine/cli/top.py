@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
@@ -20,12 +21,14 @@ from rich.text import Text
 from engine.cli.readings import CoreSource, EngineReading, ReadingSource, ServerSource
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import AdapterUse, SchedulerStats
 from engine.observe.stats_log import roofline_share
 
 INTERVAL = 1.0
 SHORTEST_INTERVAL = 0.1
 WINDOW = 5  # intervals that rates are averaged over
+MOST_ADAPTERS = 5  # with rows of their own
+MIB = 1 << 20
 SILENT = 3  # intervals without an answer after which the table says so
 
 # Counters that are shown only once they are above 0.
@@ -254,6 +257,7 @@ class LiveFigures(NamedTuple):
             "parked": stats.num_parked,
             "kv_usage": stats.kv_usage,
             "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
+            "adapters": None if stats.adapters is None else msgspec.structs.asdict(stats.adapters),
             "state_snapshots": stats.num_snapshots,
             "state_snapshot_usage": stats.snapshot_usage,
             "blocked": stats.blocked,
@@ -305,6 +309,7 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     if stats.has_snapshots:
         yield "snapshots of states", f"{stats.num_snapshots:,}", ""
         yield "KV blocks in snapshots", f"{100 * stats.snapshot_usage:.1f} %", ""
+    yield from _adapters(stats.adapters)
     yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
     yield from _missed(figures)
     yield "steps/s", _number(figures.rate(figures.growth("num_steps"))), f"{stats.num_steps:,}"
@@ -340,6 +345,19 @@ def _groups(stats: SchedulerStats) -> Iterator[Row]:
         layers = f"{kind[0]} attention" + (f" of {kind[1]:,} tokens" if kind[1] else "")
         groups = f", {len(same)} groups" if len(same) > 1 else ""
         yield f"KV blocks, {layers}{groups}", f"{sum(same):,}", ""
+
+
+def _adapters(use: AdapterUse | None) -> Iterator[Row]:
+    """Yield the rows of an engine with LoRA adapters, and one for each of the adapters with the
+    most requests."""
+    if use is None:
+        return
+    yield "adapters in slots", f"{use.num_slots_used} of {use.num_slots}", ""
+    yield "adapters in memory", f"{use.num_host_copies}, {use.host_bytes / MIB:,.1f} MiB", ""
+    total = Counter(use.running) + Counter(use.waiting)
+    for name, _ in total.most_common(MOST_ADAPTERS):
+        running, waiting = use.running.get(name, 0), use.waiting.get(name, 0)
+        yield f"adapter {name}", f"{running} running, {waiting} waiting", ""
 
 
 def _missed(figures: LiveFigures) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from engine.cli.main import main
 from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
-from engine.messages.stats import GroupUse, SchedulerStats
+from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
 
 PAGE = r"""# HELP metronome_engine_up 1 if the core answers in time.
 # TYPE metronome_engine_up gauge
@@ -37,6 +37,12 @@ metronome_feature_events_total{event="drafts.num_drafts",model_name="box"} 7.0
 metronome_state_snapshots{model_name="box"} 12.0
 metronome_state_snapshot_usage_ratio{model_name="box"} 0.125
 metronome_first_token_seconds_bucket{le="+Inf",model_name="box"} 3.0
+metronome_adapter_slots{model_name="box"} 8.0
+metronome_adapter_slots_used{model_name="box"} 2.0
+metronome_adapter_host_copies{model_name="box"} 5.0
+metronome_adapter_host_bytes{model_name="box"} 300.0
+metronome_adapter_requests{adapter="sql",model_name="box",state="running"} 2.0
+metronome_adapter_requests{adapter="sql",model_name="box",state="waiting"} 1.0
 metronome_broken{model_name="box"} many
 """
 
@@ -61,6 +67,7 @@ def test_a_page_becomes_statistics() -> None:
         kv_groups=[GroupUse(0, 30), GroupUse(512, 7)],
         num_snapshots=12,
         snapshot_usage=0.125,
+        adapters=AdapterUse(8, 2, 5, 300, {"sql": 2}, {"sql": 1}),
     )
     assert page.sum("generation_tokens_total") == 700 and page.sum("no_such") == 0
     assert "broken" not in page and page.by("no_such", "cause") == {}
@@ -172,6 +179,22 @@ def test_mistakes_are_one_line(
     assert main(["top", "--once", *args]) == status
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_adapters_are_shown_with_their_requests() -> None:
+    use = AdapterUse(8, 2, 5, 3 << 20, {"sql": 2, "de": 1}, {"sql": 1})
+    screen = Screen("core", 1.0)
+    for second in range(2):
+        screen.add(reading(100.0 + second, adapters=use))
+    text = " ".join(shown(screen).split())
+    for line in (
+        "adapters in slots 2 of 8",
+        "adapters in memory 5, 3.0 MiB",
+        "adapter sql 2 running, 1 waiting",
+        "adapter de 1 running, 0 waiting",
+    ):
+        assert line in text
+    assert screen.figures.as_dict()["adapters"]["running"] == {"sql": 2, "de": 1}
 
 
 @pytest.mark.parametrize("counters", [{}, {"snapshots.published": 0}])
