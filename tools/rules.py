@@ -93,9 +93,9 @@ def reachable(name: str, imports: Imports) -> set[str]:
     return found
 
 
-def test_files() -> dict[str, ast.Module]:
-    """The files below `tests`, by path from the root on."""
-    return {m.where: m.tree for m in tree.sources() if m.where.startswith("tests/")}
+def test_files() -> list[tree.Module]:
+    """The files below `tests`."""
+    return [module for module in tree.sources() if module.where.startswith("tests/")]
 
 
 def is_private(name: str) -> bool:
@@ -103,11 +103,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
 
 
-def private_names(module: ast.Module) -> set[str]:
+def private_names(module: tree.Module) -> set[str]:
     """Private attributes of a module's classes: methods, fields, and what is set through self."""
     names: set[str] = set()
-    for cls in (node for node in ast.walk(module) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(cls):
+    for cls in module.classes():
+        for node in tree.walk(cls):
             match node:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     names.add(name)
@@ -120,22 +120,22 @@ def private_names(module: ast.Module) -> set[str]:
 
 def private_reads() -> list[str]:
     """Where a test names a private attribute of a class that is not the tests' own."""
-    own = set().union(*map(private_names, test_files().values()))
+    own = set().union(*map(private_names, test_files()))
     for module in tree.sources():
         if not module.where.startswith("tests/"):
-            own -= private_names(module.tree)
+            own -= private_names(module)
     return [
-        f"{path}:{node.lineno} {ast.unparse(node)}"
-        for path, module in test_files().items()
-        for node in ast.walk(module)
+        f"{module.where}:{node.lineno} {ast.unparse(node)}"
+        for module in test_files()
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     ]
 
 
-def calls(function: tree.Function) -> set[str]:
-    """Names of the functions that a node calls: ``c`` for a call of ``a.b.c`` or of ``c``."""
-    found = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+def calls(nodes: list[ast.AST]) -> set[str]:
+    """Names of the functions that nodes call: ``c`` for a call of ``a.b.c`` or of ``c``."""
+    found = (node.func for node in nodes if isinstance(node, ast.Call))
     return {
         func.attr if isinstance(func, ast.Attribute) else func.id
         for func in found
@@ -143,29 +143,33 @@ def calls(function: tree.Function) -> set[str]:
     }
 
 
-def asserts(function: tree.Function) -> bool:
-    """Whether a function contains an assertion."""
-    return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function)) or any(
-        name in CHECKS or name.startswith("assert_") for name in calls(function)
+def asserts(nodes: list[ast.AST], called: set[str]) -> bool:
+    """Whether an assertion is among the nodes of a function or among the calls that it makes."""
+    return any(isinstance(node, ast.Assert | ast.Raise) for node in nodes) or any(
+        name in CHECKS or name.startswith("assert_") for name in called
     )
 
 
 def without_assertion() -> list[str]:
     """Tests that assert nothing, neither themselves nor in what they call."""
-    called = {
-        (path, node): calls(node)
-        for path, module in test_files().items()
-        for node in ast.walk(module)
-        if isinstance(node, tree.Function)
-    }
-    helpers = {node.name for _, node in called if asserts(node)}
+    called: dict[tuple[str, tree.Function], set[str]] = {}
+    helpers: set[str] = set()
+    silent: set[ast.AST] = set()
+    for module in test_files():
+        for function in (node for node in module.nodes if isinstance(node, tree.Function)):
+            nodes = tree.walk(function)
+            names = called[module.where, function] = calls(nodes)
+            if asserts(nodes, names):
+                helpers.add(function.name)
+            else:
+                silent.add(function)
     while more := {node.name for (_, node), names in called.items() if names & helpers} - helpers:
         helpers |= more
     return [
         f"{path}:{node.lineno} {node.name}"
         for (path, node), names in called.items()
         if Path(path).name.startswith("test_") and node.name.startswith("test_")
-        if not asserts(node) and not names & helpers
+        if node in silent and not names & helpers
     ]
 
 

@@ -16,6 +16,18 @@ SOURCES = (*PACKAGES, "tests", "benchmarks", "tools", "examples")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def walk(node: ast.AST) -> list[ast.AST]:
+    """A node and all below it, contexts and operators aside; in half the time of ``ast.walk``."""
+    found = [node]
+    for each in found:
+        for value in each.__dict__.values():
+            if isinstance(value, list):
+                found += [part for part in value if isinstance(part, ast.AST)]
+            elif isinstance(value, ast.AST) and value._fields:
+                found.append(value)
+    return found
+
+
 @dataclass(frozen=True)
 class Import:
     """One module named by an import statement, absolute and dotted, and where it stands."""
@@ -54,7 +66,7 @@ class Module:
     @cached_property
     def nodes(self) -> list[ast.AST]:
         """All of the tree; several rules look at each of them."""
-        return list(ast.walk(self.tree))
+        return walk(self.tree)
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
@@ -180,7 +192,7 @@ def attributes(cls: ast.ClassDef) -> set[str]:
         and isinstance(node.target, ast.Name)
         and "ClassVar" not in ast.unparse(node.annotation)
     }
-    for node in ast.walk(cls):
+    for node in walk(cls):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
