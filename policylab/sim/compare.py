@@ -18,6 +18,7 @@ from policylab.sim.estimate import NOTHING, Estimate, difference, mean_over
 from policylab.sim.experiment import (
     NoFigures,
     Setting,
+    check_jobs,
     check_rate,
     distinct,
     in_processes,
@@ -26,7 +27,7 @@ from policylab.sim.experiment import (
 )
 from policylab.sim.figures import Figures, collapse, is_better_small
 from policylab.sim.promises import Limit
-from policylab.sim.run import Engine, check, name_of, rate_at
+from policylab.sim.run import Engine, check, check_load, name_of, rate_at
 from policylab.sim.workloads import Workload
 
 EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "worse", "no means"
@@ -169,6 +170,7 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
     if not what.policies:
         raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
     check_rate(what.rate)
+    check_jobs(jobs)
     blanks = [cell for setting in variations(what) for cell in _cells(what, *setting)]
     settings = [replace(setting, seed=seed) for _, setting in blanks for seed in what.seeds]
     results = list(in_processes(measure, settings, jobs))
@@ -210,6 +212,8 @@ def _cells(
     """Yields for each load a cell without figures, and the setting whose runs fill it."""
     check(what.policies, workload, engine)
     loads: list[float | None] = [*what.loads] if what.loads else [None]
+    for load in what.loads or ():
+        check_load(load, workload)
     capacity = None
     for load in loads:
         rate = what.rate

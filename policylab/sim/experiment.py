@@ -107,9 +107,7 @@ def in_processes(
     Raises ``ConfigError`` for too many jobs, ``EngineDeadError`` if a process dies, and what
     ``work`` raises.
     """
-    most = max(1, cpu_count() or 1)
-    if not 1 <= jobs <= most:
-        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the number of processors")
+    check_jobs(jobs)
     if jobs == 1 or len(items) == 1:
         yield from map(work, items)
         return
@@ -123,6 +121,13 @@ def in_processes(
                 "a simulating process died (killed, or out of memory); its part of the "
                 "figures is lost: run again, with fewer --jobs if memory is short"
             ) from error
+
+
+def check_jobs(jobs: int) -> None:
+    """Raise ``ConfigError`` for more processes than processors, or for none."""
+    most = max(1, cpu_count() or 1)
+    if not 1 <= jobs <= most:
+        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the number of processors")
 
 
 def seeds_from(first: int, count: int) -> range:

@@ -295,6 +295,12 @@ def rate_at(
 ) -> float:
     """The arrival rate, in requests per second, at a load relative to the rate that fcfs can serve.
     ``capacity``: that rate of fcfs, if known; otherwise it is measured."""
+    check_load(load, workload)
+    return load * (capacity or capacity_of(workload, engine))
+
+
+def check_load(load: float, workload: Workload) -> None:
+    """Raise ``ConfigError`` for a load out of range, or for a workload that can have none."""
     if not 0 < load <= MAX_LOAD:
         raise ConfigError(f"--load is {load}, must be above 0 and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
@@ -302,7 +308,6 @@ def rate_at(
             f"{workload} sends a request when another ends, so it has no load; leave "
             "--load and --rate out"
         )
-    return load * (capacity or capacity_of(workload, engine))
 
 
 def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None = None) -> float:
