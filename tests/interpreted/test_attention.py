@@ -139,7 +139,7 @@ def check(case: dict[str, Any], rng: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group", "page", "sinks"),
     [
-        (torch.bfloat16, 128, 4, 64, False),
+        pytest.param(torch.bfloat16, 128, 4, 64, False, marks=pytest.mark.slow),
         (torch.float16, 80, 5, 24, True),
     ],
     ids=str,

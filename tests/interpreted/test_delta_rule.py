@@ -53,4 +53,11 @@ def test_a_prompt_in_parts_gives_the_same_bits() -> None:
 def test_states_of_16_bits(kept: torch.dtype) -> None:
     rule, shape = delta_rule.gated_delta_rule, (1, 2, 16, 16)
     delta_checks.check_against_reference(rule, torch.float32, "drafts", shape, kept)
+
+
+@pytest.mark.parametrize(
+    "kept", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
+def test_a_prompt_in_parts_with_states_of_16_bits(kept: torch.dtype) -> None:
+    rule, shape = delta_rule.gated_delta_rule, (1, 2, 16, 16)
     delta_checks.check_cuts_of_a_prompt(rule, torch.float32, shape, kept)

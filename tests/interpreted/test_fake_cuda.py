@@ -110,7 +110,7 @@ def test_a_draft_model_is_in_order_too(model):
     assert not cuda.faults
 
 
-@pytest.mark.parametrize("mode", ["recorded", "drafts"])
+@pytest.mark.parametrize("mode", ["recorded", pytest.param("drafts", marks=pytest.mark.slow)])
 def test_a_model_of_several_kv_groups_is_in_order_too(mode, tmp_path):
     """Its blocks leave their windows while it decodes."""
     sizes = {**SHAPE, "num_hidden_layers": 3, "sliding_window": 7}
@@ -165,7 +165,11 @@ def test_prompts_in_chunks_are_in_order_too(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("recorded", marks=pytest.mark.slow), "drafts", "preempted", "draft model"]
+    "mode",
+    [
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("recorded", "draft model")),
+        *("drafts", "preempted"),
+    ],
 )
 def test_short_convolutions_are_in_order_too(mode, tmp_path):
     sizes = {**SHAPE, "num_hidden_layers": 2, "layer_types": [CONV, FULL]}

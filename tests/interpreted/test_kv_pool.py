@@ -31,8 +31,8 @@ LAYERS = {
     ],
 }
 STEPS = {
-    "decode": ((1, 20), (1, 150), (1, 63)),
-    "mixed": ((1, 20), (1, 150), (5, 0), (17, 61)),
+    "decode": ((1, 20), (1, 90), (1, 63)),
+    "mixed": ((1, 20), (1, 90), (2, 0), (9, 61)),
 }
 RATIO = 3  # query heads a key head
 BODIES = {"torch": reference, "triton": bodies, "cpu": cpu}

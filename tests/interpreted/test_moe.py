@@ -102,14 +102,22 @@ def packed_layer(kind: Kind, num_experts: int, hidden: int, inner: int) -> tuple
     return stack(list(map(pack, made))), stack(list(map(pack, downs)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+SIZES = (
+    (torch.float32, 9, 6, 2),
+    (torch.bfloat16, 21, 6, 3),
+    (torch.float16, 130, 3, 2),  # programs of 64 pairs
+    (torch.bfloat16, 200, 3, 2),  # of 128
+)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "num_tokens", "num_experts", "top_k"),
+    ("kind", "dtype", "num_tokens", "num_experts", "top_k"),
     [
-        (torch.float32, 9, 6, 2),
-        (torch.bfloat16, 21, 6, 3),
-        (torch.float16, 130, 3, 2),  # programs of 64 pairs
-        (torch.bfloat16, 200, 3, 2),  # of 128
+        pytest.param(
+            *(kind, *sizes), id=f"{kind}-{place}", marks=[pytest.mark.slow] * (number % 4 != place)
+        )
+        for number, kind in enumerate(KINDS)
+        for place, sizes in enumerate(SIZES)
     ],
 )
 def test_packed_experts(

@@ -61,5 +61,11 @@ def test_a_prompt_in_parts_gives_the_same_bits() -> None:
 def test_states_of_16_bits(kept: torch.dtype) -> None:
     scan_checks.check_heads(kernels.head_scan, torch.float32, "drafts", (4, 2, 16, 16), kept)
     scan_checks.check_channels(kernels.channel_scan, torch.float32, "drafts", (5, 24), kept)
+
+
+@pytest.mark.parametrize(
+    "kept", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
+def test_a_prompt_in_parts_with_states_of_16_bits(kept: torch.dtype) -> None:
     scan_checks.check_cuts_of_heads(kernels.head_scan, torch.float32, (2, 1, 16, 16), kept)
     scan_checks.check_cuts_of_channels(kernels.channel_scan, torch.float32, (8, 32), kept)

@@ -81,7 +81,9 @@ def test_one_long_sequence_among_many_is_shared_out() -> None:
     assert max(reads) <= 1.5 * max(sum(reads) / shares.num, shares.least_keys / KEYS)
 
 
-@pytest.mark.parametrize("group", [1, 4, 6])
+@pytest.mark.parametrize(
+    "group", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_a_long_sequence_among_short_ones(group: int, seed: int) -> None:
     """More sequences than fill a device, so that a plan cuts the long one alone."""
     rng = torch.Generator().manual_seed(seed)

@@ -199,7 +199,7 @@ def table(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
 
 
 def test_the_same_seed_gives_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--policies", "fcfs, residual-sjf,vtc", "--load", "1.5", "--max-num-seqs", "4"]
+    args = ["--policies", "fcfs, residual-sjf,vtc", "--rate", "40", "--max-num-seqs", "4"]
     first = table(capsys, *args)
     assert table(capsys, *args) == first
     assert table(capsys, *args, "--seed", "1") != first
@@ -228,7 +228,7 @@ def test_a_policy_in_the_current_directory(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    lines = table(capsys, "--policies", "fcfs,of_mine_alone.Newest", "--length-predictor", "oracle")
+    lines = table(capsys, "--policies", "fcfs,of_mine_alone.Newest", "--length-predictor", "oracle", "--rate", "40")
     assert any(line.startswith("of_mine_alone.Newest ") for line in lines)
     assert any("length predictor: oracle" in line for line in lines)
 
@@ -259,7 +259,8 @@ def test_a_policy_stands_beside_itself_with_other_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     policies = "fcfs, sarathi(step_tokens=16), sarathi(step_tokens = 256)"
-    rows = [line for line in table(capsys, "--policies", policies) if line.startswith("sarathi(")]
+    lines = table(capsys, "--policies", policies, "--rate", "90")
+    rows = [line for line in lines if line.startswith("sarathi(")]
     names, figures = zip(*(row.split(maxsplit=1) for row in rows[:2]), strict=True)
     assert names == ("sarathi(step_tokens=16)", "sarathi(step_tokens=256)")
     assert figures[0] != figures[1]

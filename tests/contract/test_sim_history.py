@@ -15,7 +15,7 @@ TIGHT = Engine(num_blocks=200, max_num_seqs=16)
 
 @pytest.fixture(scope="module")
 def pressed() -> Run:
-    return run("fcfs", "log-uniform(num_requests=60)", TIGHT, load=1.1, steps=True)
+    return run("fcfs", "log-uniform(num_requests=60)", TIGHT, rate=12.3, steps=True)
 
 
 def test_causes_of_all_stays_are_the_waits_of_the_request(pressed: Run) -> None:
@@ -49,7 +49,7 @@ def test_work_adds_up_to_what_steps_computed(pressed: Run) -> None:
 def test_a_run_file_has_it_and_the_same_seed_gives_the_same_bytes(pressed: Run, tmp_path) -> None:
     first, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     pressed.write(first)
-    run("fcfs", "log-uniform(num_requests=60)", TIGHT, load=1.1, steps=True).write(again)
+    run("fcfs", "log-uniform(num_requests=60)", TIGHT, rate=12.3, steps=True).write(again)
     assert first.read_bytes() == again.read_bytes()
     read = Run.read(first)
     assert read.history is not None and pressed.history is not None
@@ -60,7 +60,7 @@ def test_a_run_file_has_it_and_the_same_seed_gives_the_same_bytes(pressed: Run, 
 
 
 def test_a_run_without_steps_keeps_none() -> None:
-    few = run("fcfs", "log-uniform(num_requests=10)", Engine(), load=0.5)
+    few = run("fcfs", "log-uniform(num_requests=10)", Engine(), rate=16.0)
     assert few.history is None
     assert not any(line.startswith((b'{"history"', b'{"work"')) for line in few.lines())
 
