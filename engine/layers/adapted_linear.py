@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -156,7 +156,29 @@ class AdaptedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, in] -> [N, out]."""
-        y, step = self.base(x), self._step
+        return self._changed(self.base(x), x)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """act(a) * b [N, out / 2], for the two halves a and b of the outputs; ``None`` if the other
+        layer does not support it. Rows without an adapter have the bits of the other layer."""
+        base: Any = self.base
+        if not hasattr(base, "gated"):
+            return None
+        found: torch.Tensor | None
+        if not self._is_active:
+            found = base.gated(x, activation)
+            return found
+        outputs = base.unrounded(x, activation)
+        found = None if outputs is None else base.activated(self._changed(outputs, x), activation)
+        return found
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` [N] of the other layer's weight, [N, in]."""
+        return self.base.rows(ids)
+
+    def _changed(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add what adapters change to the outputs y [N, out] for inputs x [N, in], in place."""
+        step = self._step
         if step is None or not step.is_active:
             return y
         rows = step.of(len(x))
@@ -165,19 +187,6 @@ class AdaptedLinear:
                 mine = torch.from_numpy(indices)
                 y[mine] = whole(x[mine])
         return kernels.add_low_rank(y, x.contiguous(), self._table, rows)
-
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """act(a) * b [N, out / 2], for the two halves a and b of the outputs; ``None`` if the other
-        layer does not support it, or in a step with adapters."""
-        gated = getattr(self.base, "gated", None)
-        if gated is None or self._is_active:
-            return None
-        found: torch.Tensor | None = gated(x, activation)
-        return found
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``ids`` [N] of the other layer's weight, [N, in]."""
-        return self.base.rows(ids)
 
     @property
     def _is_active(self) -> bool:

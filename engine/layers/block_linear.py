@@ -13,7 +13,7 @@ from kernels.cpu.matmul.block_product import (
 )
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
-from kernels.cpu.pointwise import ACTS
+from kernels.cpu.pointwise import ACTS, act_mul
 from kernels.quantized import Quantized
 
 
@@ -38,16 +38,21 @@ class BlockLinear:
         self._out_dtype = torch.float32 if self._is_wide or keeps_float32 else torch.bfloat16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.bfloat16().contiguous()
-        return block_product(x, self.packed, self.bias, out_dtype=self._out_dtype)
+        return self._product(x, self._out_dtype)
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
         ``None`` if the kernel does not support this layer or activation."""
-        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
-        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
-            return None
-        return self._gated(x, activation)
+        return self._gated(x, activation) if self._is_gated(activation) else None
+
+    def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None`` where
+        ``gated`` returns ``None``."""
+        return self._product(x, torch.float32) if self._is_gated(activation) else None
+
+    def activated(self, outputs: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(a) * b [N, out / 2], for the two halves a and b of float32 outputs, rounded once."""
+        return act_mul(outputs, activation, torch.bfloat16)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
@@ -57,6 +62,15 @@ class BlockLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self._is_wide else torch.bfloat16
         return dequantized_rows(self._table, ids, self.in_features, dtype)
+
+    def _is_gated(self, activation: str) -> bool:
+        """True if one kernel computes ``gated``."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
+
+    def _product(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        x = x.bfloat16().contiguous()
+        return block_product(x, self.packed, self.bias, out_dtype=out_dtype)
 
     def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         return gated_block_product(x.bfloat16().contiguous(), self.packed, activation)
@@ -72,12 +86,12 @@ class ExactBlockLinear(BlockLinear):
     bits of a layer with the dequantised weight, except that inputs are summed in the order of their
     groups if groups are not adjacent inputs."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         x = self._inputs(x)
         if self._is_wide:
             return float32.dequantized_product(x, self._table, self.bias, self.out_features)
         return bfloat16.packed_product(
-            x, self._table, self.bias, self.out_features, out_dtype=self._out_dtype
+            x, self._table, self.bias, self.out_features, out_dtype=out_dtype
         )
 
     def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu import isa
+from kernels.cpu import isa, pointwise
 from kernels.cpu.cells import DTYPES, elements, get, put
 from kernels.cpu.low_rank_vectors import (
     BYTES,
@@ -77,6 +77,8 @@ def prepare(dtype: torch.dtype) -> None:
     if dtype in DTYPES:
         for cell in {4, dtype.itemsize}:
             BODIES[body_of(dtype.itemsize), cell].prepare()
+    if dtype is torch.bfloat16:  # activations of outputs that are not rounded before
+        pointwise.ACT_MUL[4, 2].prepare()
 
 
 def body_of(size: int) -> str:

@@ -39,13 +39,17 @@ def add_rms_norm(
     return y, total
 
 
-def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS."""
+def act_mul(
+    gate_up: torch.Tensor, act: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS; dtype: of
+    the result, by default that of ``gate_up``. bfloat16 results of float32 are those of fused
+    products of bfloat16, bit for bit."""
     num, width = gate_up.shape
     half = width // 2
-    out = gate_up.new_empty((num, half))
+    out = gate_up.new_empty((num, half), dtype=dtype or gate_up.dtype)
     threads = num_threads() if num * half >= _ENOUGH else 1
-    ACT_MUL[out.element_size()].run(
+    ACT_MUL[gate_up.element_size(), out.element_size()].run(
         threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]
     )
     return out
@@ -334,7 +338,7 @@ def _gated_norm_body(cell: int):
     return body
 
 
-def _act_mul_body(cell: int):
+def _act_mul_body(cell: int, cell_out: int):
     def body(row):
         p = i64(row, (6,))
         num, half, act = p[3], p[4], p[5]
@@ -348,7 +352,7 @@ def _act_mul_body(cell: int):
             count = min(_CHUNK, half - first)
             gates = elements(p[1] + (n * 2 * half + first) * cell, (count,), cell)
             ups = elements(p[1] + ((n * 2 + 1) * half + first) * cell, (count,), cell)
-            out = elements(p[2] + (n * half + first) * cell, (count,), cell)
+            out = elements(p[2] + (n * half + first) * cell_out, (count,), cell_out)
             if act == 0:
                 for i in range(count):
                     put(out, i, silu(get(gates, i)) * get(ups, i))
@@ -383,5 +387,6 @@ GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
 ADD = {cell: Kernel(_add_body(cell)) for cell in (4, 2)}
 SCALE = {cell: Kernel(_scale_body(cell)) for cell in (4, 2)}
 RELU_SQUARED = {cell: Kernel(_relu_squared_body(cell)) for cell in (4, 2)}
-ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
+# Also by bytes per element of the result.
+ACT_MUL = {cells: Kernel(_act_mul_body(*cells)) for cells in ((4, 4), (2, 2), (4, 2))}
 JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.adapter_cases import NUM_NEW, AdapterCase, Answers, answers, cases, make
+import torch
+from e2e.adapter_cases import LINEARS, NUM_NEW, AdapterCase, Answers, answers, cases, make
 from e2e.references import WHOLE, Tally, compare, engine_for, prompts
-from e2e.tiny_models import TinyModels
+from e2e.tiny_models import Case, TinyModels, config_of, random_model, save
+from support import adapter_files
 
 from engine import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 
@@ -79,3 +82,31 @@ def test_what_peft_computes(
         again = run(engine, both, logprobs=TOP)  # recorded, and from the prefix cache
         check(again[::2], adapted, tally)
         check(again[1::2], plain, tally)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_other_rows_change_no_bit(tmp_path: Path, quantization: str | None) -> None:
+    """In bfloat16, with and without an adapter: products that apply activations, too."""
+    options = {"intermediate_size": 128, "num_hidden_layers": 2}
+    base = random_model(config_of(Case("Llama", options)), seed=3)
+    made = adapter_files.trained(copy.deepcopy(base), target_modules=LINEARS)
+    path = adapter_files.save(made, tmp_path / "adapter")
+    save(base, tmp_path / "base", torch.bfloat16)
+    adapter = LoRARequest("one", 1, str(path))
+    both = [(ids, which) for ids in some_prompts() for which in (adapter, None)]
+    settings = {"enable_prefix_caching": False, "quantization": quantization}
+    with engine_for(str(tmp_path / "base"), enable_lora=True, **settings) as engine:
+        for _ in range(2):  # the second time steps are recorded
+            together = run(engine, both, logprobs=TOP)
+            alone = [run(engine, [one], logprobs=TOP)[0] for one in both]
+            assert list(map(exact, together)) == list(map(exact, alone))
+    with engine_for(str(tmp_path / "base"), **settings) as engine:
+        plain = run(engine, both[1::2], logprobs=TOP)
+    assert list(map(exact, plain)) == list(map(exact, together[1::2]))
+
+
+def exact(out: RequestOutput) -> list[dict[int, float]]:
+    """Log-probabilities of the answer's tokens."""
+    found = out.outputs[0].logprobs
+    assert found is not None
+    return [{token: one.logprob for token, one in each.items()} for each in found]

@@ -18,6 +18,7 @@ from kernels.cpu.matmul.byte_bodies import (
     DEEP,
     STEP,
     ZERO_POINT,
+    activate_body,
     dots_body,
     quantize_body,
     tiles_body,
@@ -115,6 +116,16 @@ def gated_product(
     return out
 
 
+def activated(outputs: torch.Tensor, act: str) -> torch.Tensor:
+    """Return act(gates) * ups, [N, F] bfloat16, of float32 outputs [N, 2F] of a product that
+    ``gated_product`` would compute, bit for bit."""
+    num, half = len(outputs), outputs.shape[1] // 2
+    out = outputs.new_empty((num, half), dtype=torch.bfloat16)
+    threads = num_threads() if num >= _ENOUGH_ROWS else 1
+    ACTIVATE.run(threads, outputs.data_ptr(), out.data_ptr(), num, half, ACTS[act])
+    return out
+
+
 def largest(x: torch.Tensor, weight: Int8Weight, *, body: str | None = None) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
     not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous float32 or
@@ -183,6 +194,7 @@ def _run(plan: _Plan, x: torch.Tensor, weight: Int8Weight, target: Target) -> No
 
 
 # By bytes of an element of x.
+ACTIVATE = Kernel(activate_body, exact=True)
 QUANTIZE = {cell: Kernel(quantize_body(cell)) for cell in (4, 2)}
 BODIES = {
     "dots": Kernel(dots_body, heavy=True),

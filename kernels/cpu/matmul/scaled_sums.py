@@ -123,6 +123,22 @@ def _activated(builder: Any, x: Any, act: int) -> Any:
     return builder.fmul(x, _sigmoid(builder, builder.fmul(z, _all(-1 / math.log(2)))))
 
 
+@intrinsic(prefer_literal=True)
+def write_activated(typing_context, gates, ups, out, act):
+    """Write activation(gate) * up to `out`, 16 bfloat16, as `write_gated` does. gates, ups:
+    addresses of float32; act: a literal."""
+    if not isinstance(act, types.Literal):
+        return None
+    how = act.literal_value
+
+    def build(context, builder, signature, args):
+        gate, up = (_vector(builder, args[side], 0, _FLOATS) for side in range(2))
+        _store(builder, builder.fmul(_activated(builder, gate, how), up), args[2], 0, 2)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, act), build
+
+
 def _all(number: float) -> Any:
     return ir.Constant(_FLOATS, [number] * LANES)
 
