@@ -264,11 +264,11 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
     from engine.lora.reading import read_order
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = Limits(rank=options.max_lora_rank)
+    limits, cache = Limits(rank=options.max_lora_rank), config.model.download_dir
     store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE))
     computing = Adapters(options.max_loras, store)
     library = AdapterLibrary(
-        ThreadedReader(lambda order: computing.prepared(read_order(order, limits))),
+        ThreadedReader(lambda order: computing.prepared(read_order(order, limits, cache))),
         store,
         most_pinned=options.max_loras - 1,
         directory=None if options.adapter_dir is None else str(options.adapter_dir),

@@ -117,6 +117,13 @@ class Download:
     def _files_of_directory(self, commit: str, sizes: dict[str, int]) -> tuple[str, list[str]]:
         """Return the name of the file to fetch last, and the names of all files to fetch."""
         repository = self.repository
+        if repository.is_adapter:
+            if absent := [name for name in files.ADAPTER if name not in sizes]:
+                raise ModelError(
+                    f"{self._where()} has no {' and no '.join(absent)}; name a LoRA adapter that "
+                    "peft has stored in safetensors"
+                )
+            return files.ADAPTER[0], list(files.ADAPTER)
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)
         patterns = [
@@ -208,7 +215,8 @@ class Download:
     def _cached_root(self) -> Path | None:
         """Return the repository's directory in the cache, ``None`` if it is not cached."""
         if self.repository.gguf is None:
-            places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
+            anchors = files.ADAPTER[:1] if self.repository.is_adapter else files.ANCHORS
+            places = (self._lookup(name, self.repository.revision) for name in anchors)
             return next((place.parent for place in places if place is not None), None)
         with suppress(LocalEntryNotFoundError):
             return Path(
@@ -226,6 +234,8 @@ class Download:
             wanted = self.repository.gguf
             models = gguf_files.models_of(_names_below(root))
             return [] if gguf_files.fitting(wanted, models) else [f"a GGUF file {wanted!r}"]
+        if self.repository.is_adapter:
+            return files.missing_of_adapter(root)
         weights = files.missing_weights(root) if self.repository.has_weights else []
         return weights + (files.missing_tokenizer(root) if self.repository.has_tokenizer else [])
 

@@ -51,6 +51,17 @@ def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConf
     )
 
 
+def fetched_adapter(path: str, download_dir: str | None) -> str:
+    """Return the directory of a LoRA adapter, fetching it if ``path`` is a repository's name,
+    ``owner/name``, and no local path. Raises ``ConfigError`` naming the value and what to do."""
+    if path.count("/") != 1 or ":" in path or not is_hub_name(path):
+        return path
+    from engine.hub.download import download
+
+    cache = None if download_dir is None else str(Path(download_dir).expanduser())
+    return str(download(Repository(option="lora_path", name=path, cache=cache, is_adapter=True)))
+
+
 def _directory(model: str) -> str:
     """Return the model directory of a GGUF file; other values unchanged."""
     if is_hub_name(model) or not is_gguf_path(model):

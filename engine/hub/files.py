@@ -20,6 +20,7 @@ TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
 CODE = ("*.py",)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # The first of these that a repository has is fetched last, so its presence means completeness.
 ANCHORS = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt")
 VOCABULARIES = (
@@ -42,6 +43,8 @@ class Repository:
     has_weights: bool = False
     has_tokenizer: bool = False
     has_code: bool = False
+    is_adapter: bool = False
+    """Fetch a LoRA adapter, and nothing else."""
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -79,6 +82,10 @@ def missing_weights(root: Path) -> list[str]:
     if index.is_file():
         return [name for name in weights_of_index(read_json(index)) if not (root / name).is_file()]
     return [] if weights_at_top(file.name for file in root.iterdir()) else [SINGLE]
+
+
+def missing_of_adapter(root: Path) -> list[str]:
+    return [name for name in ADAPTER if not (root / name).is_file()]
 
 
 def missing_tokenizer(root: Path) -> list[str]:

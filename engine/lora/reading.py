@@ -7,17 +7,22 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from engine.hub.fetch import fetched_adapter
 from engine.lora.adapter import Adapter, AdapterError
 from engine.lora.files import WEIGHTS, Limits, adapter_of, read_adapter
 from engine.lora.loading import Order
 from engine.lora.peft_config import CONFIG, load_json
 
 
-def read_order(order: Order, limits: Limits) -> Adapter:
-    """Read an adapter and check what can be checked without a model. Raises ``AdapterError``."""
+def read_order(order: Order, limits: Limits, download_dir: str | None = None) -> Adapter:
+    """Read an adapter and check what can be checked without a model. One that is named by its
+    repository is fetched into ``download_dir``, by default the hub's cache. Raises
+    ``ConfigError``."""
+    if order.files is None and order.within is not None:
+        return read_adapter(order.path, order.name, within=Path(order.within), limits=limits)
     if order.files is None:
-        within = None if order.within is None else Path(order.within)
-        return read_adapter(order.path, order.name, within=within, limits=limits)
+        path = fetched_adapter(order.path, download_dir)
+        return read_adapter(path, order.name, limits=limits)
     if missing := [name for name in (CONFIG, WEIGHTS) if name not in order.files]:
         raise AdapterError(f"adapter {order.name!r} from memory has no {' and no '.join(missing)}")
     try:

@@ -108,6 +108,18 @@ def test_shards_are_those_of_the_index(hub: FakeHub, fetch: Fetch) -> None:
     assert names(fetch()) == {*SMALL, *SHARDS, "model.safetensors.index.json"}
 
 
+def test_an_adapter_is_fetched_alone_and_found_again(hub: FakeHub, fetch: Fetch) -> None:
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    hub.add("org/tiny", {**WHOLE, config: b"{}", weights: b"products"})
+    wishes = {"option": "lora_path", "is_adapter": True}
+    root = fetch(**wishes)
+    assert names(root) == {config, weights} and sorted(hub.fetched()) == [config, weights]
+    assert fetch(is_offline=True, **wishes) == root and not hub.fetched()
+    hub.add("org/other", {config: b"{}", "adapter_model.bin": b"a pickle"})
+    with pytest.raises(ModelError, match=r"lora_path 'org/other' has no adapter_model.safetensors"):
+        fetch(name="org/other", **wishes)
+
+
 @pytest.mark.parametrize(
     ("wishes", "expected"),
     [
