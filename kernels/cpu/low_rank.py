@@ -43,6 +43,8 @@ from kernels.low_rank import (
 NUM_PARAMETERS = 7
 _RANK = 8  # a usual one, to estimate the work of a launch that is recorded for any adapter
 _ENOUGH = 65536  # with fewer multiplications, one thread is faster
+_AHEAD = 4  # panels between the one that is multiplied and the one that is prefetched
+_CACHED = 1 << 16  # bytes of panels that are kept in the L2 cache
 _PART = 512  # outputs of a part, at least
 
 
@@ -164,24 +166,28 @@ def _spread(places, sums, panels, counts, span, size, cell):
     multiple of PANEL, and end of the outputs, and the offset of output 0 in a row in bytes; size,
     cell: literals."""
     (count, rank), (begin, end, shift) = counts, span
-    lds, ldb, data = sums.shape[1] * 4, PANEL * size, sums.ctypes.data
-    for j in range(begin, end, PANEL):
-        at, own = shift + j * cell, panels + j * rank * size
-        if end - j < PANEL:
-            _spread_rest(places, sums, own, counts, (at, end - j), size, cell)
-            break
-        i = 0
+    lds, data, each = sums.shape[1] * 4, sums.ctypes.data, rank * PANEL * size
+    whole = begin + (end - begin) // PANEL * PANEL
+    # Some panels stay in the cache for all rows. Each group of rows goes through them in order, so
+    # that the processor reads outputs ahead.
+    few = max(1, _CACHED // each) * PANEL
+    for first in range(begin, whole, few):
+        last, i, ahead = min(whole, first + few), 0, _AHEAD * each
         while i < count:
             mine, given = places.ctypes.data + i * 8, data + i * lds
-            if i + 4 <= count:
-                spread_tile(mine, at, given, lds, own, ldb, rank, 4, 4, size, cell)
-                i += 4
-            elif i + 2 <= count:
-                spread_tile(mine, at, given, lds, own, ldb, rank, 2, 4, size, cell)
-                i += 2
-            else:
-                spread_tile(mine, at, given, lds, own, ldb, rank, 1, 4, size, cell)
-                i += 1
+            height = 4 if i + 4 <= count else 2 if i + 2 <= count else 1
+            for j in range(first, last, PANEL):
+                at, own = shift + j * cell, panels + j * rank * size
+                if height == 4:
+                    spread_tile(mine, at, given, lds, own, own + ahead, rank, 4, 4, size, cell)
+                elif height == 2:
+                    spread_tile(mine, at, given, lds, own, own + ahead, rank, 2, 4, size, cell)
+                else:
+                    spread_tile(mine, at, given, lds, own, own + ahead, rank, 1, 4, size, cell)
+            i, ahead = i + height, 0
+    if whole < end:
+        at, own = shift + whole * cell, panels + whole * rank * size
+        _spread_rest(places, sums, own, counts, (at, end - whole), size, cell)
 
 
 @njit(**EXACT)

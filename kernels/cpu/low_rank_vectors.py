@@ -117,18 +117,20 @@ def dot_tile(  # noqa: PLR0913
 
 @intrinsic(prefer_literal=True)
 def spread_tile(  # noqa: PLR0913
-    typing_context, places, shift, sums, lds, b, ldb, depth, rows, vectors, size, cell
+    typing_context, places, shift, sums, lds, b, ahead, depth, rows, vectors, size, cell
 ):
     """Add sums[i] @ b to ``vectors`` vectors of outputs, ``shift`` bytes after the address of row
     i, which is the i-th int64 at ``places``. sums: float32 [rows, depth]; b: [depth, outputs] of
-    ``size`` bytes; outputs have ``cell`` bytes. The last four are literals."""
+    ``size`` bytes, as many of which are prefetched from the address ``ahead`` on; outputs have
+    ``cell`` bytes. The last four are literals."""
     literals = (rows, vectors, size, cell)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     num_rows, num_vectors, num_bytes, num_cell = (given.literal_value for given in literals)
+    width = num_vectors * LANES * num_bytes  # of a row of b, in bytes
 
     def tile(builder, args, mine, theirs):
-        places, shift, sums, lds, b, ldb, depth = args[:7]
+        places, shift, sums, lds, b, ahead, depth = args[:7]
         outputs = [
             builder.add(row_at(builder, places, _I64(8 * i), _I64), shift) for i in mine
         ]
@@ -147,6 +149,9 @@ def spread_tile(  # noqa: PLR0913
                 )
                 for v in theirs
             ]
+            for line in range(0, width, LINE if mine[0] == theirs[0] == 0 else width + 1):
+                at = builder.add(offset, _I64(line))
+                emit_prefetch(builder, builder.add(ahead, at))
             added = []
             for n, i in enumerate(mine):
                 scalar = row_at(builder, place, builder.mul(lds, _I64(i)), _F32)
@@ -155,7 +160,7 @@ def spread_tile(  # noqa: PLR0913
                     added.append(fma(builder, own, other, totals[n * len(others) + j]))
             return [builder.add(place, _I64(4)), *added]
 
-        _, *totals = over_rows(builder, (b, ldb, depth), [sums, *initial], step)
+        _, *totals = over_rows(builder, (b, _I64(width), depth), [sums, *initial], step)
         for n, total in enumerate(totals):
             base, offset = outputs[n // len(offsets)], offsets[n % len(offsets)]
             store_floats(builder, total, builder.add(base, offset), num_cell)
