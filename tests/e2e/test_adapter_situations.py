@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from e2e.adapter_cases import Answers, answers
 from e2e.references import WHOLE, Tally, compare, engine_for, prompts
 from e2e.test_ngram import NGRAM
 from e2e.tiny_models import TinyModels
 from support import adapter_files
 
-from engine import LoRARequest, RequestOutput, SamplingParams
+from engine import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
+from engine.assets import BOX_MODEL
+from engine.core.replay import replay
 
 NAME = "qwen3-moe"
 NUM_NEW = 10
@@ -120,3 +125,53 @@ def scores(out: RequestOutput) -> list[float]:
     assert out.prompt_logprobs is not None
     ids = out.prompt_token_ids
     return [one[ids[at]].logprob for at, one in enumerate(out.prompt_logprobs) if one is not None]
+
+
+def test_a_run_replays_to_identical_plans(many: Adapters, tmp_path: Path) -> None:
+    log = tmp_path / "steps.log"
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, **WHOLE)
+    options = {"max_num_batched_tokens": 13, "async_scheduling": True, "num_kv_blocks": 14, **NGRAM}
+    with engine_for(many.base, enable_lora=True, max_loras=3, step_log=log, **options) as engine:
+        outputs(engine, many, params)
+    outcome = replay(log)
+    assert outcome.difference is None and outcome.num_steps > 20
+
+
+def test_an_adapter_with_numbers_that_are_not_finite_fails_its_requests_only(
+    many: Adapters, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    made = adapter_files.trained(copy.deepcopy(tiny_models.reference(NAME)), **KINDS[0])
+    next(p for name, p in made.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
+    broken = LoRARequest("broken", 99, str(adapter_files.save(made, tmp_path)))
+    requests = [*many.requests[:3], broken, *many.requests[3:6]]
+    given = [*many.prompts[:3], many.prompts[0], *many.prompts[3:6]]
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, **WHOLE)
+    with engine_for(many.base, enable_lora=True, max_loras=16, dtype="float32") as engine:
+        outs = outputs(engine, Adapters(many.base, requests, given, []), params)
+    assert outs[3].outputs[0].finish_reason == "error"
+    for out, expected in zip(outs[:3] + outs[4:], many.expected, strict=False):
+        assert list(out.outputs[0].token_ids) == expected.reference.tokens[0]
+
+
+def test_grammars_choose_among_the_logits_of_the_adapter(tmp_path: Path) -> None:
+    """As with a model into which the adapter was merged."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
+    made = adapter_files.trained(copy.deepcopy(base), target_modules="all-linear")
+    adapter = LoRARequest("one", 1, str(adapter_files.save(made, tmp_path / "adapter")))
+    merged = tmp_path / "merged"
+    made.merge_and_unload().save_pretrained(merged)
+    for file in BOX_MODEL.iterdir():
+        if not (merged / file.name).exists():
+            shutil.copy(file, merged)
+    expression = StructuredOutputsParams(regex=r"[a-z]{3,9}( [a-z]{2,7}){2}\.")
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=expression)
+    options = {"dtype": "float32", "max_model_len": 256, "num_kv_blocks": 64, "num_threads": 1}
+    prompts_of_text = ["The cat", "Once upon a time", "A"]
+    with LLM(str(merged), **options) as llm:
+        wanted = [out.outputs[0].text for out in llm.generate(prompts_of_text, params)]
+    with LLM(str(BOX_MODEL), enable_lora=True, **options) as llm:
+        both = [adapter, None] * 3
+        twice = [text for text in prompts_of_text for _ in range(2)]
+        found = [out.outputs[0].text for out in llm.generate(twice, params, lora_request=both)]
+    assert found[::2] == wanted
+    assert found[1::2] != wanted
