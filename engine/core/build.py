@@ -278,10 +278,11 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
-    """Add the resource for LoRA adapters, if there is one."""
+    """Add the resource for LoRA adapters, if there is one: as the first, so that no request holds
+    KV blocks before the content of its adapter, and with it their hashes, are known."""
     if adapters is None:
         return chosen
-    return chosen._replace(resources=(*chosen.resources, adapters))
+    return chosen._replace(resources=(adapters, *chosen.resources))
 
 
 def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
