@@ -264,9 +264,10 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
     from engine.lora.reading import read_order
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits, cache = Limits(rank=options.max_lora_rank), config.model.download_dir
-    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE))
-    computing = Adapters(options.max_loras, store)
+    num_bytes, cache = int(memory * HOST_SHARE), config.model.download_dir
+    limits = Limits(options.max_lora_rank, num_bytes)
+    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, num_bytes)
+    computing = Adapters(options.max_loras, store, str(config.model.model))
     library = AdapterLibrary(
         ThreadedReader(lambda order: computing.prepared(read_order(order, limits, cache))),
         store,

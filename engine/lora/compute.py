@@ -3,6 +3,7 @@ which rows of a step use which slot."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -11,7 +12,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.layers.adapted_linear import StepAdapters
-from engine.lora.adapter import Adapter
+from engine.lora.adapter import Adapter, is_other_model
 from engine.lora.placing import HEAD, Places, place
 from engine.lora.products import AdapterProducts, products_of
 from engine.lora.store import AdapterStore
@@ -23,6 +24,8 @@ from engine.worker.slots import LiveSeqs
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu.low_rank import prepare
 from kernels.cpu.threads import num_threads
+
+logger = logging.getLogger("engine.lora")
 
 WITH_ADAPTERS = "adapters"
 WITH_TABLES = "adapters of tables"  # which are not recorded
@@ -39,8 +42,12 @@ class Adapters(Feature):
     waits_for_part = True
     variants = (WITH_ADAPTERS,)  # that can be recorded
 
-    def __init__(self, max_loras: int, store: AdapterStore[AdapterProducts]) -> None:
-        """store: has the adapters that plans load, by their digests."""
+    def __init__(
+        self, max_loras: int, store: AdapterStore[AdapterProducts], model_name: str = ""
+    ) -> None:
+        """store: has the adapters that plans load, by their digests; model_name: as the user gave
+        it, to warn of adapters that were trained on another model."""
+        self._model_name = model_name
         self._max_loras = max_loras
         self._store = store
         self._model: NativeDecoder
@@ -67,7 +74,14 @@ class Adapters(Feature):
     def prepared(self, adapter: Adapter) -> AdapterProducts:
         """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
         Raises ``AdapterError`` for an adapter that does not fit."""
-        return products_of(place(adapter, self._places), self._model.adapted, self._model.dtype)
+        placed = place(adapter, self._places)
+        if is_other_model(adapter.base, self._model_name):
+            logger.warning(
+                "Adapter %r was trained on %s, and the model is %s: its answers may be wrong if "
+                "these are different models",
+                *(adapter.name, adapter.base, self._model_name),
+            )
+        return products_of(placed, self._model.adapted, self._model.dtype)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.freed_slots and self._num_users:
