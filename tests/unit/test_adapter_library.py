@@ -9,6 +9,7 @@ from support.data_plane import FeatureWorker, Source, answer, make_feature_run
 from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
+from engine.config.near import did_you_mean_of_many
 from engine.config.sched import SchedulerConfig
 from engine.core.build import with_adapters
 from engine.core.recording import describe, record
@@ -172,6 +173,13 @@ def test_an_unknown_name_is_refused_with_near_ones():
     doors.load("support-de", "a")
     with pytest.raises(RequestError, match="adapter 'suport-de' is not loaded.*'support-de'"):
         doors.add("0", "suport-de")
+
+
+def test_a_wrong_name_among_thousands_is_refused_with_near_ones_at_once():
+    names = [f"customer-{i}-adapter-v{i % 7}" for i in range(5000)]
+    assert did_you_mean_of_many("custmer-45-adapter-v3", names).startswith("; did you mean")
+    assert "'customer-45-adapter-v3'" in did_you_mean_of_many("custmer-45-adapter-v3", names)
+    assert did_you_mean_of_many("x" * 10**6, names) == ""
 
 
 @pytest.mark.parametrize(
