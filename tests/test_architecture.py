@@ -79,7 +79,7 @@ LIGHT = (
 FEATURES = tuple(
     f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
 )
-COMPUTES = ("compute", "dora", "files", "placing", "products", "reading")
+COMPUTES = ("compute", "device_slots", "dora", "files", "placing", "products", "reading")
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (

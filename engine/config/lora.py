@@ -31,9 +31,10 @@ class LoRAConfig:
     """Let requests use LoRA adapters of the model."""
     max_loras: int = 8
     """Different adapters among the requests that run at the same time. An adapter takes the memory
-    of its own rank."""
+    of its own rank; on a GPU there is memory for all if their ranks are at most 32."""
     max_lora_rank: int = 256
-    """Largest rank of an adapter. It is only a limit: no memory is kept for it."""
+    """Largest rank of an adapter. On a CPU it is only a limit; on a GPU memory is kept for one
+    adapter of this rank."""
     max_cpu_loras: int | None = None
     """Adapters in the host's memory, at least max_loras; the least recently used is dropped, and
     read again when it is needed. Default: as many as fit into an eighth of the memory."""

@@ -13,17 +13,21 @@ from numpy.typing import NDArray
 import kernels
 from engine.layers.interface import Linear
 from kernels.cpu.threads import num_threads
-from kernels.low_rank import NO_SLOT, AdaptedRows, LowRankProduct, ProductTable
+from kernels.low_rank import NO_SLOT, AdaptedRows, DeviceTable, LowRankProduct, ProductTable
 
 
 class StepAdapters:
     """The adapter slots of the tokens of a step, in memory at fixed addresses. All layers of a
     model share it."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(
+        self, most_tokens: int, make_rows: Callable[[int], AdaptedRows] = AdaptedRows
+    ) -> None:
+        """make_rows: makes rows, of at most this many, that the layers' device can read."""
         self.is_active = False
         """True while a step is computed or recorded in which rows may have adapters."""
-        self._all, self._wanted = AdaptedRows(most_tokens), AdaptedRows(most_tokens)
+        self._make_rows = make_rows
+        self._all, self._wanted = make_rows(most_tokens), make_rows(most_tokens)
         self._num_tokens = self._num_wanted = 0
 
     def clear(self) -> None:
@@ -50,7 +54,7 @@ class StepAdapters:
         """Context in which layers compute this many rows of one adapter slot, -1 for none."""
         before = self._wanted, self._num_wanted
         if self.is_active:
-            self._wanted, self._num_wanted = AdaptedRows(num_rows), num_rows
+            self._wanted, self._num_wanted = self._make_rows(num_rows), num_rows
             self._wanted.fill(np.full(num_rows, slot), num_threads())
         try:
             yield
@@ -139,6 +143,10 @@ class AdaptedLinear:
     def attach(self, num_slots: int, step: Slots) -> None:
         """Make a table for the products of this many adapters, and use the slots in ``step``."""
         self._table, self._step = ProductTable(num_slots), step
+
+    def attach_device(self, table: DeviceTable) -> None:
+        """Use a table in the memory of a GPU, which its owner fills."""
+        self._table.on_device = table
 
     def put(self, slot: int, products: Sequence[LowRankProduct]) -> None:
         """Set the products of an adapter slot, () for none."""

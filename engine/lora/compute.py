@@ -3,16 +3,18 @@ which rows of a step use which slot."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 
 import numpy as np
 
-from engine.errors import ConfigError
 from engine.layers.adapted_linear import StepAdapters
-from engine.lora.adapter import Adapter, is_other_model
+from engine.layers.batch import ForwardBatch
+from engine.layers.linear import is_cpu
+from engine.lora.adapter import Adapter
+from engine.lora.device_slots import DeviceSlots, check
 from engine.lora.placing import HEAD, Places, place
 from engine.lora.products import AdapterProducts, products_of
 from engine.lora.store import AdapterStore
@@ -20,12 +22,11 @@ from engine.messages.step import NO_ADAPTER, StepPlan
 from engine.models.decoder import NativeDecoder
 from engine.worker.batches import PlanRows, Staged
 from engine.worker.feature import Feature, Machine
+from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs
-from kernels.bodies import CPU_TENSORS
 from kernels.cpu.low_rank import prepare
 from kernels.cpu.threads import num_threads
-
-logger = logging.getLogger("engine.lora")
+from kernels.low_rank import AdaptedRows, DeviceRows
 
 WITH_ADAPTERS = "adapters"
 WITH_TABLES = "adapters of tables"  # which are not recorded
@@ -43,15 +44,15 @@ class Adapters(Feature):
     variants = (WITH_ADAPTERS,)  # that can be recorded
 
     def __init__(
-        self, max_loras: int, store: AdapterStore[AdapterProducts], model_name: str = ""
+        self, max_loras: int, store: AdapterStore[AdapterProducts], max_rank: int = 64
     ) -> None:
-        """store: has the adapters that plans load, by their digests; model_name: as the user gave
-        it, to warn of adapters that were trained on another model."""
-        self._model_name = model_name
-        self._max_loras = max_loras
+        """store: has the adapters that plans load, by their digests; max_rank: of an adapter."""
+        self._max_loras, self._max_rank = max_loras, max_rank
         self._store = store
         self._model: NativeDecoder
+        self._platform: Platform
         self._step: StepAdapters
+        self._device: DeviceSlots | None = None  # on a GPU
         self._loaded: dict[int, AdapterProducts] = {}  # by adapter slot
         self._slots = np.zeros(0, dtype=np.int32)  # adapter slot by slot of a sequence
         self._with_tables: set[int] = set()  # adapter slots
@@ -60,40 +61,48 @@ class Adapters(Feature):
     def attach(self, machine: Machine) -> None:
         model, platform = machine.model, machine.platform
         assert isinstance(model, NativeDecoder), "load_model() refuses other models"
-        if platform.device.type != "cpu" or CPU_TENSORS.are_interpreted:
-            raise ConfigError(
-                f"enable_lora is not supported on {platform.device}: use device='cpu', or leave "
-                "enable_lora out"
-            )
-        self._model = model
-        self._step = StepAdapters(machine.batches.max_num_tokens)
+        self._model, self._platform = model, platform
         self._slots = np.full(len(machine.live.num_sent), NO_ADAPTER, dtype=np.int32)
-        model.adapted.attach(self._max_loras, self._step, machine.batches.max_num_tokens)
-        prepare(model.dtype)
+        on_cpu, most_tokens = is_cpu(platform.device), machine.batches.max_num_tokens
+        rows = partial(DeviceRows, zeros=platform.zeros, upload=platform.upload)
+        self._step = StepAdapters(most_tokens, AdaptedRows if on_cpu else rows)
+        model.adapted.attach(self._max_loras, self._step, most_tokens)
+        if on_cpu:
+            prepare(model.dtype)
+        else:
+            sizes = (self._max_loras, self._max_rank)
+            layers = model.adapted.linears
+            self._device = DeviceSlots(layers, model.spec, *sizes, platform, model.dtype.itemsize)
 
     def prepared(self, adapter: Adapter) -> AdapterProducts:
         """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
         Raises ``AdapterError`` for an adapter that does not fit."""
-        placed = place(adapter, self._places)
-        if is_other_model(adapter.base, self._model_name):
-            logger.warning(
-                "Adapter %r was trained on %s, and the model is %s: its answers may be wrong if "
-                "these are different models",
-                *(adapter.name, adapter.base, self._model_name),
-            )
-        return products_of(placed, self._model.adapted, self._model.dtype)
+        placed, (model, platform) = place(adapter, self._places), (self._model, self._platform)
+        if self._device is None:
+            return products_of(placed, model.adapted, model.dtype)
+        check(placed, model.adapted.linears)
+        with platform.current():
+            found = products_of(placed, model.adapted, model.dtype, platform.device)
+            packed = self._device.pack(found.linears)
+        return replace(found, num_bytes=packed.num_bytes, linears={}, packed=packed)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        if plan.freed_slots and self._num_users:
-            self._slots[plan.freed_slots] = NO_ADAPTER
+        if not (plan.freed_slots and self._num_users) and plan.adapters is None:
+            return None
+        before = self._in_use()
+        self._slots[plan.freed_slots] = NO_ADAPTER
+        if self._device is not None:
+            for slot in before - self._in_use():
+                self._device.rest(slot)
+        reasons = None
         if plan.adapters is not None:
             for slot, digest in plan.adapters.load.items():
                 self._load(slot, self._store.take(digest))
             for seq, slot in plan.adapters.used_by.items():
                 self._slots[seq] = slot
-        if plan.freed_slots or plan.adapters is not None:
-            self._num_users = int(np.count_nonzero(self._slots != NO_ADAPTER))
-        return None
+            reasons = self._bring(plan.adapters.used_by)
+        self._num_users = int(np.count_nonzero(self._slots != NO_ADAPTER))
+        return reasons
 
     def variant(self, rows: PlanRows) -> str:
         if not self._num_users or (self._slots[rows.slots] == NO_ADAPTER).all():
@@ -116,9 +125,11 @@ class Adapters(Feature):
         if not staged.variant:
             self._step.clear()
             return
-        read = None if staged.picked is None else staged.picked.read
-        wanted = None if read is None else read.tokens.numpy()
-        self._step.fill(self._slots[staged.tokens.slots], wanted, num_threads())
+        self._step.fill(self._slots[staged.tokens.slots], staged.wanted, num_threads())
+
+    def profile(self, batch: ForwardBatch) -> None:
+        if self._device is not None:  # whose kernels are compiled, and need memory for their sums
+            self.pose(WITH_ADAPTERS)
 
     def alone(self, slot: int, num_rows: int) -> AbstractContextManager[None]:
         return self._step.only(int(self._slots[slot]), num_rows)
@@ -129,9 +140,30 @@ class Adapters(Feature):
     def _places(self) -> Places:
         return Places(self._model.spec)
 
+    def _in_use(self) -> set[int]:
+        """Adapter slots that sequences use."""
+        return set(self._slots.tolist()) - {NO_ADAPTER}
+
+    def _bring(self, used_by: Mapping[int, int]) -> dict[int, str]:
+        """Copy the adapters of sequences to the GPU. Returns why some cannot be there, by the slots
+        of their sequences."""
+        if self._device is None:
+            return {}
+        in_use = self._in_use()
+        found = {
+            seq: self._device.bring(slot, in_use)
+            for seq, slot in used_by.items()
+            if slot != NO_ADAPTER
+        }
+        return {seq: why for seq, why in found.items() if why}
+
     def _load(self, slot: int, adapter: AdapterProducts) -> None:
         """Write the addresses of an adapter's products into the layers' tables, in place of those
         of the adapter that was in the slot."""
+        if self._device is not None:
+            assert adapter.packed is not None
+            self._device.put(slot, adapter.packed)
+            return
         layers, before = self._model.adapted, self._loaded.get(slot)
         for target in () if before is None else before.linears:
             layers.linears[target].put(slot, ())

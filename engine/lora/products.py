@@ -10,6 +10,7 @@ from engine.layers.adapted import AdaptedLayers
 from engine.layers.adapted_embedding import AdaptedTable, TableChange
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear
+from engine.lora.device_slots import Packed
 from engine.lora.dora import ROWS, output_changes
 from engine.lora.placing import EMBED, HEAD, PlacedAdapter, Slice
 from kernels.low_rank import LowRankProduct, in_panels
@@ -27,13 +28,18 @@ class AdapterProducts:
     linears: dict[str, tuple[LowRankProduct, ...]]
     embedding: TableChange | None = None
     head: Linear | None = None  # in place of the base's output layer
+    packed: Packed | None = None  # for a GPU, in place of all others
 
 
 def products_of(
-    placed: PlacedAdapter, layers: AdaptedLayers, dtype: torch.dtype
+    placed: PlacedAdapter,
+    layers: AdaptedLayers,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> AdapterProducts:
-    """Convert an adapter to the dtype of a model's activations. layers: those of the model."""
-    converter = _Converter(dtype)
+    """Convert an adapter to the dtype of a model's activations. layers: those of the model, which
+    are on ``device``; what is returned is in the host's memory."""
+    converter = _Converter(dtype, device)
     linears = {}
     for target, slices in placed.linears.items():
         base = layers.linears[target].base
@@ -80,15 +86,15 @@ def _table_change(
 
 
 class _Converter:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._dtype, self._device = dtype, device
         self._converted: dict[int, torch.Tensor] = {}  # slices may share their first matrix
 
     def product(self, part: Slice, layer: Linear) -> LowRankProduct:
         a = self._converted.get(id(part.a))
         if a is None:
             a = self._converted[id(part.a)] = part.a.to(self._dtype).contiguous()
-        factors, added = output_changes(part, layer, self._dtype)
+        factors, added = output_changes(part, layer, self._dtype, self._device)
         b = part.b if factors is None else part.b * factors.to(part.b.dtype)[:, None]
         return LowRankProduct(
             part.first,

@@ -72,6 +72,7 @@ class Assembly:
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
         self.adapted = AdaptedLayers()
+        self.adapts_experts = placement.takes_adapters and is_cpu(torch.device(placement.device))
 
     def decoder(self) -> NativeDecoder:
         spec = self.spec
@@ -207,7 +208,7 @@ class Assembly:
         has_bias = self.spec.mlp.bias and self.spec.mlp.is_gated
         experts = [self.mlp(f"{index}.{i}.", has_bias) for i in range(moe.num_experts)]
         adapted = None
-        if self.placement.takes_adapters:
+        if self.adapts_experts:
             adapted = self.adapted.experts[str(index)] = ExpertRows()
         routed = MixtureOfExperts(router, experts, moe, bias, adapted)
         return routed if shared is None else WithSharedExpert(routed, *shared)
@@ -262,7 +263,8 @@ class Assembly:
 
     def adaptable(self, name: str, layer: Linear) -> Linear:
         """The layer of a target, as one that takes adapters if it should."""
-        if not self.placement.takes_adapters:
+        is_of_expert = name.count(".") > 1
+        if not self.placement.takes_adapters or (is_of_expert and not self.adapts_experts):
             return layer
         self.adapted.linears[name] = AdaptedLinear(layer)
         return self.adapted.linears[name]

@@ -139,6 +139,7 @@ class Staged(NamedTuple):
     changes: Changes | None
     padding: Padding
     variant: str = ""  # of graphs and recordings, see ``Feature.variant``
+    wanted: NDArray[np.int64] | None = None  # tokens that give logits; None: all of them
 
     @property
     def step(self) -> DeviceColumns:
@@ -205,7 +206,7 @@ class Batches:
         self._fill(host, rows, tokens, padding)
         if kind is PaddingKind.DECODE_GRAPH:
             num_seqs = max(num_seqs, size)
-            draws, picked = _padded_draws(host, rows, size), None
+            draws, picked, read = _padded_draws(host, rows, size), None, None
         else:
             draws, starts, read = draws_of(rows, tokens)
             host.draw_starts[: len(starts)] = starts
@@ -220,7 +221,8 @@ class Batches:
         if kind is PaddingKind.MIXED_GRAPH:
             num_tokens = len(tokens.slots)
         room = self._room(num_seqs, num_tokens)
-        staged = Staged(rows, tokens, room, draws, picked, changes, padding, variant)
+        wanted = None if read is None else read[0]
+        staged = Staged(rows, tokens, room, draws, picked, changes, padding, variant, wanted)
         self.last = staged if self._may_repeat(host, staged) else None
         return staged
 

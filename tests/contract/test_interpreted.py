@@ -13,7 +13,7 @@ def test_kernels_agree_with_the_reference() -> None:
 
 
 def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None:
-    triton_interpreter.check("test_fake_cuda.py", "test_quantized_models.py")
+    triton_interpreter.check("test_fake_cuda.py", "test_quantized_models.py", "test_adapters.py")
 
 
 def test_kernels_of_options_agree_with_the_reference() -> None:

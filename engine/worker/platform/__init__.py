@@ -80,6 +80,11 @@ class Platform(Protocol):
         """Copy values to the device. The caller may overwrite the array afterwards."""
         ...
 
+    def send(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> None:
+        """Copy page-locked memory [n] uint8 to the device. Work queued earlier does not wait for
+        it, work queued later does. after: the last work that uses what ``target`` contains."""
+        ...
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
         """Start copying the current values of these tensors to the host, in parallel to later
         work."""

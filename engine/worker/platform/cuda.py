@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from engine.config.gpu_memory import TRIED_GRAPHS, GraphTrial, MemoryUse, graphs_bytes
 from engine.worker.platform import Fetched, Graph, Mark, Work
 
+PIECE = 2 << 20  # bytes of a long copy to the device that are queued at a time
+
 
 class CudaGraph:
     """A CUDA graph. Graphs may share a memory pool; then only one of them may run at a time."""
@@ -46,7 +48,8 @@ class CudaGraph:
 
 
 class CudaPlatform:
-    """The current CUDA device, with one stream for computation and one for copies to the host."""
+    """The current CUDA device, with a stream for computation and one for copies in each
+    direction."""
 
     compiles = True
     shares_memory = False
@@ -54,6 +57,7 @@ class CudaPlatform:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._homeward = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._outward = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -78,6 +82,15 @@ class CudaPlatform:
         # torch reuses pinned memory only after copies from it are done.
         pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
         return pinned.to(self.device, non_blocking=True)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> None:
+        self._outward.wait_event(after)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._outward):
+            # In pieces, so that the inputs of the next step need not wait for all of them.
+            for begin in range(0, len(source), PIECE):
+                piece = slice(begin, begin + PIECE)
+                target[piece].copy_(source[piece], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._outward)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
         # Clone: the next replay of a graph overwrites its outputs.

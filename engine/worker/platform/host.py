@@ -70,6 +70,9 @@ class HostPlatform:
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values.copy())
 
+    def send(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> None:
+        target.copy_(source)
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
         return Fetched([tensor.clone() for tensor in tensors], self.mark())
 

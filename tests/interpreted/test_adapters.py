@@ -1,0 +1,94 @@
+"""LoRA adapters on a made-up device that checks order, memory and graphs, next to the CPU's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from support import triton_interpreter
+from support.adapted import Adapted, random_adapter, run
+from support.fake_cuda import FakeCuda
+
+from engine import EngineArgs, LLMEngine, SamplingParams
+from engine.lora.loading import FutureReading, Order, ThreadedReader
+from engine.worker.platform.cuda import CudaPlatform
+
+pytestmark = pytest.mark.skipif(
+    not triton_interpreter.IS_INTERPRETING, reason="takes the place of a device"
+)
+PROMPTS = ([5, 6, 7], [9] * 18, [3, 4], [8] * 5)  # the second in two chunks
+PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
+ENGINE = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
+ENGINE |= {"block_size": 8, "max_num_batched_tokens": 16, "log_level": "error"}
+ENGINE |= {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+MODES: dict[str, dict[str, Any]] = {
+    "recorded": {"device": "cuda", "cudagraph_capture_sizes": [4, 16]},
+    "call by call": {"device": "cuda", "enforce_eager": True},
+}
+
+
+class Model:
+    """A model, and adapters of different ranks."""
+
+    def __init__(self, root: Path) -> None:
+        case = CASES["llama"]
+        model = random_model(config_of(Case(case.family, {**case.options, **SHAPE})), seed=0)
+        save(model, root / "model")
+        self.path = root / "model"
+        self.adapters = [
+            random_adapter(model, root / str(rank), seed=rank, rank=rank) for rank in (4, 16, 5)
+        ]
+
+    def tokens(self, *, are_adapted: bool = True, **options) -> list[list[int]]:
+        """Prompts with more adapters than there are slots, and without one."""
+        args = EngineArgs(model=str(self.path), skip_tokenizer_init=True, **{**ENGINE, **options})
+        which = [*self.adapters, None] if are_adapted else [None] * 4
+        requests = [
+            Adapted(prompt, adapter, PARAMS) for prompt, adapter in zip(PROMPTS, which, strict=True)
+        ]
+        with LLMEngine.from_engine_args(args) as engine:
+            return run(engine, requests)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(autouse=True)
+def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up device sees one thread; nothing is compiled."""
+
+    def submit(self: ThreadedReader, order: Order) -> FutureReading:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._read(order))
+        except Exception as error:
+            future.set_exception(error)
+        return FutureReading(future)
+
+    monkeypatch.setattr(ThreadedReader, "submit", submit)
+    monkeypatch.setattr(CudaPlatform, "compiles", False)
+
+
+@pytest.fixture
+def wanted(model: Model) -> list[list[int]]:
+    tokens = model.tokens(device="cpu")
+    plain = model.tokens(device="cpu", are_adapted=False)
+    assert [one != other for one, other in zip(tokens, plain, strict=True)] == [True] * 3 + [False]
+    return tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_the_cpu_and_nothing_is_out_of_order(
+    mode: str, model: Model, wanted: list[list[int]]
+) -> None:
+    with FakeCuda() as cuda:
+        assert model.tokens(**MODES[mode]) == wanted
+        assert (cuda.num_replays > 5) == (mode != "call by call")
+    assert not cuda.faults
