@@ -17,13 +17,18 @@ from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
 
+PATIENCE = 5.0  # seconds that a request waits for a slot while others join adapters in use
+LOOK_SECONDS = 0.5  # between two looks at the queue for such a request
+
+
 class AdapterSlots(Resource):
     """Limits the running requests to at most ``max_loras`` different adapters.
 
     A request waits outside the queue until its adapter is in the host's memory; it ends with an
     error if the adapter cannot be used. A waiting request whose adapter would exceed the limit is
-    skipped, and later requests may start. Unused adapters stay in their slots until these are
-    needed, least recently used first.
+    skipped, and later requests may start. Once one has waited ``PATIENCE`` seconds, the adapter
+    that will be free first gets no more requests. Unused adapters stay in their slots until these
+    are needed, least recently used first.
     """
 
     name = "adapter"
@@ -42,6 +47,8 @@ class AdapterSlots(Resource):
         self._versions: dict[str, Version] = {}  # of unfinished requests
         self._waiting: dict[Version, list[Request]] = {}  # until it is read
         self._since: dict[Version, float] = {}  # when a request began to wait for it, in seconds
+        self._closing: str | None = None  # an adapter that gets no more requests for now
+        self._look_at = 0.0  # when to look for requests that have waited long, in seconds
         self._part = AdapterPart()
 
     def attach(self, scheduler: AttachedScheduler) -> None:
@@ -60,6 +67,7 @@ class AdapterSlots(Resource):
         return False
 
     def begin_step(self, step: Step) -> None:
+        self._make_way(self._scheduler.view.now)
         if self.library is None or not self._waiting:
             return
         self.library.sweep()
@@ -75,8 +83,10 @@ class AdapterSlots(Resource):
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         adapter = req.adapter
-        if adapter is None or adapter in self._users:
+        if adapter is None:
             return Fit(num_tokens)
+        if adapter in self._users:
+            return Fit(0 if adapter == self._closing and req.is_waiting else num_tokens)
         version = self._versions.get(req.request_id)
         if version is None and self.library is not None:  # ``added`` has failed
             message = "the adapter is not known: send the request again"
@@ -178,6 +188,29 @@ class AdapterSlots(Resource):
         )
 
     # -- helpers
+
+    def _make_way(self, now: float) -> None:
+        """Choose the adapter whose slot should become free: if all are in use, and a request has
+        waited long for one."""
+        if len(self._users) < self.max_loras:
+            self._closing = None
+            self._look_at = now
+        elif self._closing is None and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for req in self._scheduler.view.waiting:
+                is_late = now - req.arrival_time >= PATIENCE
+                if is_late and req.adapter is not None and req.adapter not in self._users:
+                    self._closing = self._free_soonest()
+                    return
+
+    def _free_soonest(self) -> str:
+        """The adapter whose running requests have the fewest tokens left to generate."""
+        most_left = dict.fromkeys(self._users, 0)
+        for req in self._scheduler.view.running:
+            if req.adapter in most_left:
+                num_left = req.max_total - req.num_tokens
+                most_left[req.adapter] = max(most_left[req.adapter], num_left)
+        return min(most_left, key=lambda adapter: most_left[adapter])
 
     def _await(self, req: Request, version: Version, now: float) -> None:
         """Let a request wait until a version is read, and start to read it."""

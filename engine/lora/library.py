@@ -152,7 +152,7 @@ class AdapterLibrary:
     def sweep(self) -> None:
         """Take what has been read, and start to read what waits and has room."""
         self._reading = [version for version in self._reading if not self._has_ended(version)]
-        while self._to_read and self.store.has_room(self._is_needed, len(self._reading)):
+        while self._to_read and self._has_room(self._to_read[0]):
             version = self._to_read.popleft()
             version.reading = self._reader.submit(version.order)
             self._reading.append(version)
@@ -474,6 +474,9 @@ class AdapterLibrary:
         self.num_read += 1
         self.store.add(copy)
         self.num_dropped += self.store.trim(self._is_needed)
+        if self.store.is_over and not self._waits:  # others have become needed meanwhile
+            self.store.drop(version.digest)
+            self._to_read.append(version)
         if self._next.get(version.name) is version:
             self._name(version)
         return True
@@ -494,6 +497,10 @@ class AdapterLibrary:
             again.is_numbered = version.is_numbered
         else:
             del self._names[version.name]
+
+    def _has_room(self, version: Version) -> bool:
+        coming = [each.num_bytes for each in self._reading]
+        return self.store.has_room(version.num_bytes, self._is_needed, coming)
 
     def _is_needed(self, digest: str) -> bool:
         arriving = None if self._arriving is None else self._arriving[1].digest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import ConfigError
@@ -61,14 +61,16 @@ class AdapterStore(Generic[C]):
         self._copies[copy.digest] = copy
         self.num_bytes += copy.num_bytes
 
-    def has_room(self, is_needed: Callable[[str], bool], num_coming: int = 0) -> bool:
-        """True if another adapter fits beside those that ``is_needed`` names by their digests, and
-        ``num_coming`` adapters that are about to be added."""
-        needed = [copy for digest, copy in self._copies.items() if is_needed(digest)]
-        num = len(needed) + num_coming
-        num_bytes = sum(copy.num_bytes for copy in needed)
-        return (self._max_adapters is None or num < self._max_adapters) and (
-            self._max_bytes is None or num_bytes < self._max_bytes
+    def has_room(
+        self, num_bytes: int, is_needed: Callable[[str], bool], coming: Sequence[int] = ()
+    ) -> bool:
+        """True if another adapter of ``num_bytes`` fits beside those that ``is_needed`` names by
+        their digests, and those of the sizes in ``coming`` that are about to be added. One that is
+        larger than the limit fits if there is no other."""
+        sizes = [copy.num_bytes for digest, copy in self._copies.items() if is_needed(digest)]
+        sizes += coming
+        return (self._max_adapters is None or len(sizes) < self._max_adapters) and (
+            not sizes or self._max_bytes is None or sum(sizes) + num_bytes <= self._max_bytes
         )
 
     def trim(self, is_needed: Callable[[str], bool]) -> int:
@@ -76,13 +78,19 @@ class AdapterStore(Generic[C]):
         Returns how many were dropped."""
         dropped = 0
         for digest in [each for each in self._copies if not is_needed(each)]:
-            if not self._is_over():
+            if not self.is_over:
                 break
-            self.num_bytes -= self._copies.pop(digest).num_bytes
+            self.drop(digest)
             dropped += 1
         return dropped
 
-    def _is_over(self) -> bool:
-        return (self._max_adapters is not None and len(self._copies) > self._max_adapters) or (
-            self._max_bytes is not None and self.num_bytes > self._max_bytes
+    def drop(self, digest: str) -> None:
+        self.num_bytes -= self._copies.pop(digest).num_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """True if there are more adapters than the limits allow, and not only one."""
+        return len(self._copies) > 1 and (
+            (self._max_adapters is not None and len(self._copies) > self._max_adapters)
+            or (self._max_bytes is not None and self.num_bytes > self._max_bytes)
         )

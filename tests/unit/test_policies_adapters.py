@@ -116,8 +116,8 @@ def passed_by(policy) -> int:
 
 
 def test_an_adapter_gets_a_slot_though_others_keep_all_in_use():
-    assert passed_by(FCFS()) == 60, "as long as requests of A come, A is in use"
-    assert passed_by(AdapterClustering(max_wait=5.0)) <= 10
+    assert passed_by(FCFS()) <= 10, "slots become free after five seconds"
+    assert passed_by(AdapterClustering(max_wait=1.0)) < passed_by(FCFS())
 
 
 def test_other_slots_are_refilled_while_one_becomes_free():

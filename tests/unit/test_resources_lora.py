@@ -52,6 +52,24 @@ def test_the_worker_hears_who_has_no_adapter():
     assert run.outputs["1"] == answer(base)
 
 
+def test_a_request_of_another_adapter_does_not_starve():
+    now = [0.0]
+    run = make_feature_run(resources=[AdapterSlots(2)], clock=lambda: now[0])
+    add(run, "other", "B", num_output=200)
+    for number in range(40):
+        add(run, f"{number}", "A")  # one for each that ends: A is always in use
+        add(run, f"base {number}")
+        if number == 3:
+            late = make_request("late", [7] * 10, 4, adapter="C", arrival_time=now[0])
+            run.add(late)
+        run.step()
+        now[0] += 1.0
+    assert run.outputs["late"] == answer(late)
+    assert [*map(len, run.outputs.values())].count(4) > 60, "others went on"
+    first = next(step for step, plan in enumerate(run.plans) if "late" in plan)
+    assert 8 <= first <= 14, "after five seconds, and when the last request of A had ended"
+
+
 def test_an_aborted_request_gives_its_adapter_back():
     run = make_feature_run(resources=[AdapterSlots(1)])
     add(run, "0", "A")
