@@ -33,7 +33,7 @@ KINDS: dict[str, Options] = {
     "whole modules": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "embeddings": {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
     "bias": {"target_modules": LINEARS, "lora_bias": True},
-    "int8 base": {"target_modules": LINEARS},
+    "int8 base": {"target_modules": LINEARS, "use_dora": True},  # DoRA unpacks it once
 }
 FAMILIES = ("llama", "qwen3", "gemma3", "phi3")
 EXPERTS: Options = {
@@ -47,7 +47,7 @@ HYBRIDS: dict[str, Options] = {
     "falcon-h1": {"target_modules": ["in_proj", *LINEARS]},  # peft refuses out_proj
     "qwen3.5": {"target_modules": "all-linear"},
 }
-SIZES = {"gemma3": 2.0, "lfm2-moe": 1.0}  # that change every answer
+SIZES = {"gemma3": 4.0, "lfm2-moe": 1.0}  # that change every answer
 
 
 class AdapterCase(NamedTuple):
