@@ -42,6 +42,13 @@ GUESSED = (
 )
 
 CLAIMS: dict[str, Claims] = {
+    "adapter-clustering": Claims(
+        claims=(
+            Claim("adapters", "adapter_loads", LOWER, "fewer adapters at a time in a batch"),
+            Claim("adapters", "ttft.mean", LOWER, "so batches are larger and waits shorter"),
+        ),
+        lacks="memory that adapters and KV share, where fewer adapters leave room for more requests",
+    ),
     "andes": Claims(
         claims=(
             Claim("log-uniform", "ttft.mean", LOWER, "readers wait less: QoE up to 4.7 times"),

@@ -199,7 +199,7 @@ def described(scene: Scene, workload: Workload, rate: float) -> dict[str, Any]:
     """What a scene was, in words and numbers."""
     return {
         "workload": str(workload),
-        "engine": engine_line(scene.engine)
+        "engine": engine_line(scene.engine, workload)
         + ("" if scene.engine.enable_prefix_caching else "; no prefix cache"),
         "cost": cost_line(scene.engine),
         "load": None if scene.load == inf else scene.load,
@@ -271,6 +271,13 @@ def with_policies(old: Kept, new: Kept) -> Kept:
         for name, scene in old["scenes"].items()
     }
     return {**old, "scenes": scenes}
+
+
+def with_scenes(old: Kept, new: Kept) -> Kept:
+    """Kept figures, and those of scenes that were measured anew, in the place of their own."""
+    if (old["requests"], old["seeds"]) != (new["requests"], new["seeds"]):
+        raise SystemExit("the kept figures are of other requests or seeds: measure all afresh")
+    return {**old, "scenes": {**old["scenes"], **new["scenes"]}}
 
 
 def check_same_scenes(old: Kept, new: Kept) -> None:

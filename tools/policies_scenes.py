@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from engine.sched.predict.profile import AdapterCost
 from policylab.sim.run import Engine
 
 SHOWN = (
@@ -32,6 +33,8 @@ class Scene:
     """Figures to show next to the others."""
     size: float = 1.0
     """Requests, as a multiple of those of the other scenes."""
+    policies: tuple[str, ...] = ()
+    """The policies to measure; empty: all."""
 
 
 SCENES: dict[str, Scene] = {
@@ -92,5 +95,13 @@ SCENES: dict[str, Scene] = {
         "requests",
         figures=("makespan", "preempted"),
         size=0.8,
+    ),
+    "adapters": Scene(
+        workload="log-uniform(prompt_tokens=(16, 256), output_tokens=(8, 128), num_adapters=256)",
+        engine=Engine(max_num_seqs=8, max_loras=8, adapter_cost=AdapterCost(copy=0.01, read=0.05)),
+        load=0.95,
+        shows="as many slots for LoRA adapters as seats, and many more adapters (Zipf)",
+        figures=("adapter_loads", "adapter_reads", "ttft.p50"),
+        policies=("fcfs", "adapter-clustering"),
     ),
 }

@@ -65,7 +65,7 @@ the source's words and its own measure.
 |---|---|---|---|---|---|
 """
 TABLES = """
-## All policies on six workloads
+## All policies on six workloads, and one with adapters
 
 `=`: equal to `fcfs` to the last digit. In parentheses: undecided. `-`: no figure, for instance
 because too many seeds are overloaded, where a mean would only show how long the run was.
@@ -78,7 +78,9 @@ because too many seeds are overloaded, where a mean would only show how long the
 
 The other figures are those of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` use
 predicted lengths: an oracle's on `log-uniform`, learnt from ended requests on `azure-conv` and
-`offline`, the longest possible elsewhere. `past-future` learns by itself.
+`offline`, the longest possible elsewhere. `past-future` learns by itself. On `adapters`,
+`adapter_loads` is how often an adapter was loaded into a slot, `adapter_reads` how often one was
+read from a disk, per request with an adapter; policies that do not look at adapters are left out.
 """
 
 

@@ -257,7 +257,8 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
     )
     console.print(
         f"accepted draft tokens: {report.num_drafts_right:,}; texts that followed a grammar to "
-        f"its end: {report.num_followed:,}",
+        f"its end: {report.num_followed:,}; adapters loaded into slots: {report.num_loads:,}, "
+        f"that could not be read: {report.num_failed_loads:,}",
         highlight=False,
         soft_wrap=True,
     )

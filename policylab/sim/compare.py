@@ -212,8 +212,8 @@ def _cells(
     """Yields for each load a cell without figures, and the setting whose runs fill it."""
     check(what.policies, workload, engine)
     loads: list[float | None] = [*what.loads] if what.loads else [None]
-    for load in what.loads or ():
-        check_load(load, workload)
+    for each in what.loads or ():
+        check_load(each, workload)
     capacity = None
     for load in loads:
         rate = what.rate

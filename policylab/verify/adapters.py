@@ -266,6 +266,11 @@ class Adapters(AdapterSlots, Need):
         assert len(set(slots)) == len(slots) <= self.amount, f"adapters are in slots {slots}"
         assert users.keys() <= self.slot_of.keys(), f"{users} run, {self.slot_of} are loaded"
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Loads into slots, and adapters that could not be read."""
+        return self.num_loads, self._library.num_failed
+
     def check_over(self) -> None:
         """Check that nothing is kept of ended requests."""
         kept = {"users": self._users, "versions": self._versions, "waiting": self._waiting}

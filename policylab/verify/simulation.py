@@ -64,6 +64,8 @@ class CaseOutcome(NamedTuple):
     digest: str  # of all plans
     num_drafts_right: int = 0  # accepted drafts of the engine's own features
     num_followed: int = 0  # requests that followed their real grammar to the end
+    num_loads: int = 0  # of adapters into slots
+    num_failed_loads: int = 0  # adapters that could not be read
 
 
 @dataclass
@@ -159,6 +161,7 @@ class Simulation:
             self.digest,
             self.counts.num_accepted_tokens,
             self.clients.num_followed,
+            *((0, 0) if self.adapters is None else self.adapters.counts),
         )
 
     @property

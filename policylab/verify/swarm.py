@@ -57,6 +57,8 @@ class Report:
     num_requests: int = 0
     num_drafts_right: int = 0
     num_followed: int = 0  # texts that followed a grammar to its end
+    num_loads: int = 0  # of adapters into slots
+    num_failed_loads: int = 0  # adapters that could not be read
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     steps_by_windows: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Steps by the sliding windows of the groups of layers, 0 for full attention."""
@@ -69,6 +71,8 @@ class Report:
         self.num_runs += other.num_runs
         self.num_requests += other.num_requests
         self.num_drafts_right += other.num_drafts_right
+        self.num_loads += other.num_loads
+        self.num_failed_loads += other.num_failed_loads
         self.num_followed += other.num_followed
         self.steps_by_policy += other.steps_by_policy
         self.steps_by_windows += other.steps_by_windows
@@ -122,6 +126,8 @@ class Swarm:
             return
         report.num_requests += done.num_accepted
         report.num_drafts_right += done.num_drafts_right
+        report.num_loads += done.num_loads
+        report.num_failed_loads += done.num_failed_loads
         report.num_followed += done.num_followed
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
         report.steps_by_windows[case.setup.windows] += done.num_steps
