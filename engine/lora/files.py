@@ -15,7 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.errors import reason_of
 from engine.lora.adapter import Adapter, AdapterError, LowRank, LowRankExperts, LowRankTable
@@ -33,6 +35,7 @@ DTYPES = {
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20  # read at once
+ALIGNED = 64  # bytes; each tensor begins at a multiple
 MEMORY = "the tensors"  # what messages call an adapter from memory
 
 
@@ -70,9 +73,7 @@ def read_adapter(
             arrangement = arrange(shapes, config, WEIGHTS)
             used = {key: stored[key] for key in arrangement.names()}
             _check_limits(arrangement, sum(one.end - one.begin for one in used.values()), limits)
-            tensors = {
-                key: _read_tensor(file, start + one.begin, key, one) for key, one in used.items()
-            }
+            tensors = _read_tensors(file, start, used)
         return _adapter(arrangement, config, tensors, name=name, path=str(path))
     except OSError as error:
         raise AdapterError(f"adapter {name!r} at {path}: {reason_of(error)}") from error
@@ -329,16 +330,29 @@ def _sizes(value: Any) -> Shape | None:
     return tuple(value) if is_valid else None
 
 
-def _read_tensor(file: int, at: int, key: str, one: Stored) -> torch.Tensor:
-    """Read the tensor whose bytes begin at ``at``."""
+def _read_tensors(file: int, start: int, used: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    """Read tensors into one piece of memory. start: offset of the bytes of all tensors."""
+    in_order = sorted(used.items(), key=lambda item: item[1].begin)
+    places, size = {}, 0
+    for key, one in in_order:
+        places[key] = size
+        size += -(-(one.end - one.begin) // ALIGNED) * ALIGNED
     try:
-        tensor = torch.empty(one.shape, dtype=DTYPES[one.dtype])
-    except RuntimeError as error:
-        raise AdapterError(f"there is no memory for {key} of shape {list(one.shape)}") from error
-    view, done = tensor.view(-1).view(torch.uint8).numpy(), 0
-    while done < len(view):
-        count = os.preadv(file, [view[done : done + PIECE_BYTES].data], at + done)
+        whole = np.empty(size, np.uint8)
+    except MemoryError as error:
+        raise AdapterError(f"there is no memory for its {size} bytes") from error
+    tensors = {}
+    for key, one in in_order:
+        mine = whole[places[key] : places[key] + one.end - one.begin]
+        _fill(file, start + one.begin, mine)
+        tensors[key] = torch.from_numpy(mine).view(DTYPES[one.dtype]).view(one.shape)
+    return tensors
+
+
+def _fill(file: int, at: int, out: NDArray[np.uint8]) -> None:
+    done = 0
+    while done < len(out):
+        count = os.preadv(file, [out[done : done + PIECE_BYTES].data], at + done)
         if not count:
             raise AdapterError(f"{WEIGHTS} ended while it was read")
         done += count
-    return tensor

@@ -160,16 +160,17 @@ class _Placing:
 
     def _put(self, target: str, places: Sequence[_Place], one: LowRank) -> None:
         """Add the product of a module to the target that has these of its rows."""
-        for first, order in _ranges(places):
-            weights, biases = self._factors(target, first, len(order))
-            b, bias, magnitude = one.b[order], one.bias, one.magnitude
+        for first, rows in _ranges(places):
+            num_rows = sum(end - start for start, end in rows)
+            weights, biases = self._factors(target, first, num_rows)
+            b, bias, magnitude = _rows_of(one.b, rows), one.bias, one.magnitude
             if weights is not None:
                 b = b * weights.to(b.dtype)[:, None]
             if bias is not None:
-                bias = one.scale * bias[order]
+                bias = one.scale * _rows_of(bias, rows)
                 bias = bias if biases is None else bias * biases.to(bias.dtype)
             if magnitude is not None:
-                magnitude = magnitude[order]
+                magnitude = _rows_of(magnitude, rows)
                 if weights is not None:
                     magnitude = magnitude * weights.abs().to(magnitude.dtype)
             part = Slice(first, one.a, b, one.scale, bias, magnitude)
@@ -234,16 +235,21 @@ class _Placing:
         return AdapterError(f"adapter {self.adapter.name!r}{where}: {why}{trained}")
 
 
-def _ranges(places: Sequence[_Place]) -> Iterator[tuple[int, Tensor]]:
-    """Adjacent rows of a target: the first, and the rows of the checkpoint's matrix in order."""
-    first, end, rows = 0, 0, list[Tensor]()
+def _ranges(places: Sequence[_Place]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Adjacent rows of a target: the first, and the ranges of the checkpoint's rows in order."""
+    first, end, rows = 0, 0, list[tuple[int, int]]()
     for place in sorted(places, key=lambda place: place.first):
         if rows and place.first != end:
-            yield first, torch.cat(rows)
+            yield first, rows
             rows = []
         if not rows:
             first = place.first
-        rows.append(torch.arange(place.start, place.start + place.num_rows))
+        rows.append((place.start, place.start + place.num_rows))
         end = place.first + place.num_rows
-    yield first, torch.cat(rows)
+    yield first, rows
 
+
+def _rows_of(matrix: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:
+    """Ranges of rows, one after the other; copied if there are several."""
+    parts = [matrix[start:end] for start, end in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
