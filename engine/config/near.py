@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from heapq import nsmallest
 
 MOST = 2  # suggested names
 MOST_SLIPS = 3  # typing errors
+MOST_COMPARED = 32  # of many names
+MOST_CHARS = 100  # of a name from anyone
 LEAST_PREFIX = 4  # characters of a prefix that stands for the rest of a name
 
 
@@ -57,6 +60,19 @@ def suggestion(near: list[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name, such as "; did you mean 'top_p'?"."""
     return suggestion(near_names(name, known))
+
+
+def did_you_mean_of_many(name: str, known: Iterable[str]) -> str:
+    """As ``did_you_mean``, for thousands of known names and a name from anyone: only names with
+    about the same letters are compared, which takes milliseconds."""
+    if len(name) > MOST_CHARS:
+        return ""
+    letters = set(name)
+
+    def distance(other: str) -> int:
+        return abs(len(name) - len(other)) + len(letters.symmetric_difference(other))
+
+    return did_you_mean(name, nsmallest(MOST_COMPARED, known, key=distance))
 
 
 def near_value(value: object, known: Iterable[str]) -> str:

@@ -264,9 +264,12 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
     from engine.lora.reading import read_order
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits, cache = Limits(rank=options.max_lora_rank), config.model.download_dir
-    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, int(memory * HOST_SHARE))
-    computing = Adapters(options.max_loras, store, options.max_lora_rank)
+    num_bytes, cache = int(memory * HOST_SHARE), config.model.download_dir
+    limits = Limits(options.max_lora_rank, num_bytes)
+    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, num_bytes)
+    computing = Adapters(
+        options.max_loras, store, options.max_lora_rank, model_name=str(config.model.model)
+    )
     library = AdapterLibrary(
         ThreadedReader(lambda order: computing.prepared(read_order(order, limits, cache))),
         store,
@@ -278,10 +281,11 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
-    """Add the resource for LoRA adapters, if there is one."""
+    """Add the resource for LoRA adapters, if there is one: as the first, so that no request holds
+    KV blocks before the content of its adapter, and with it their hashes, are known."""
     if adapters is None:
         return chosen
-    return chosen._replace(resources=(*chosen.resources, adapters))
+    return chosen._replace(resources=(adapters, *chosen.resources))
 
 
 def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:

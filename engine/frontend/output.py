@@ -345,9 +345,9 @@ class RequestState:
     sequences, once the last has finished. ``reads_here``: text is made in this process."""
 
     __slots__ = (
-        "_num_running", "_reports", "core_ids", "is_single", "kind", "kv_transfer_params",
-        "metrics", "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids",
-        "request_id", "sequences",
+        "_num_running", "_reports", "adapter", "core_ids", "is_single", "kind",
+        "kv_transfer_params", "metrics", "num_cached_tokens", "prompt", "prompt_logprobs",
+        "prompt_token_ids", "request_id", "sequences",
     )  # fmt: skip
 
     def __init__(
@@ -356,6 +356,7 @@ class RequestState:
         self.request_id = submission.request_id
         self.core_ids = [request.request_id for request in submission.requests]
         self.prompt = submission.prompt
+        self.adapter = submission.requests[0].adapter
         self.prompt_token_ids = submission.prompt_token_ids
         self.kind = submission.params.output_kind
         self.sequences = [
@@ -414,6 +415,7 @@ class RequestState:
             self.num_cached_tokens,
             sum(len(sequence.token_ids) for sequence in self.sequences),
             self.metrics.__copy__(),  # type: ignore[attr-defined]
+            self.adapter,
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:

@@ -112,3 +112,10 @@ class Adapter:
         for one in self.products():
             yield from one.tensors()
         yield from self.replaced.values()
+
+
+def is_other_model(base: str, model: str) -> bool:
+    """True if two names are those of different models, as far as the last parts of paths and of
+    repositories show this. False if one is unknown."""
+    names = [name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower() for name in (base, model)]
+    return all(names) and names[0] != names[1]

@@ -3,6 +3,7 @@ which rows of a step use which slot."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 from engine.layers.adapted_linear import StepAdapters
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import is_cpu
-from engine.lora.adapter import Adapter
+from engine.lora.adapter import Adapter, is_other_model
 from engine.lora.device_slots import DeviceSlots, check
 from engine.lora.placing import HEAD, Places, place
 from engine.lora.products import AdapterProducts, products_of
@@ -27,6 +28,8 @@ from engine.worker.slots import LiveSeqs
 from kernels.cpu.low_rank import prepare
 from kernels.cpu.threads import num_threads
 from kernels.low_rank import AdaptedRows, DeviceRows
+
+logger = logging.getLogger("engine.lora")
 
 WITH_ADAPTERS = "adapters"
 WITH_TABLES = "adapters of tables"  # which are not recorded
@@ -44,9 +47,16 @@ class Adapters(Feature):
     variants = (WITH_ADAPTERS,)  # that can be recorded
 
     def __init__(
-        self, max_loras: int, store: AdapterStore[AdapterProducts], max_rank: int = 64
+        self,
+        max_loras: int,
+        store: AdapterStore[AdapterProducts],
+        max_rank: int = 64,
+        *,
+        model_name: str = "",
     ) -> None:
-        """store: has the adapters that plans load, by their digests; max_rank: of an adapter."""
+        """store: has the adapters that plans load, by their digests; max_rank: of an adapter;
+        model_name: as the user gave it, to warn of adapters that were trained on another model."""
+        self._model_name = model_name
         self._max_loras, self._max_rank = max_loras, max_rank
         self._store = store
         self._model: NativeDecoder
@@ -78,6 +88,12 @@ class Adapters(Feature):
         """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
         Raises ``AdapterError`` for an adapter that does not fit."""
         placed, (model, platform) = place(adapter, self._places), (self._model, self._platform)
+        if is_other_model(adapter.base, self._model_name):
+            logger.warning(
+                "Adapter %r was trained on %s, and the model is %s: its answers may be wrong if "
+                "these are different models",
+                *(adapter.name, adapter.base, self._model_name),
+            )
         if self._device is None:
             return products_of(placed, model.adapted, model.dtype)
         check(placed, model.adapted.linears)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config.near import did_you_mean
+from engine.config.near import did_you_mean_of_many
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.lora.loading import AdapterReader, Order, Reading
 from engine.lora.store import AdapterStore
@@ -407,7 +407,7 @@ class AdapterLibrary:
     def _unknown(self, name: str) -> RequestError:
         known = list(self._names)
         listed = ", ".join(known[:MAX_LISTED]) + (" ..." if len(known) > MAX_LISTED else "")
-        near = did_you_mean(name, known) or (f"; there are: {listed}" if known else "")
+        near = did_you_mean_of_many(name, known) or (f"; there are: {listed}" if known else "")
         return RequestError(
             f"adapter {name!r:.80} is not loaded{near}", param="adapter", code="model_not_found"
         )

@@ -234,6 +234,7 @@ class FinishedRequest(msgspec.Struct, gc=False):
     num_cached_tokens: int
     num_output_tokens: int  # sum over its sequences
     metrics: RequestMetrics
+    adapter: str | None = None  # name of its LoRA adapter
 
 
 def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
-from engine.config.near import did_you_mean
+from engine.config.near import did_you_mean_of_many
 from engine.errors import ConfigError
 from engine.messages.adapters import MAX_NAME_CHARS, AdapterInfo
 from engine.server.bodies import read
@@ -64,7 +64,7 @@ class ServedAdapters:
     def unknown(self, name: str) -> ApiError:
         """The error for a name that neither the model nor an adapter has."""
         listed = [*self._names.listed, *sorted(self._known)]
-        near = did_you_mean(name, listed) if len(listed) > 1 else ""
+        near = did_you_mean_of_many(name, listed) if len(listed) > 1 else ""
         shown = ", ".join(listed[:MAX_LISTED]) + (" ..." if len(listed) > MAX_LISTED else "")
         return ApiError(
             404,

@@ -31,6 +31,8 @@ class RequestRecord:
     logged_at: float = 0.0
     """When the request was logged, in seconds since the epoch."""
     first_token_seconds: float | None = None
+    adapter: str | None = None
+    """Name of the LoRA adapter."""
     num_sequences: int = 0
     """Number of engine requests that have finished."""
     num_prompt_tokens: int = 0
@@ -47,6 +49,7 @@ class RequestRecord:
     def add(self, finished: FinishedRequest) -> None:
         """Add the counts and times of a finished engine request; called in the engine's thread."""
         metrics = finished.metrics
+        self.adapter = finished.adapter
         self.num_sequences += 1
         self.num_prompt_tokens += finished.num_prompt_tokens
         self.num_cached_tokens += finished.num_cached_tokens
@@ -74,6 +77,8 @@ class RequestRecord:
             "path": self.path[:MAX_PATH],
             "status": self.status,
         }
+        if self.adapter is not None:
+            known["adapter"] = self.adapter
         if self.num_sequences:
             known |= {
                 "prompt_tokens": self.num_prompt_tokens,

@@ -119,7 +119,7 @@ class Spans:
         end = metrics.finished_time or time.monotonic()
         attributes = dict(_attributes(finished, self._model, operation))
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {finished.adapter or self._model}",
             kind=SpanKind.SERVER,
             attributes=attributes,
             start_time=_nanoseconds(metrics.arrival_time + since_epoch),
@@ -135,7 +135,7 @@ def _attributes(
     finished: FinishedRequest, model: str, operation: str
 ) -> Iterator[tuple[str, AttributeValue]]:
     """Yield a span's attributes, named by OpenTelemetry's conventions and again as in vLLM."""
-    params = finished.params
+    params, model = finished.params, finished.adapter or model
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", SERVICE
     yield "gen_ai.request.model", model

@@ -18,15 +18,10 @@ PATHS = {"x": "x", "y": "y", "z": "x"}  # by name; two names have the same files
 
 
 def with_adapters(case: Case, seed: int) -> Case:
-    """The case with sources of its requests' adapters, and with clients that load others. A case
-    that also loads KV from elsewhere has no adapters."""
+    """The case with sources of its requests' adapters, and with clients that load others."""
     rng = Random(f"adapters of {seed}")
-    needs = case.setup.needs
-    if "adapters" not in needs:
+    if "adapters" not in case.setup.needs:
         return case
-    if "remote" in needs:
-        kept = {name: size for name, size in needs.items() if name != "adapters"}
-        return edit(case, setup=edit(case.setup, needs=kept))
     events: list[Event] = []
     breaks, changes, loads = (rng.choice((0.0, 0.1, 0.3)) for _ in range(3))
     for number, event in enumerate(case.events):

@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.config.sched import SchedulerConfig
 from engine.kv.events import split_key
 from engine.kv.prefix_index import Chains, Sha256Hasher
 from engine.kv.snapshots import MARK
@@ -65,7 +66,8 @@ from policylab.verify.prefix_truth import PrefixEndTruth
 
 IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
 MANY = 64  # remembered requests, above which finished ones are forgotten
-FUTILE_PREEMPTIONS = 12  # preemptions of one request without a new token in between
+# Preemptions of one request without a new token in between; more if its prompt takes more steps.
+FUTILE_PREEMPTIONS = 12
 
 
 class Invariants:
@@ -194,9 +196,20 @@ class ProgressCheck:
         times = times + 1 if output == req.num_output else 0
         self._robbed[req] = req.num_output, times
         is_default = not self._scheduler.config.policy_options  # options may cause it
-        assert times <= FUTILE_PREEMPTIONS or not is_default, (
+        most = max(FUTILE_PREEMPTIONS, fewest_steps(req, self._scheduler.config))
+        assert times <= most or not is_default, (
             f"{req} was preempted {times} times without a token"
         )
+
+
+def fewest_steps(req: Request, config: SchedulerConfig) -> int:
+    """How many steps a request's tokens take at least, next to decodes of others."""
+    limits = (
+        config.max_num_batched_tokens,
+        config.long_prefill_token_threshold,
+        config.max_mixed_prefill_tokens,
+    )
+    return -(-req.num_tokens // min(limit for limit in limits if limit))
 
 
 class CacheTruth:

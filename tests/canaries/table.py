@@ -516,8 +516,8 @@ CANARIES = (
     Canary(
         "publish a snapshot of rejected drafts",
         STATES,
-        "        if num_later > num_accepted:\n            return None\n",
-        "",
+        "return None if num_later > len(later) else later[:num_later]",
+        "return result.token_ids[first : first + num_later].tolist()",
     ),
     Canary(
         "publish a snapshot under the hash of another position",

@@ -11,17 +11,22 @@ from support.box_adapters import make_adapter, write_adapter
 
 from engine import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
 from engine.assets import BOX_MODEL
+from engine.core.replay import replay
 
+OPTIONS: dict[str, Any] = {
+    "num_threads": 1,
+    "dtype": "float32",
+    "disable_log_stats": True,
+    "num_kv_blocks": 200,
+    "max_model_len": 128,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "The colour of the sky on a clear day is the one that"
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    options: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "disable_log_stats": True}
-    with LLM(
-        BOX_MODEL, enable_lora=True, max_loras=2, num_kv_blocks=200, max_model_len=128, **options
-    ) as made:
+    with LLM(BOX_MODEL, enable_lora=True, max_loras=2, **OPTIONS) as made:
         yield made
 
 
@@ -80,6 +85,35 @@ def test_an_adapter_is_replaced_in_place_and_nothing_stale_is_read(
     (after,) = tokens(llm, LoRARequest("one", 11, str(root), load_inplace=True))
     fresh = LoRARequest("two", 12, str(write_adapter(tmp_path / "two", 12)))
     assert tokens(llm, fresh) == [after] != [before]
+
+
+def test_a_recorded_run_is_replayed(tmp_path: Path) -> None:
+    x, y = (
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, number)))
+        for number, name in enumerate("xy", 1)
+    )
+    log = tmp_path / "steps.log"
+    with LLM(BOX_MODEL, enable_lora=True, max_loras=1, step_log=log, **OPTIONS) as llm:
+        first = tokens(llm, x, None, y, x)
+        assert first[0] == first[3] != first[2]
+        with pytest.raises(RequestError, match="adapter 'z'.*does not exist"):
+            tokens(llm, LoRARequest("z", 3, str(tmp_path / "z")))
+    outcome = replay(log)
+    assert outcome.difference is None and outcome.num_requests == 4
+
+
+def test_a_core_in_its_own_process_takes_files_and_small_adapters_from_memory(
+    tmp_path: Path,
+) -> None:
+    config, tensors = make_adapter(7)
+    stored = LoRARequest("stored", 7, str(write_adapter(tmp_path / "stored", 7)))
+    here = LoRARequest("here", 8, tensors=tensors, config=config)
+    with LLM(BOX_MODEL, enable_lora=True, multiprocess=True, **OPTIONS) as llm:
+        base, *others = tokens(llm, None, stored, here)
+        assert others[0] == others[1] != base
+        config, tensors = make_adapter(8, rank=64)
+        with pytest.raises(RequestError, match="takes at most 1048576 from memory: save it"):
+            tokens(llm, LoRARequest("large", 9, tensors=tensors, config=config))
 
 
 def test_mistakes_end_their_own_request(llm: LLM, tmp_path: Path) -> None:

@@ -102,6 +102,35 @@ def test_every_linear_module(tiny_models: TinyModels, name: str) -> None:
     assert sum(not torch.equal(found[t], filled(spec, state)[t]) for t in expected) > 3
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "parts"),
+    [
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+        ("qwen3-moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_experts_in_modules_of_their_own(
+    tiny_models: TinyModels, name: str, block: str, parts: tuple[str, ...]
+) -> None:
+    """As transformers 4 names them."""
+    model, spec = tiny_models.reference(name), spec_of(tiny_models.path(name))
+    state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+    gate_up, down = (state[f"model.layers.1.mlp.experts.{p}_proj"] for p in ("gate_up", "down"))
+    wholes = dict(zip(parts, (*gate_up[2].chunk(2), down[2]), strict=True))
+    made: Tensors = {}
+    for part, weight in wholes.items():
+        path = f"model.layers.1.{block}.experts.2.{part}"
+        made |= adapter_files.product(path, outs=len(weight), ins=weight.shape[1])
+    adapter = adapter_of(made, adapter_files.config_of(target_modules=list(parts)), "one")
+    for weight, one in zip(wholes.values(), adapter.modules.values(), strict=True):
+        weight += one.scale * (one.b @ one.a)
+    base = filled(spec, model.state_dict())
+    found, expected = changed(base, place(adapter, Places(spec))), filled(spec, state)
+    for target, tensor in expected.items():
+        torch.testing.assert_close(found[target], tensor, rtol=1e-5, atol=1e-5, msg=target)
+    assert not torch.equal(found["1.2.down"], base["1.2.down"])
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-mha-tied-biased"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_embeddings_and_output_layers(tiny_models: TinyModels, name: str, ties: bool) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.box_adapters import write_adapter
+from support.patience import WAIT_SECONDS
 from support.served import Served, forked
 
 openai = pytest.importorskip("openai")
@@ -50,7 +52,7 @@ def server(places: Path) -> Iterator[Served]:
         json.dumps({"name": "german", "path": str(places / "dir" / "de")}),
         "--adapter-dir", str(places / "dir"),
     )  # fmt: skip
-    with forked(*OPTIONS, *options) as made:
+    with forked(*OPTIONS, *options, log=places / "log") as made:
         yield made
 
 
@@ -183,6 +185,19 @@ def test_operators_load_replace_and_unload(server: Served, client: Any, places: 
         answer(client, "new")
     gone = post(server, unload, {"lora_name": "new"})
     assert gone.status == 404 and gone.json["error"]["code"] == "model_not_found"
+
+
+def test_the_log_names_the_adapter(server: Served, client: Any, places: Path) -> None:
+    got = client.chat.completions.create(model="sql", messages=ASK, max_tokens=2)
+    base = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=2)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while base.id.rpartition("-")[2] not in (text := (places / "log").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lines = text.splitlines()
+    (own,) = (line for line in lines if got.id.rpartition("-")[2] in line)
+    (other,) = (line for line in lines if base.id.rpartition("-")[2] in line)
+    assert " adapter=sql " in own and "adapter=" not in other
 
 
 def test_metrics_show_slots_copies_and_who_runs(server: Served, client: Any) -> None:

@@ -12,7 +12,7 @@ from support import adapter_files
 from support.adapter_files import PREFIX, config_of, product, write, write_raw
 
 from engine.errors import ConfigError
-from engine.lora.adapter import Adapter, AdapterError
+from engine.lora.adapter import Adapter, AdapterError, is_other_model
 from engine.lora.files import Limits, adapter_of, read_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -382,3 +382,9 @@ def test_headers_of_wrong_sizes(tmp_path: Path) -> None:
     weights = root / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "it is truncated or damaged" in refusal(root)
+
+
+def test_names_of_other_models() -> None:
+    assert not is_other_model("meta/Llama-3.2-1B", "/models/llama-3.2-1b/")
+    assert is_other_model("meta/Llama-3.2-1B", "meta/Llama-3.2-3B")
+    assert not is_other_model("", "meta/Llama-3.2-3B")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 from support.adapters import FakeReader, digest_of, slots_of
-from support.data_plane import FeatureWorker, answer, make_feature_run
+from support.data_plane import FeatureWorker, Source, answer, make_feature_run
 from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
+from engine.config.near import did_you_mean_of_many
 from engine.config.sched import SchedulerConfig
+from engine.core.build import with_adapters
 from engine.core.recording import describe, record
 from engine.core.replay import replay
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.adapters import AdapterSource
+from engine.sched.plugins.find import Chosen
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 
@@ -171,6 +175,13 @@ def test_an_unknown_name_is_refused_with_near_ones():
         doors.add("0", "suport-de")
 
 
+def test_a_wrong_name_among_thousands_is_refused_with_near_ones_at_once():
+    names = [f"customer-{i}-adapter-v{i % 7}" for i in range(5000)]
+    assert did_you_mean_of_many("custmer-45-adapter-v3", names).startswith("; did you mean")
+    assert "'customer-45-adapter-v3'" in did_you_mean_of_many("custmer-45-adapter-v3", names)
+    assert did_you_mean_of_many("x" * 10**6, names) == ""
+
+
 @pytest.mark.parametrize(
     ("name", "source", "reason"),
     [
@@ -303,6 +314,24 @@ def test_a_refused_request_leaves_its_adapter_to_nobody():
     assert doors.run.outputs["0"] == doors.tokens_of(None)
     assert doors.run.outputs["1"] == doors.tokens_of("A")
     assert doors.slots.use().running == doors.slots.use().waiting == {}
+
+
+def test_kv_from_elsewhere_is_loaded_once_the_adapter_is_known():
+    """Blocks are hashed by the adapter's content, so none are held before it has been read."""
+    reader = FakeReader(a="A", is_slow=True)
+    slots = slots_of(reader)
+    chosen = with_adapters(Chosen(Scheduler, POLICIES["fcfs"](), (RemoteKV("recompute"),)), slots)
+    run = make_feature_run(resources=chosen.resources, source=Source(16))
+    params = {"num_tokens": 32, "asynchronous": True, "ticks": 3}
+    request = make_request(
+        "0", [7] * 40, 3, adapter="x", adapter_source=SOURCE("a"), kv_transfer_params=params
+    )
+    run.add(slots.resolved(request))
+    run.step()
+    reader.finish("a")
+    run.wait()
+    assert run.outputs["0"] == answer(make_request("?", [7] * 40, 3, adapter=digest_of("A")))
+    assert not run.scheduler.guard.faults.messages
 
 
 def test_names_resolve_in_the_directory_of_adapters(tmp_path):
