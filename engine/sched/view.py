@@ -98,8 +98,9 @@ class View:
     def _load_seconds(self, columns: Columns) -> NDArray[np.float64]:
         numbers, names = columns.adapter, self._roster.table.facts.adapters
         seconds = np.zeros(len(names) + 1)  # the last one is for number -1, no adapter
+        cost = self.cost
         for number in np.unique(numbers[numbers >= 0]).tolist():
-            seconds[number] = self.cost.load_seconds(self.adapters.place(names[number]))
+            seconds[number] = cost.load_seconds(self.adapters.place(names[number]))
         found: NDArray[np.float64] = seconds[numbers]
         return found
 

@@ -338,6 +338,7 @@ def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
         block_size=header.block_size,
         enable_prefix_caching=bool(header.cache.get("enable_prefix_caching", True)),
         kv_groups=groups_of(header),
+        max_loras=header.max_loras or Engine.max_loras,
         snapshot_blocks=header.snapshot_blocks,
         snapshot_policy=header.cache.get("state_snapshot_policy", "cost"),
         scheduler=scheduler,

@@ -194,7 +194,8 @@ class Adapters(AdapterSlots, Need):
         except RequestError:  # another load of that name was faster
             return True
         assert info["digest"] == digest, f"{load.name!r} was read as {digest!r}, but is {info}"
-        self._put[load.name] = digest
+        if load.name not in vars(self._library)["_next"]:  # what a request replaces comes later
+            self._put[load.name] = digest
         return True
 
     def planned(self, plan: StepPlan) -> None:

@@ -7,11 +7,24 @@ from math import isnan
 import numpy as np
 import pytest
 
+from support.adapters import FakeReader, digest_of, slots_of
+from support.data_plane import FeatureWorker
+from support.simulate import make_request
+
 from engine.cli.main import main
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.recording import describe, record
 from engine.errors import ConfigError
+from engine.kv.manager import KVManager
+from engine.messages.adapters import AdapterSource
+from engine.sched.policies import POLICIES
 from engine.sched.predict.profile import AdapterCost
+from engine.sched.scheduler import Scheduler
 from policylab.sim.figures import figures
+from policylab.sim.recorded import engine_of, read_log, resimulate
 from policylab.sim.run import Engine, Run, run
+from policylab.sim.workloads import find_workload
 
 SHORT = "log-uniform(num_requests={}, prompt_tokens=(16, 64), output_tokens=(4, 16), {})"
 COSTLY = AdapterCost(copy=0.5, read=2.0)
@@ -91,6 +104,34 @@ def test_commands_show_loads_next_to_those_of_fcfs(capsys):
     assert "adapter_loads" in shown and "adapter_reads" in shown
     assert main(["simulate", "--policy", "adapter-clustering", *options, *sizes]) == 0
     assert "reads from a disk per request with an adapter" in capsys.readouterr().out
+
+
+def test_a_recorded_run_with_adapters_is_simulated(tmp_path):
+    path = str(tmp_path / "steps.log")
+    slots = slots_of(FakeReader(a="A", b="B", c="C"), 2, waits=True)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    kv, worker = KVManager(100, 4), FeatureWorker(100, 4)
+
+    def make(clock) -> Scheduler:
+        return Scheduler(config, kv, POLICIES["fcfs"](), clock=clock, resources=[slots])
+
+    scheduler = record(path, describe(config, CacheConfig(), kv, 0, max_loras=2), make, float)
+    for index, name in enumerate("abcab"):
+        source = AdapterSource(name)
+        request = make_request(f"{index}", [7] * 9, 4, adapter=name, adapter_source=source)
+        scheduler.add_request(slots.resolved(request))
+    while not (plan := scheduler.schedule()).is_empty:
+        scheduler.update_from_output(plan, worker.collect(worker.launch(plan)))
+    scheduler.shutdown()
+    log = read_log(path)
+    outcome, again = resimulate(log.path, log)
+    assert outcome.difference is None and outcome.num_requests == 5
+    assert again.totals["counters"]["adapter.num_slot_loads"] == 3
+    engine = engine_of(log.header)
+    assert engine.max_loras == 2
+    found = run("adapter-clustering", find_workload("steps-log", path=path), engine)
+    assert [name for name in found.requests.names["adapter"]] == [digest_of(n) for n in "ABCAB"]
+    assert found.totals["counters"]["adapter.num_read"] == 3
 
 
 def test_mistakes_are_named(capsys):
