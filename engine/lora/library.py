@@ -333,8 +333,7 @@ class AdapterLibrary:
             self._unpin(old)
             self._pin(version)
         self._names[version.name] = version
-        if self._next.get(version.name) is version:
-            del self._next[version.name]
+        self._next.pop(version.name, None)  # a replacement that came before this one is too late
 
     def _pin(self, version: Version) -> None:
         version.is_pinned = True

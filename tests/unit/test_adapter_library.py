@@ -152,6 +152,24 @@ def test_a_request_that_replaces_waits_for_the_new_files_and_others_use_the_old(
     assert doors.run.outputs["new"] == doors.run.outputs["later"] == doors.tokens_of("A2")
 
 
+def test_a_load_that_has_ended_is_not_undone_by_a_request_that_came_before_its_end():
+    doors = Doors(FakeReader(a="A"))
+    doors.load("x", "a")
+    doors.reader.disk.update(b="B", c="C")
+    doors.reader.is_slow = True
+    doors.add("early", "x", SOURCE("b", replaces=True))
+    doors.library.read("ticket", "x", 0, "c", replaces=True)
+    doors.run.step()
+    doors.reader.finish("c")
+    doors.library.put("ticket", "x", 0, "c", doors.library.state("ticket"))
+    doors.reader.finish("b")
+    doors.run.drain()
+    doors.add("later", "x")
+    doors.run.drain()
+    assert doors.run.outputs["early"] == doors.tokens_of("B")
+    assert doors.run.outputs["later"] == doors.tokens_of("C")
+
+
 def test_after_an_unload_running_and_waiting_requests_end_and_new_ones_are_refused():
     doors = Doors(FakeReader(a="A"), run={"max_num_seqs": 1})
     doors.load("sql", "a")
