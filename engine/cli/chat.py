@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 
 from engine.cli.options import (
+    add_adapter_option,
     add_engine_options,
     add_sampling_options,
     engine_args,
+    load_adapter,
     sampling_params,
+    with_adapter,
 )
 from engine.cli.profiling import profiled
 from engine.cli.streaming import stream
@@ -26,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="the system message, before your first one"
     )
+    add_adapter_option(parser)
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
 
@@ -34,9 +38,10 @@ def run(parsed: argparse.Namespace) -> int:
     sampling_params(parsed)  # reports errors before anything is loaded
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages = list(opening)
-    args = engine_args(parsed, finds_model=True)
+    args = with_adapter(engine_args(parsed, finds_model=True), parsed)
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         params = sampling_params(parsed, engine.session.recommended)
+        adapter = load_adapter(engine, parsed)
         tokenizer = engine.get_tokenizer()
         tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}]
@@ -50,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
             try:
                 text = tokenizer.apply_chat_template(messages)
                 ids = tokenizer.encode(text, add_special_tokens=False)
-                engine.add_request(str(number), ids, params)
+                engine.add_request(str(number), ids, params, lora_request=adapter)
             except RequestError as error:  # for example too long: keep the earlier messages
                 messages.pop()
                 print(f"[{error}; {RESET} forgets the conversation]")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine.cli.config_file import add_config_option
 from engine.config.args import EngineArgs
@@ -13,7 +14,11 @@ from engine.config.cli import add_named_options, add_options, read_options
 from engine.config.env import default_log_level
 from engine.errors import ConfigError
 from engine.frontend.default_model import with_default_model
+from engine.messages.adapters import LoRARequest
 from engine.messages.params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.llm_engine import LLMEngine
 
 OFTEN_USED = (
     "model", "dtype", "quantization", "device", "num_threads", "max_model_len", "max_num_seqs",
@@ -62,6 +67,30 @@ def take_model(parsed: argparse.Namespace) -> None:
             f"MODEL is {parsed.model_tag!r} and --model is {parsed.model!r}: give one of them"
         )
     parsed.model = parsed.model_tag
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        help="LoRA adapter to answer with: a directory, or a repository on the hub",
+    )
+
+
+def with_adapter(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
+    """The engine's options, with LoRA if the command has an adapter."""
+    return args if parsed.adapter is None else replace(args, enable_lora=True)
+
+
+def load_adapter(engine: LLMEngine, parsed: argparse.Namespace) -> LoRARequest | None:
+    """Load the command's adapter and return it; ``None`` if it has none. Raises ``ConfigError`` if
+    the adapter cannot be used."""
+    if parsed.adapter is None:
+        return None
+    path = Path(parsed.adapter).expanduser()
+    request = LoRARequest(path.name or path.resolve().name, 1, str(path))
+    engine.add_lora(request)
+    return request
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
