@@ -103,7 +103,7 @@ def shrink_kernel(x, sums, entries, words, num_rows, num_in, num_ranks, T: tl.co
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(  # noqa: PLR0913
-    sums, y, entries, words, num_rows, num_out, num_ranks, DTYPE: tl.constexpr,
+    sums, y, entries, words, num_rows, stride_y, num_ranks, DTYPE: tl.constexpr,
     PARTS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of a product's outputs, block of rows):
@@ -139,7 +139,7 @@ def expand_kernel(  # noqa: PLR0913
                 if DTYPE != tl.float32:  # what the type of b cannot hold, in a second product
                     rest = (values - high.to(tl.float32)).to(DTYPE)
                     total = tl.dot(rest, b, total, input_precision="ieee")
-            out = y + row[:, None] * num_out + (tl.load(record) + begin + column)[None, :]
+            out = y + row[:, None] * stride_y + (tl.load(record) + begin + column)[None, :]
             mask = is_row[:, None] & is_column[None, :]
             before = tl.load(out, mask=mask, other=0.0).to(tl.float32)
             factors, added = tl.load(record + 6), tl.load(record + 7)
@@ -159,7 +159,7 @@ def add_low_rank(
     """Add products to y in place; see `kernels.ops.add_low_rank`. Table and rows must be on the
     device."""
     assert table.on_device is not None and isinstance(rows, DeviceRows)
-    for launch in launches(y, x, table.on_device, rows.on_device):
+    for launch in launches(y, x, table.on_device, rows.on_device) if len(x) else ():
         launch.run()
     return y
 
@@ -173,7 +173,7 @@ def launches(
     y: torch.Tensor, x: torch.Tensor, table: DeviceTable, words: torch.Tensor
 ) -> list[Launch]:
     (num_rows, num_in), num_out, num_ranks = x.shape, y.shape[1], table.most_ranks
-    assert x.is_contiguous() and y.is_contiguous()
+    assert x.is_contiguous() and y.stride(1) == 1
     tiles, num_slots = tiles_for(x.element_size()), len(table.entries)
     parts = triton.cdiv(num_in, tiles.PART)
     # Each adapter may end with a block that is not full.
@@ -188,7 +188,7 @@ def launches(
     }
     shrink = {"x": x, "num_in": num_in, **sums}
     dtype = getattr(tl, str(x.dtype).removeprefix("torch."))
-    expand = {"y": y, "num_out": num_out, "DTYPE": dtype, "PARTS": parts, **sums}
+    expand = {"y": y, "stride_y": y.stride(0), "DTYPE": dtype, "PARTS": parts, **sums}
     # Each product may end with a tile that is not full.
     num_tiles = triton.cdiv(num_out, tiles.N) + table.most_products - 1
     shares = min(num_ranks // tiles.R, MOST_SHARES)

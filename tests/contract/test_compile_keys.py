@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from e2e.quantized_models import awq, gptq, write_model
-from e2e.tiny_models import Case
+from e2e.tiny_models import CASES, Case, config_of, random_model
 from support import made_tokenizers
-from support.compile_keys import Keys, engine_of, grouped, model, recorded
+from support.adapted import Adapted, random_adapter, run
+from support.compile_keys import LARGE, Keys, engine_of, grouped, model, recorded
 
 from engine import LLMEngine, SamplingParams, StructuredOutputsParams
 
@@ -287,3 +288,20 @@ def test_a_model_that_drafts(keys: Keys, tmp_path: Path) -> None:
     small = model(tmp_path / "small", **grouped(3))
     drafts = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3}
     serve(model(tmp_path / "large", **grouped(4)), keys, 3, 8, speculative_config=drafts)
+
+
+@pytest.mark.slow
+def test_requests_with_adapters(keys: Keys, tmp_path: Path) -> None:
+    root, case = model(tmp_path / "model", **grouped(1)), CASES["llama"]
+    base = random_model(config_of(Case(case.family, {**case.options, **LARGE, **grouped(1)})), 0)
+    adapters = [random_adapter(base, tmp_path / str(rank), rank, rank=rank) for rank in (3, 16)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with engine_of(root, enable_lora=True) as engine:
+        serving = Serving(engine, keys)
+        serving.plain(1, 200)
+        keys.phase = "adapters"
+        for length in (1, 9, 33, 300):
+            run(engine, [Adapted([5] * length, one, params) for one in (None, *adapters)])
+            run(engine, [Adapted([5] * length, adapters[0], params)])
+    serving.check()
+    assert any("shrink_kernel" in one for one in keys.first.values())

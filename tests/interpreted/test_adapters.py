@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import triton_interpreter
 from support.adapted import Adapted, random_adapter, run
@@ -41,7 +42,7 @@ class Model:
         save(model, root / "model")
         self.path = root / "model"
         self.adapters = [
-            random_adapter(model, root / str(rank), seed=rank, rank=rank) for rank in (4, 16, 5)
+            random_adapter(model, root / str(rank), seed=rank, rank=rank) for rank in (16, 4, 5)
         ]
 
     def tokens(self, *, are_adapted: bool = True, **options) -> list[list[int]]:
@@ -84,7 +85,7 @@ def wanted(model: Model) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["recorded", pytest.param("call by call", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_cpu_and_nothing_is_out_of_order(
     mode: str, model: Model, wanted: list[list[int]]
 ) -> None:
@@ -92,3 +93,16 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_out_of_order(
         assert model.tokens(**MODES[mode]) == wanted
         assert (cuda.num_replays > 5) == (mode != "call by call")
     assert not cuda.faults
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_copies_beside_steps_wait_for_the_last_use_of_their_place(waits: bool) -> None:
+    with FakeCuda() as cuda:
+        platform = CudaPlatform()
+        place, source = platform.zeros((64,), torch.uint8), platform.pinned(64)
+        source.fill_(3)
+        early = platform.mark()
+        place.sum()
+        platform.send(source, place, platform.mark() if waits else early)
+        assert place.tolist() == [3] * 64
+    assert (not cuda.faults) == waits
