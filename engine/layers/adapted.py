@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.layers.adapted_embedding import AdaptedTable
-from engine.layers.adapted_linear import AdaptedLinear, ExpertRows, StepAdapters
+from engine.layers.adapted_linear import AdaptedLinear, ExpertRows, OutputRows, StepAdapters
+
+OUTPUT = "head"  # name of the output layer, also if it is tied to the embedding
 
 
 @dataclass
@@ -20,11 +22,11 @@ class AdaptedLayers:
 
     def attach(self, num_slots: int, step: StepAdapters, most_tokens: int) -> None:
         """Make room for this many adapters, and use the slots in ``step``."""
-        for rows in self.experts.values():
-            rows.attach(step, most_tokens)
+        for experts in self.experts.values():
+            experts.attach(step, most_tokens)
         for name, linear in self.linears.items():
-            rows_of_expert = self.experts_of(name)
-            linear.attach(num_slots, step if rows_of_expert is None else rows_of_expert)
+            rows = OutputRows(step) if name == OUTPUT else self.experts_of(name)
+            linear.attach(num_slots, rows or step)
         if self.table is not None:
             self.table.attach(step)
 

@@ -26,6 +26,8 @@ class StepAdapters:
         """make_rows: makes rows, of at most this many, that the layers' device can read."""
         self.is_active = False
         """True while a step is computed or recorded in which rows may have adapters."""
+        self.changes_output = False
+        """True if adapters of such a step may change the output layer."""
         self._make_rows = make_rows
         self._all, self._wanted = make_rows(most_tokens), make_rows(most_tokens)
         self._num_tokens = self._num_wanted = 0
@@ -39,10 +41,13 @@ class StepAdapters:
         slots: NDArray[np.integer],
         wanted: NDArray[np.integer] | None,
         num_threads: int,
+        *,
+        changes_output: bool = True,
     ) -> None:
         """Prepare for a step with adapters. slots: the adapter slot of each token [N], -1 for none;
-        wanted: the tokens that the end of the model computes [R], ``None`` for all."""
-        self.is_active = True
+        wanted: the tokens that the end of the model computes [R], ``None`` for all;
+        changes_output: False if none of these adapters changes the output layer."""
+        self.is_active, self.changes_output = True, changes_output
         self._all.fill(slots, num_threads)
         self._num_tokens, self._num_wanted = len(slots), -1
         if wanted is not None:
@@ -78,6 +83,22 @@ class StepAdapters:
                 f"a layer with adapters has {num_rows} rows in a step of {self._num_tokens} tokens"
             )
         return self._all
+
+
+class OutputRows:
+    """The adapter slots of the rows of the output layer."""
+
+    def __init__(self, step: StepAdapters) -> None:
+        self._step = step
+
+    @property
+    def is_active(self) -> bool:
+        """True while rows may have adapters that change the output layer."""
+        return self._step.is_active and self._step.changes_output
+
+    def of(self, num_rows: int) -> AdaptedRows:
+        """The slots of the rows of the layer's inputs."""
+        return self._step.of(num_rows)
 
 
 class ExpertRows:
@@ -201,7 +222,7 @@ class AdaptedLinear:
         return self._step is not None and self._step.is_active
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Index of the largest output of each row of x, [N] int32; ``None`` in a step with
-        adapters, or if the other layer does not support it."""
+        """Index of the largest output of each row of x, [N] int32; ``None`` if adapters may change
+        them, or if the other layer does not support it."""
         largest: Callable[[torch.Tensor], torch.Tensor | None] = getattr(self.base, "largest")  # noqa: B009
         return None if self._is_active else largest(x)

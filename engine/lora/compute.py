@@ -32,6 +32,7 @@ from kernels.low_rank import AdaptedRows, DeviceRows
 logger = logging.getLogger("engine.lora")
 
 WITH_ADAPTERS = "adapters"
+WITH_OUTPUT = "adapters of the output layer"  # on a CPU; recordings of a GPU serve these, too
 WITH_TABLES = "adapters of tables"  # which are not recorded
 
 
@@ -66,6 +67,7 @@ class Adapters(Feature):
         self._loaded: dict[int, AdapterProducts] = {}  # by adapter slot
         self._slots = np.zeros(0, dtype=np.int32)  # adapter slot by slot of a sequence
         self._with_tables: set[int] = set()  # adapter slots
+        self._with_output: set[int] = set()
         self._num_users = 0  # sequences with an adapter
 
     def attach(self, machine: Machine) -> None:
@@ -123,13 +125,13 @@ class Adapters(Feature):
     def variant(self, rows: PlanRows) -> str:
         if not self._num_users or (self._slots[rows.slots] == NO_ADAPTER).all():
             return ""
-        return WITH_TABLES if self.touches(rows) else WITH_ADAPTERS
+        if self.touches(rows):
+            return WITH_TABLES
+        return WITH_OUTPUT if self._have(rows, self._with_output) else WITH_ADAPTERS
 
     def touches(self, rows: PlanRows) -> bool:
         """True if the adapter of a row changes the embedding, or replaces the output layer."""
-        return bool(self._with_tables) and bool(
-            np.isin(self._slots[rows.slots], list(self._with_tables)).any()
-        )
+        return self._have(rows, self._with_tables)
 
     def pose(self, variant: str) -> None:
         if variant:
@@ -141,7 +143,9 @@ class Adapters(Feature):
         if not staged.variant:
             self._step.clear()
             return
-        self._step.fill(self._slots[staged.tokens.slots], staged.wanted, num_threads())
+        slots = self._slots[staged.tokens.slots]
+        changes_output = self._device is not None or staged.variant != WITH_ADAPTERS
+        self._step.fill(slots, staged.wanted, num_threads(), changes_output=changes_output)
 
     def profile(self, batch: ForwardBatch) -> None:
         if self._device is not None:  # whose kernels are compiled, and need memory for their sums
@@ -151,6 +155,10 @@ class Adapters(Feature):
         return self._step.only(int(self._slots[slot]), num_rows)
 
     # -- helpers
+
+    def _have(self, rows: PlanRows, slots: set[int]) -> bool:
+        """True if one of these rows uses one of these adapter slots."""
+        return bool(slots) and bool(np.isin(self._slots[rows.slots], list(slots)).any())
 
     @cached_property
     def _places(self) -> Places:
@@ -192,7 +200,10 @@ class Adapters(Feature):
         assert layers.table is not None
         layers.table.put(slot, adapter.embedding)
         layers.linears[HEAD].replace(slot, adapter.head)
-        self._with_tables.discard(slot)
+        for slots in (self._with_tables, self._with_output):
+            slots.discard(slot)
+        if HEAD in adapter.linears:
+            self._with_output.add(slot)
         if adapter.embedding is not None or adapter.head is not None:
             self._with_tables.add(slot)
         self._loaded[slot] = adapter

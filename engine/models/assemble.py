@@ -10,7 +10,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import LayerCache, PagedKV, RecurrentState, StateTensor
-from engine.layers.adapted import AdaptedLayers
+from engine.layers.adapted import OUTPUT, AdaptedLayers
 from engine.layers.adapted_embedding import AdaptedTable
 from engine.layers.adapted_linear import AdaptedLinear, ExpertRows
 from engine.layers.gated_delta import GatedDelta
@@ -232,7 +232,7 @@ class Assembly:
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=self.placement.quantize_activations,
         )
-        return self.adaptable("head", layer)
+        return self.adaptable(OUTPUT, layer)
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)

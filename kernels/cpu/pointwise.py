@@ -339,8 +339,11 @@ def _gated_norm_body(cell: int):
 
 
 def _act_mul_body(cell: int, cell_out: int):
+    is_rounded = cell_out < cell  # whole vectors at a time, as fused products do
+
     def body(row):
         p = i64(row, (6,))
+        exact = np.empty(_CHUNK if is_rounded else 1, np.float32)
         num, half, act = p[3], p[4], p[5]
         chunks = (half + _CHUNK - 1) // _CHUNK
         while True:
@@ -352,13 +355,16 @@ def _act_mul_body(cell: int, cell_out: int):
             count = min(_CHUNK, half - first)
             gates = elements(p[1] + (n * 2 * half + first) * cell, (count,), cell)
             ups = elements(p[1] + ((n * 2 + 1) * half + first) * cell, (count,), cell)
-            out = elements(p[2] + (n * half + first) * cell_out, (count,), cell_out)
+            target = p[2] + (n * half + first) * cell_out
+            out = exact[:count] if is_rounded else elements(target, (count,), cell_out)
             if act == 0:
                 for i in range(count):
                     put(out, i, silu(get(gates, i)) * get(ups, i))
             else:
                 for i in range(count):
                     put(out, i, gelu_tanh(get(gates, i)) * get(ups, i))
+            if is_rounded:
+                write_cells(target, out, cell_out)
 
     return body
 
