@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import NamedTuple, Protocol
 
 from engine.lora.store import HostCopy
@@ -55,15 +58,35 @@ class FutureReading:
 
 
 class ThreadedReader:
-    """An ``AdapterReader`` that calls a function in threads."""
+    """An ``AdapterReader`` that calls a function in threads. They start with the first order, and
+    the end of the process does not wait for them."""
 
     def __init__(self, read: Callable[[Order], HostCopy]) -> None:
-        """read: reads an adapter and checks all of it. It must not touch a device."""
+        """read: reads an adapter and checks all of it. It must not touch a device that computes."""
         self._read = read
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "adapters")
+        self._orders: SimpleQueue[tuple[Order, Future[HostCopy]] | None] = SimpleQueue()
+        self._threads: list[Thread] = []
 
     def submit(self, order: Order) -> Reading:
-        return FutureReading(self._threads.submit(self._read, order))
+        future: Future[HostCopy] = Future()
+        self._orders.put((order, future))
+        if len(self._threads) < NUM_THREADS:
+            name = f"adapters-{len(self._threads)}"
+            self._threads.append(Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
+        return FutureReading(future)
 
     def shutdown(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with suppress(Empty):
+            while True:
+                self._orders.get_nowait()
+        for _ in self._threads:
+            self._orders.put(None)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            what, future = order
+            try:
+                future.set_result(self._read(what))
+            except BaseException as error:  # the request that needs the adapter fails
+                future.set_exception(error)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import msgspec
 import pytest
-from support.adapters import FakeReader, digest_of, slots_of
+from support.adapters import Copy, FakeReader, digest_of, slots_of
 from support.data_plane import FeatureWorker, Source, answer, make_feature_run
+from support.patience import WAIT_SECONDS
 from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
@@ -17,6 +21,7 @@ from engine.core.replay import replay
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
 from engine.kv_transfer.decide import RemoteKV
+from engine.lora.loading import Order, ThreadedReader
 from engine.messages.adapters import AdapterSource
 from engine.sched.plugins.find import Chosen
 from engine.sched.policies import POLICIES
@@ -410,3 +415,31 @@ def test_a_recorded_run_with_adapters_is_replayed(tmp_path):
     scheduler.shutdown()
     outcome = replay(path)
     assert outcome.difference is None and outcome.num_requests == 4
+
+
+def test_adapters_are_read_in_threads_that_end_with_the_reader():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(order: Order) -> Copy:
+        begun.set()
+        assert go_on.wait(WAIT_SECONDS)
+        if order.path == "bad":
+            raise ConfigError("it is damaged")
+        return Copy(order.path)
+
+    before = threading.active_count()
+    reader = ThreadedReader(read)
+    assert threading.active_count() == before, "none before there is something to read"
+    first, bad = (reader.submit(Order(name, name)) for name in ("good", "bad"))
+    assert begun.wait(WAIT_SECONDS) and first.poll() is None
+    waiting = [reader.submit(Order("later", str(number))) for number in range(3)]
+    go_on.set()
+    assert first.wait() == Copy("good") == first.poll()
+    with pytest.raises(ConfigError, match="it is damaged"):
+        bad.wait()
+    assert [each.wait().digest for each in waiting] == ["0", "1", "2"]
+    reader.shutdown()
+    until = time.monotonic() + WAIT_SECONDS
+    while threading.active_count() > before:
+        assert time.monotonic() < until
+        time.sleep(0.001)
