@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ DTYPES = {
 }
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
+MAX_METADATA = 10_000  # objects that a header may have beside those of tensors
 PIECE_BYTES = 8 << 20  # read at once
 ALIGNED = 64  # bytes; each tensor begins at a multiple
 MEMORY = "the tensors"  # what messages call an adapter from memory
@@ -288,9 +290,7 @@ def read_header(file: int, name: str) -> tuple[dict[str, Stored], int]:
         raise AdapterError(
             f"the header of {name} has {length} bytes, the limit is {MAX_HEADER_BYTES}"
         )
-    header = load_json(os.pread(file, length, 8), f"the header of {name}")
-    header.pop("__metadata__", None)
-    stored = {key: _entry(key, value, name) for key, value in header.items()}
+    stored = {key: _checked(key, one, name) for key, one in _entries(file, length, name).items()}
     end = 0
     for key, one in sorted(stored.items(), key=lambda item: item[1].begin):
         if one.begin != end:
@@ -304,30 +304,42 @@ def read_header(file: int, name: str) -> tuple[dict[str, Stored], int]:
     return stored, 8 + length
 
 
-def _entry(key: str, value: Any, name: str) -> Stored:
-    """One entry of a header."""
-    entry = value if isinstance(value, dict) else {}
-    dtype = str(entry.get("dtype"))
-    shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
-    if dtype not in DTYPES:
-        raise AdapterError(f"{key} in {name} is of type {dtype}; {_types()}")
-    if shape is None or offsets is None or len(offsets) != 2:
+class _Entry(msgspec.Struct):
+    """What a header tells of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _entries(file: int, length: int, name: str) -> dict[str, _Entry]:
+    """The entries of a header of this many bytes."""
+    header = os.pread(file, length, 8)
+    # Objects and lists of an entry: anything else would take many times its size in memory.
+    most = header.count(b'"dtype"') + MAX_METADATA
+    if header.count(b"{") > most or header.count(b"[") > 2 * most or header.count(b":") > 4 * most:
+        raise AdapterError(f"the header of {name} describes more than tensors")
+    try:
+        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        return {key: msgspec.json.decode(raw, type=_Entry) for key, raw in found.items()}
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise AdapterError(f"the header of {name} is not valid: {error}") from error
+
+
+def _checked(key: str, entry: _Entry, name: str) -> Stored:
+    """One tensor, whose type is known and whose size is that of its shape."""
+    shape, (begin, end) = tuple(entry.shape), entry.data_offsets
+    if entry.dtype not in DTYPES:
+        raise AdapterError(f"{key} in {name} is of type {entry.dtype}; {_types()}")
+    if not all(0 <= size < 1 << 48 for size in (*shape, begin, end)) or len(shape) > 8:
         raise AdapterError(f"the header of {name} has no valid entry for {key}")
-    num_bytes = prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != num_bytes:
+    num_bytes = prod(shape) * DTYPES[entry.dtype].itemsize
+    if end - begin != num_bytes:
         raise AdapterError(
-            f"{key} in {name} has {offsets[1] - offsets[0]} bytes, its shape {list(shape)} "
-            f"{num_bytes}"
+            f"{key} in {name} has {end - begin} bytes, its shape {list(shape)} {num_bytes}"
         )
-    return Stored(dtype, shape, *offsets)
-
-
-def _sizes(value: Any) -> Shape | None:
-    """A list of sizes, ``None`` if it is none."""
-    if not isinstance(value, list) or len(value) > 8:
-        return None
-    is_valid = all(type(number) is int and 0 <= number < 1 << 48 for number in value)
-    return tuple(value) if is_valid else None
+    return Stored(entry.dtype, shape, begin, end)
 
 
 def _read_tensors(file: int, start: int, used: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
