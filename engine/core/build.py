@@ -277,7 +277,7 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
         directory=None if options.adapter_dir is None else str(options.adapter_dir),
         waits=config.step_log is not None,
     )
-    return AdapterSlots(options.max_loras, library), [computing]
+    return AdapterSlots(options.max_loras, library, computing.fits), [computing]
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:

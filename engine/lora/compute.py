@@ -4,7 +4,7 @@ which rows of a step use which slot."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -104,6 +104,15 @@ class Adapters(Feature):
             packed = self._device.pack(found.linears)
         return replace(found, num_bytes=packed.num_bytes, linears={}, packed=packed)
 
+    def fits(self, digests: Collection[str]) -> bool:
+        """True if adapters fit into the device's memory together. They must be in the store, or in
+        slots."""
+        if self._device is None:
+            return True
+        in_slots = {one.digest: one for one in self._loaded.values()}
+        copies = (in_slots.get(one) or self._store.copy_of(one) for one in digests)
+        return sum(copy.num_bytes for copy in copies) <= self._device.num_bytes
+
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if not (plan.freed_slots and self._num_users) and plan.adapters is None:
             return None
@@ -187,6 +196,7 @@ class Adapters(Feature):
         if self._device is not None:
             assert adapter.packed is not None
             self._device.put(slot, adapter.packed)
+            self._loaded[slot] = adapter
             return
         layers, before = self._model.adapted, self._loaded.get(slot)
         for target in () if before is None else before.linears:

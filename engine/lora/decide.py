@@ -35,12 +35,20 @@ class AdapterSlots(Resource):
     needs = ("adapters",)
     serves = "adapter"
 
-    def __init__(self, max_loras: int, library: AdapterLibrary | None = None) -> None:
-        """library: reads adapters; ``None``: all are there, as in a replay."""
+    def __init__(
+        self,
+        max_loras: int,
+        library: AdapterLibrary | None = None,
+        fits: Callable[[Collection[str]], bool] | None = None,
+    ) -> None:
+        """library: reads adapters; ``None``: all are there, as in a replay. fits: whether adapters
+        fit into the device's memory together; ``None``: any ``max_loras`` adapters do."""
         if max_loras < 1:
             raise ConfigError(f"max_loras is {max_loras}, must be at least 1")
         self.max_loras = max_loras
         self.library = library
+        self._fits = fits
+        self._lacks_memory = False  # a request has waited for memory since the last step
         self.slot_of: dict[str, int] = {}  # slots of loaded adapters, least recently used first
         self.num_loads = 0  # into slots
         self._users: dict[str, set[str]] = {}  # adapter -> ids of running requests that use it
@@ -94,11 +102,15 @@ class AdapterSlots(Resource):
         if version is not None and version.fault:
             message = f"the adapter cannot be used: {version.fault}"
             return Fit(0, message, OnRefuse.FAIL, code="adapter_failed")
-        if adapter in self.slot_of:
-            return Fit(num_tokens)
-        if self.library is not None and version is not None and not self.library.is_there(version):
-            return Fit(0, on_refuse=OnRefuse.PARK)
-        return Fit(num_tokens if self._has_free_slot() else 0)
+        if adapter not in self.slot_of:
+            if self.library is not None and version and not self.library.is_there(version):
+                return Fit(0, on_refuse=OnRefuse.PARK)
+            if not self._has_free_slot():
+                return Fit(0)
+        if self._fits is not None and self._users and not self._fits([*self._users, adapter]):
+            self._lacks_memory = True
+            return Fit(0)
+        return Fit(num_tokens)
 
     def seated(self, req: Request, step: Step) -> None:
         slot = NO_ADAPTER if req.adapter is None else self._use(req.adapter, req.request_id)
@@ -190,9 +202,12 @@ class AdapterSlots(Resource):
     # -- helpers
 
     def _make_way(self, now: float) -> None:
-        """Choose the adapter whose slot should become free: if all are in use, and a request has
-        waited long for one."""
-        if len(self._users) < self.max_loras:
+        """Choose the adapter whose slot and memory should become free: if there is no other, and a
+        request has waited long."""
+        lacks_memory, self._lacks_memory = self._lacks_memory, False
+        if self._closing not in self._users:
+            self._closing = None
+        if len(self._users) < self.max_loras and not lacks_memory:
             self._closing = None
             self._look_at = now
         elif self._closing is None and now >= self._look_at:

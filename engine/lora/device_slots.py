@@ -109,9 +109,12 @@ class DeviceSlots:
             return ""
         while (begin := self._gap(adapter.num_bytes)) is None:
             idle = next((one for one in self._places if one not in in_use), None)
-            if idle is None:
+            if idle is not None:
+                self._drop(idle)
+            elif adapter.num_bytes <= self._num_free():
+                self._gather()
+            else:
                 return self._shortage(adapter)
-            self._drop(idle)
         self._places[slot] = begin
         self._copy(slot, adapter)
         return ""
@@ -122,6 +125,17 @@ class DeviceSlots:
         self._rested[slot] = self._num_rests, self._platform.mark()
 
     # -- helpers
+
+    def _gather(self) -> None:
+        """Copy the adapters that are on the device again, without free memory between them."""
+        slots = list(self._places)
+        for slot in slots:
+            self._drop(slot)
+        begin = 0
+        for slot in slots:
+            self._places[slot] = begin
+            self._copy(slot, self._adapters[slot])
+            begin += self._adapters[slot].num_bytes
 
     def _copy(self, slot: int, adapter: Packed) -> None:
         begin, upload = self._places[slot], self._platform.upload
@@ -140,7 +154,7 @@ class DeviceSlots:
         self._entries[:, slot].copy_(upload(entries))
 
     def _drop(self, slot: int) -> None:
-        """Free the memory of a slot that no request uses."""
+        """Free the memory of a slot. Work that is queued later must not use it."""
         if self._places.pop(slot, None) is None:
             return
         if slot not in self._rested:
@@ -163,12 +177,14 @@ class DeviceSlots:
             begin = place + self._adapters[slot].num_bytes
         yield begin, self.num_bytes
 
+    def _num_free(self) -> int:
+        return sum(end - begin for begin, end in self._gaps())
+
     def _shortage(self, adapter: Packed) -> str:
-        free = sum(end - begin for begin, end in self._gaps())
         return (
-            f"its adapter takes {adapter.num_bytes} bytes of the GPU's memory, of which {free} of "
-            f"{self.num_bytes} bytes for adapters are free, in pieces, beside those of running "
-            "requests: raise max_loras, or use adapters of a smaller rank"
+            f"its adapter takes {adapter.num_bytes} bytes of the GPU's memory, of which "
+            f"{self._num_free()} of {self.num_bytes} bytes for adapters are free, beside those of "
+            "running requests: raise max_loras, or use adapters of a smaller rank"
         )
 
 

@@ -49,6 +49,10 @@ class AdapterStore(Generic[C]):
     def __len__(self) -> int:
         return len(self._copies)
 
+    def copy_of(self, digest: str) -> C:
+        """The adapter with this digest."""
+        return self._copies[digest]
+
     def take(self, digest: str) -> C:
         """The adapter with this digest, which becomes the most recently used."""
         copy = self._copies[digest] = self._copies.pop(digest)

@@ -94,6 +94,19 @@ def test_those_that_no_request_uses_make_room_and_come_again(three: Slots) -> No
     assert three.has(0, MAX_RANK) and three.has(2, 1, seed=2)
 
 
+def test_free_pieces_are_gathered(three: Slots) -> None:
+    """What fits but for its place does fit: those that requests use are copied together."""
+    most = three.slots.pack(products(MAX_RANK)).num_bytes
+    half = MAX_RANK * three.slots.num_bytes // most // 2  # fills the memory up to the middle
+    ranks = {0: half, 1: 1, 2: MAX_RANK}
+    for slot, rank in ranks.items():
+        three.put(slot, rank, seed=slot)
+    assert three.slots.bring(0, {0}) == three.slots.bring(1, {0, 1}) == ""
+    three.slots.rest(0)
+    assert three.slots.bring(2, {1, 2}) == ""
+    assert all(three.has(slot, ranks[slot], seed=slot) for slot in (1, 2))
+
+
 def test_what_only_a_cpu_changes_is_refused() -> None:
     placed = PlacedAdapter(name="one", digest="d", rank=1, num_bytes=1)
     layers = dict.fromkeys(SHAPES)

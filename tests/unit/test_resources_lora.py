@@ -52,9 +52,31 @@ def test_the_worker_hears_who_has_no_adapter():
     assert run.outputs["1"] == answer(base)
 
 
-def test_a_request_of_another_adapter_does_not_starve():
+def test_an_adapter_waits_for_memory():
+    """C is as large as A and B together."""
+    sizes = {"A": 1, "B": 1, "C": 2}
+    slots = AdapterSlots(3, fits=lambda names: sum(sizes[one] for one in names) <= 2)
+    run = make_feature_run(resources=[slots])
+    requests = [add(run, str(number), name) for number, name in enumerate("ABC")]
+    run.step()
+    assert list(run.plans[0]) == ["0", "1"]
+    run.drain()
+    assert list(run.plans[4]) == ["2"]
+    add(run, "again", "A")  # in its slot, but without memory
+    add(run, "too", "C")
+    run.drain()
+    assert [run.outputs[one.request_id] for one in requests] == [answer(one) for one in requests]
+    first = {name: min(n for n, plan in enumerate(run.plans) if name in plan) for name in run.outputs}
+    assert first["too"] >= first["again"] + 4
+
+
+SHORT = {"slots": {"max_loras": 2}, "memory": {"max_loras": 3, "fits": lambda names: len(names) < 3}}
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_a_request_of_another_adapter_does_not_starve(what):
     now = [0.0]
-    run = make_feature_run(resources=[AdapterSlots(2)], clock=lambda: now[0])
+    run = make_feature_run(resources=[AdapterSlots(**SHORT[what])], clock=lambda: now[0])
     add(run, "other", "B", num_output=200)
     for number in range(40):
         add(run, f"{number}", "A")  # one for each that ends: A is always in use
