@@ -117,21 +117,16 @@ def test_a_core_in_its_own_process_takes_files_and_small_adapters_from_memory(
             tokens(llm, LoRARequest("large", 9, tensors=tensors, config=config))
 
 
-def test_commands_answer_with_an_adapter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_command_answers_with_an_adapter(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One prompt is streamed, several are computed together."""
-    root = write_adapter(tmp_path / "one", 1)
-    options = ("--num-threads", "1", "--dtype", "float32", "--num-kv-blocks", "50")
-    run = ("generate", "--model", str(BOX_MODEL), "--max-tokens", "8", "--ignore-eos", *options)
-    texts = []
-    for prompts, adapter in (((PROMPT,), ()), ((PROMPT, PROMPT), ("--adapter", str(root)))):
-        assert main([*run, *adapter, *prompts]) == 0
-        texts.append(capsys.readouterr().out.rpartition("\n[")[0].strip())
-    base, (first, second) = texts[0], texts[1].split("\n\n")
-    assert first == second != base and first.startswith(PROMPT)
-    assert main([*run, "--adapter", str(tmp_path / "none"), PROMPT]) == 2
-    assert "adapter 'none'" in capsys.readouterr().err
+    root = write_adapter(tmp_path / "command", 31)
+    wanted = LoRARequest("command", 31, str(root))
+    (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=wanted)
+    options = ("--num-threads", "1", "--dtype", "float32", "--num-kv-blocks", "50", "--ignore-eos")
+    run = ("generate", "--model", str(BOX_MODEL), "--max-tokens", "8", *options)
+    assert main([*run, "--adapter", str(root), PROMPT]) == 0
+    assert capsys.readouterr().out.startswith(PROMPT + output.outputs[0].text)
 
 
 def test_mistakes_end_their_own_request(llm: LLM, tmp_path: Path) -> None:

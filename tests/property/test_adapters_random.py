@@ -11,6 +11,7 @@ from support.data_plane import answer, make_feature_run
 from support.simulate import make_request
 
 from engine.errors import ConfigError, RequestError
+from engine.lora.library import MAX_TICKETS
 from engine.messages.adapters import AdapterSource
 from engine.messages.requests import AddRequest
 
@@ -110,6 +111,8 @@ class Play:
     def load(self) -> None:
         name, ticket = self.rng.choice(NAMES), str(self.rng.random())
         path = PATHS[NAMES.index(name)]
+        if len(self.tickets) == MAX_TICKETS:
+            return
         try:
             self.library.read(ticket, name, 0, path, self.rng.random() < 0.5)
         except RequestError as error:
