@@ -41,7 +41,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.sched import SchedulerConfig
 from engine.kv.events import split_key
 from engine.kv.prefix_index import Chains, Sha256Hasher
 from engine.kv.snapshots import MARK
@@ -66,8 +65,9 @@ from policylab.verify.prefix_truth import PrefixEndTruth
 
 IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
 MANY = 64  # remembered requests, above which finished ones are forgotten
-# Preemptions of one request without a new token in between; more if its prompt takes more steps.
-FUTILE_PREEMPTIONS = 12
+# Preemptions of one request without a new token in between; more if its prompt takes more steps. A
+# request that never goes on exceeds any limit; in tiny pools, 15 have been seen of one that did.
+FUTILE_PREEMPTIONS = 24
 
 
 class Invariants:
@@ -196,18 +196,20 @@ class ProgressCheck:
         times = times + 1 if output == req.num_output else 0
         self._robbed[req] = req.num_output, times
         is_default = not self._scheduler.config.policy_options  # options may cause it
-        most = max(FUTILE_PREEMPTIONS, fewest_steps(req, self._scheduler.config))
+        most = max(FUTILE_PREEMPTIONS, fewest_steps(req, self._scheduler))
         assert times <= most or not is_default, (
             f"{req} was preempted {times} times without a token"
         )
 
 
-def fewest_steps(req: Request, config: SchedulerConfig) -> int:
+def fewest_steps(req: Request, scheduler: Scheduler) -> int:
     """How many steps a request's tokens take at least, next to decodes of others."""
+    config, states = scheduler.config, scheduler.kv.states
     limits = (
         config.max_num_batched_tokens,
         config.long_prefill_token_threshold,
         config.max_mixed_prefill_tokens,
+        0 if states is None else states.interval,  # a step ends at each snapshot
     )
     return -(-req.num_tokens // min(limit for limit in limits if limit))
 
