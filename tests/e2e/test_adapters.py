@@ -75,6 +75,7 @@ def llama(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
         {"max_num_batched_tokens": 16},  # chunks
         {"num_kv_blocks": 30},  # preemption
         {"max_loras": 2},
+        {"max_loras": 1, "scheduling_policy": "adapter-clustering"},
         {"enable_prefix_caching": False, "max_num_seqs": 24},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ],
