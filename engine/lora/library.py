@@ -150,7 +150,9 @@ class AdapterLibrary:
         return version in self._reading or version in self._to_read
 
     def sweep(self) -> None:
-        """Take what has been read, and start to read what waits and has room."""
+        """Take what has been read, and start to read what waits and has room. Not to be called while
+        a request is being added."""
+        self._arriving = None  # a request that has not arrived by now was refused
         self._reading = [version for version in self._reading if not self._has_ended(version)]
         while self._to_read and self._has_room(self._to_read[0]):
             version = self._to_read.popleft()

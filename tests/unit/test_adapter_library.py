@@ -339,6 +339,15 @@ def test_a_refused_request_leaves_its_adapter_to_nobody():
     assert doors.slots.use().running == doors.slots.use().waiting == {}
 
 
+def test_a_refused_request_keeps_no_copy_of_its_adapter():
+    doors = Doors(FakeReader(a="A", b="B"), 1, most_copies=1)
+    doors.load("x", "a")
+    with pytest.raises(RequestError, match="max_model_len"):
+        doors.add("0", "x", length=5000)
+    doors.load("y", "b")
+    assert [each["name"] for each in doors.library.listed()] == ["x", "y"]
+
+
 def test_kv_from_elsewhere_is_loaded_once_the_adapter_is_known():
     """Blocks are hashed by the adapter's content, so none are held before it has been read."""
     reader = FakeReader(a="A", is_slow=True)
