@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 
 import kernels
 from engine.layers.interface import Linear
+from kernels.cpu.recording import MIXED_STEP
 from kernels.cpu.threads import num_threads
 from kernels.low_rank import NO_SLOT, AdaptedRows, DeviceTable, LowRankProduct, ProductTable
+
+
+PIECE = 128
+"""Rows of which layers with gates compute float32 outputs at a time, which then stay in the cache
+until activations are applied."""
 
 
 class StepAdapters:
@@ -30,6 +36,7 @@ class StepAdapters:
         """True if adapters of such a step may change the output layer."""
         self._make_rows = make_rows
         self._all, self._wanted = make_rows(most_tokens), make_rows(most_tokens)
+        self._pieces: list[AdaptedRows] = []  # of the tokens, PIECE in each
         self._num_tokens = self._num_wanted = 0
 
     def clear(self) -> None:
@@ -50,9 +57,28 @@ class StepAdapters:
         self.is_active, self.changes_output = True, changes_output
         self._all.fill(slots, num_threads)
         self._num_tokens, self._num_wanted = len(slots), -1
+        self._fill_pieces(slots, num_threads)
         if wanted is not None:
             self._wanted.fill(slots[wanted], num_threads)
             self._num_wanted = len(wanted)
+
+    def _fill_pieces(self, slots: NDArray[np.integer], num_threads: int) -> None:
+        """Set the slots of pieces of the tokens, also for steps that are padded. Layers on a GPU
+        compute all rows at once."""
+        if len(slots) <= PIECE or self._make_rows is not AdaptedRows:
+            return
+        for index in range(-(-(len(slots) + MIXED_STEP) // PIECE)):
+            if index == len(self._pieces):
+                self._pieces.append(self._make_rows(PIECE))
+            begin = index * PIECE
+            self._pieces[index].fill(slots[begin : begin + PIECE], num_threads)
+
+    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
+        """Ranges of a layer's inputs that are computed one after the other, and their slots."""
+        if num_rows <= PIECE or num_rows == self._num_wanted:
+            return [(slice(num_rows), self.of(num_rows))]
+        begins = range(0, num_rows, PIECE)
+        return [(slice(at, at + PIECE), self._pieces[at // PIECE]) for at in begins]
 
     @contextmanager
     def only(self, slot: int, num_rows: int) -> Iterator[None]:
@@ -100,6 +126,10 @@ class OutputRows:
         """The slots of the rows of the layer's inputs."""
         return self._step.of(num_rows)
 
+    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
+        """All rows."""
+        return [(slice(num_rows), self.of(num_rows))]
+
 
 class ExpertRows:
     """The adapter slots of the rows that one expert of a mixture computes. All experts of a layer
@@ -135,6 +165,10 @@ class ExpertRows:
         """The slots of the rows of an expert's inputs."""
         return self._rows
 
+    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
+        """All rows."""
+        return [(slice(num_rows), self._rows)]
+
 
 class Slots(Protocol):
     """The adapter slots of the rows of a layer's inputs, while ``is_active``."""
@@ -142,6 +176,7 @@ class Slots(Protocol):
     @property
     def is_active(self) -> bool: ...
     def of(self, num_rows: int) -> AdaptedRows: ...
+    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]: ...
 
 
 class AdaptedLinear:
@@ -193,13 +228,18 @@ class AdaptedLinear:
         base: Any = self.base
         if not hasattr(base, "gated"):
             return None
-        found: torch.Tensor | None
-        if not self._is_active:
-            found = base.gated(x, activation)
+        step = self._step
+        if step is None or not step.is_active:
+            found: torch.Tensor | None = base.gated(x, activation)
             return found
-        outputs = base.unrounded(x, activation)
-        found = None if outputs is None else base.activated(self._changed(outputs, x), activation)
-        return found
+        out = x.new_empty((len(x), self.out_features // 2), dtype=torch.bfloat16)
+        for part, rows in step.pieces(len(x)):
+            outputs = base.unrounded(x[part], activation)
+            if outputs is None:
+                return None
+            changed = kernels.add_low_rank(outputs, x[part].contiguous(), self._table, rows)
+            base.activated(changed, activation, out[part])
+        return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [N] of the other layer's weight, [N, in]."""

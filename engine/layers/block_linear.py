@@ -50,9 +50,12 @@ class BlockLinear:
         ``gated`` returns ``None``."""
         return self._product(x, torch.float32) if self._is_gated(activation) else None
 
-    def activated(self, outputs: torch.Tensor, activation: str) -> torch.Tensor:
-        """act(a) * b [N, out / 2], for the two halves a and b of float32 outputs, rounded once."""
-        return act_mul(outputs, activation, torch.bfloat16)
+    def activated(
+        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
+        rounded once. Returns ``out``."""
+        return act_mul(outputs, activation, out)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or

@@ -234,9 +234,12 @@ class BFloat16Linear:
             x, self.packed, self.bias, self.out_features, out_dtype=torch.float32
         )
 
-    def activated(self, outputs: torch.Tensor, activation: str) -> torch.Tensor:
-        """act(a) * b [N, out / 2], for the two halves a and b of float32 outputs, rounded once."""
-        return pointwise.act_mul(outputs, activation, torch.bfloat16)
+    def activated(
+        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
+        rounded once. Returns ``out``."""
+        return pointwise.act_mul(outputs, activation, out)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
@@ -295,9 +298,12 @@ class Int8Linear:
             return None
         return int8.int8_product(x.contiguous(), self.weight, self.bias, out_dtype=torch.float32)
 
-    def activated(self, outputs: torch.Tensor, activation: str) -> torch.Tensor:
-        """act(a) * b [N, out / 2], for the two halves a and b of float32 outputs, rounded once."""
-        return int8.activated(outputs, activation)
+    def activated(
+        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
+        rounded once. Returns ``out``."""
+        return int8.activated(outputs, activation, out)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or

@@ -39,15 +39,13 @@ def add_rms_norm(
     return y, total
 
 
-def act_mul(
-    gate_up: torch.Tensor, act: str, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS; dtype: of
-    the result, by default that of ``gate_up``. bfloat16 results of float32 are those of fused
-    products of bfloat16, bit for bit."""
+def act_mul(gate_up: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS; out: where
+    to write the result [N, F], of gate_up's dtype or bfloat16; ``None``: to a new tensor. bfloat16
+    results of float32 are those of fused products of bfloat16, bit for bit."""
     num, width = gate_up.shape
     half = width // 2
-    out = gate_up.new_empty((num, half), dtype=dtype or gate_up.dtype)
+    out = gate_up.new_empty((num, half)) if out is None else out
     threads = num_threads() if num * half >= _ENOUGH else 1
     ACT_MUL[gate_up.element_size(), out.element_size()].run(
         threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]

@@ -116,11 +116,10 @@ def gated_product(
     return out
 
 
-def activated(outputs: torch.Tensor, act: str) -> torch.Tensor:
-    """Return act(gates) * ups, [N, F] bfloat16, of float32 outputs [N, 2F] of a product that
-    ``gated_product`` would compute, bit for bit."""
+def activated(outputs: torch.Tensor, act: str, out: torch.Tensor) -> torch.Tensor:
+    """Write act(gates) * ups to ``out`` [N, F] bfloat16, of float32 outputs [N, 2F] of a product
+    that ``gated_product`` would compute, bit for bit. Returns ``out``."""
     num, half = len(outputs), outputs.shape[1] // 2
-    out = outputs.new_empty((num, half), dtype=torch.bfloat16)
     threads = num_threads() if num >= _ENOUGH_ROWS else 1
     ACTIVATE.run(threads, outputs.data_ptr(), out.data_ptr(), num, half, ACTS[act])
     return out
