@@ -83,7 +83,7 @@ def test_a_good_policy_passes() -> None:
         (Raises, r"Raises, seed \d+: faults of plug-ins: \['Raises.rank, request \d+: ZeroDiv"),
         (Dices, "the same case gives different plans"),
         (Starves, "Starves: a request was not served in 1000 steps while better-ranked ones kept"),
-        (Thrashes, "was preempted 13 times without a token|unfinished after"),
+        (Thrashes, r"was preempted \d+ times without a token|unfinished after"),
     ],
 )
 def test_a_bad_policy_is_named_with_hook_seed_and_request(policy, message) -> None:
