@@ -99,7 +99,7 @@ class Adapters(Feature):
         if self._device is None:
             return products_of(placed, model.adapted, model.dtype)
         check(placed, model.adapted.linears)
-        with platform.current():
+        with platform.current(), platform.aside():
             found = products_of(placed, model.adapted, model.dtype, platform.device)
             packed = self._device.pack(found.linears)
         return replace(found, num_bytes=packed.num_bytes, linears={}, packed=packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
-from support import triton_interpreter
+from support import adapter_files, triton_interpreter
 from support.adapted import Adapted, random_adapter, run
 from support.fake_cuda import FakeCuda
 
@@ -27,6 +28,7 @@ SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
 ENGINE = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
 ENGINE |= {"block_size": 8, "max_num_batched_tokens": 16, "log_level": "error"}
 ENGINE |= {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+DORA = {"target_modules": "all-linear", "use_dora": True}
 MODES: dict[str, dict[str, Any]] = {
     "recorded": {"device": "cuda", "cudagraph_capture_sizes": [4, 16]},
     "call by call": {"device": "cuda", "enforce_eager": True},
@@ -41,8 +43,10 @@ class Model:
         model = random_model(config_of(Case(case.family, {**case.options, **SHAPE})), seed=0)
         save(model, root / "model")
         self.path = root / "model"
+        dora = adapter_files.trained(copy.deepcopy(model), 5, 2.0, **DORA)
         self.adapters = [
-            random_adapter(model, root / str(rank), seed=rank, rank=rank) for rank in (16, 4, 5)
+            *(random_adapter(model, root / str(n), seed=n, rank=n) for n in (16, 4)),
+            adapter_files.save(dora, root / "dora"),
         ]
 
     def tokens(self, *, are_adapted: bool = True, **options) -> list[list[int]]:

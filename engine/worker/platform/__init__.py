@@ -64,6 +64,10 @@ class Platform(Protocol):
         """Make this the current device of the thread within the context."""
         ...
 
+    def aside(self) -> AbstractContextManager[object]:
+        """Context in which the work of this thread neither waits for steps nor delays them."""
+        ...
+
     def mark(self) -> Mark:
         """Record a new mark after all work queued so far."""
         ...

@@ -66,6 +66,9 @@ class CudaPlatform:
             return nullcontext()
         return torch.cuda.device(self.device)
 
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
     def mark(self) -> Mark:
         # With blocking=True the waiting thread sleeps instead of spinning.
         mark = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

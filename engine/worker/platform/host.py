@@ -58,6 +58,9 @@ class HostPlatform:
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def mark(self) -> Mark:
         return HostMark()
 
