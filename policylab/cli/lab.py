@@ -117,27 +117,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "optionally with options, as in 'marconi(alpha=0.5)'; default: cost, or the one in the "
         "step log",
     )
-    group.add_argument(
-        "--max-loras",
-        type=int,
-        metavar="N",
-        help=f"LoRA adapters among the running requests; default: {Engine.max_loras}",
-    )
-    group.add_argument(
-        "--max-cpu-loras",
-        type=int,
-        metavar="N",
-        help="adapters in the host's memory; default: all that were used",
-    )
-    loads = AdapterCost()
-    group.add_argument(
-        "--adapter-seconds",
-        type=float,
-        nargs=2,
-        metavar=("COPY", "READ"),
-        help="time to copy an adapter from the host's memory into a slot, and to read it from a "
-        f"disk; default: {loads.copy:g} {loads.read:g}, or as the profile says",
-    )
+    _add_adapters(group)
     group.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
@@ -167,6 +147,30 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="how long steps take: a JSON file with fixed, per_seq, per_token, per_context and "
         "per_attention, in seconds",
+    )
+
+
+def _add_adapters(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help=f"LoRA adapters among the running requests; default: {Engine.max_loras}",
+    )
+    group.add_argument(
+        "--max-cpu-loras",
+        type=int,
+        metavar="N",
+        help="adapters in the host's memory; default: all that were used",
+    )
+    loads = AdapterCost()
+    group.add_argument(
+        "--adapter-seconds",
+        type=float,
+        nargs=2,
+        metavar=("COPY", "READ"),
+        help="time to copy an adapter from the host's memory into a slot, and to read it from a "
+        f"disk; default: {loads.copy:g} {loads.read:g}, or as the profile says",
     )
 
 

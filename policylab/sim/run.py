@@ -459,14 +459,7 @@ class _SimulatedRun:
             "workload": str(workload),
             "seed": seed,
             "rate": workload.natural_rate if rate is None else min(rate, 1e300),
-            "engine": {
-                each.name: getattr(engine, each.name)
-                for each in fields(engine)
-                if each.name not in ("cost", "stretches", "kv_groups")
-            }
-            | {"kv_groups": list(map(size_of, engine.kv_groups))},
-            "cost": str(engine.cost),
-            "step_cost": parameters_of(engine.cost),
+            **_described(engine),
         }
 
     def finish(self) -> Run:
@@ -547,6 +540,19 @@ class _SimulatedRun:
             hook_seconds=sum(stats.hook_seconds.values()),
             history=history,
         )
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    """The engine's options and step cost in the head of a run."""
+    others = ("cost", "stretches", "kv_groups")
+    options = {
+        each.name: getattr(engine, each.name) for each in fields(engine) if each.name not in others
+    }
+    return {
+        "engine": options | {"kv_groups": list(map(size_of, engine.kv_groups))},
+        "cost": str(engine.cost),
+        "step_cost": parameters_of(engine.cost),
+    }
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:

@@ -109,7 +109,6 @@ class Simulation:
         )
         self.counts = DraftCounts()
         self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
-        self.adapters = next((need for need in self.needs if isinstance(need, Adapters)), None)
         if self.adapters is not None:
             self.clients.adapter_may_fail = self.adapters.may_fail
         self.store = Store(setup.block_size) if Remote.name in setup.needs else None
@@ -163,6 +162,11 @@ class Simulation:
             self.clients.num_followed,
             *((0, 0) if self.adapters is None else self.adapters.counts),
         )
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The resource for adapters, if the case has one."""
+        return next((need for need in self.needs if isinstance(need, Adapters)), None)
 
     @property
     def digest(self) -> str:

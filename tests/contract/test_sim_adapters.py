@@ -97,8 +97,8 @@ def test_a_run_with_adapters_survives_a_file(tmp_path):
 def test_commands_show_loads_next_to_those_of_fcfs(capsys):
     options = ["--workload", SHORT.format(60, "num_adapters=8"), "--rate", "200", "--whole"]
     sizes = ["--max-loras", "2", "--max-cpu-loras", "4", "--adapter-seconds", "0.01", "0.1"]
-    asked = ["compare", "fcfs", "adapter-clustering", "--seeds", "2", *options, *sizes]
-    assert main(asked) == 0
+    compared = ["compare", "fcfs", "adapter-clustering", "--seeds", "2", *options, *sizes]
+    assert main(compared) == 0
     shown = capsys.readouterr().out
     assert "2 adapter slots, 10 ms a copy into one, 100 ms a read" in shown
     assert "adapter_loads" in shown and "adapter_reads" in shown
