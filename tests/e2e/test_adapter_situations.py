@@ -78,6 +78,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "chunks, two steps in flight": {"max_num_batched_tokens": 13, "async_scheduling": True},
     "few slots, preempted": {"max_loras": 3, "num_kv_blocks": 14, "max_num_seqs": 17},
     "drafts": {**NGRAM, "max_num_seqs": 17},
+    "drafts of the base": {"drafts_of_base": 2, "max_num_seqs": 17},
     "core in a process": {"multiprocess": True, "max_num_seqs": 17},
 }
 
@@ -86,6 +87,10 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 def test_sixteen_adapters_and_none(many: Adapters, tally: Tally, options: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, **WHOLE)
     defaults = {"enable_lora": True, "max_loras": 16, "dtype": "float32"}
+    options = dict(options)
+    if num := options.pop("drafts_of_base", 0):
+        drafting = {"method": "draft_model", "model": many.base, "num_speculative_tokens": num}
+        options["speculative_config"] = drafting
     with engine_for(many.base, **{**defaults, **options}) as engine:
         for _ in range(2):  # the second time from the prefix cache
             outs = outputs(engine, many, params)
@@ -153,8 +158,8 @@ def test_an_adapter_with_numbers_that_are_not_finite_fails_its_requests_only(
         assert list(out.outputs[0].token_ids) == expected.reference.tokens[0]
 
 
-def test_grammars_choose_among_the_logits_of_the_adapter(tmp_path: Path) -> None:
-    """As with a model into which the adapter was merged."""
+def test_grammars_seeds_and_penalties_meet_the_logits_of_the_adapter(tmp_path: Path) -> None:
+    """As those of a model into which the adapter was merged."""
     base = transformers.AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
     made = adapter_files.trained(copy.deepcopy(base), target_modules="all-linear")
     adapter = LoRARequest("one", 1, str(adapter_files.save(made, tmp_path / "adapter")))
@@ -164,14 +169,26 @@ def test_grammars_choose_among_the_logits_of_the_adapter(tmp_path: Path) -> None
         if not (merged / file.name).exists():
             shutil.copy(file, merged)
     expression = StructuredOutputsParams(regex=r"[a-z]{3,9}( [a-z]{2,7}){2}\.")
-    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=expression)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=expression),
+        SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, presence_penalty=1.5, frequency_penalty=0.5),
+    ]
+    texts = ["The cat", "Once upon a time", "A"]
     options = {"dtype": "float32", "max_model_len": 256, "num_kv_blocks": 64, "num_threads": 1}
-    prompts_of_text = ["The cat", "Once upon a time", "A"]
     with LLM(str(merged), **options) as llm:
-        wanted = [out.outputs[0].text for out in llm.generate(prompts_of_text, params)]
+        wanted = [answered(out) for out in llm.generate(texts, params, use_tqdm=False)]
     with LLM(str(BOX_MODEL), enable_lora=True, **options) as llm:
-        both = [adapter, None] * 3
-        twice = [text for text in prompts_of_text for _ in range(2)]
-        found = [out.outputs[0].text for out in llm.generate(twice, params, lora_request=both)]
+        outs = llm.generate(
+            [text for text in texts for _ in range(2)],
+            [one for one in params for _ in range(2)],
+            use_tqdm=False,
+            lora_request=[adapter, None] * 3,
+        )
+    found = [answered(out) for out in outs]
     assert found[::2] == wanted
-    assert found[1::2] != wanted
+    assert all(one != other for one, other in zip(found[1::2], wanted, strict=True))
+
+
+def answered(out: RequestOutput) -> list[list[int]]:
+    return [list(one.token_ids) for one in out.outputs]
