@@ -146,7 +146,9 @@ def _place(
 ) -> None:
     """Assign the products of one module, or of its parameters, which peft nests."""
     config = checker.config
-    if len(by_depth) == 1 and 0 in by_depth and config.is_target(path):
+    # peft also writes the product of a layer that it tied to a target.
+    is_tied = config.ties_weights and is_end_of(path, EMBEDDINGS)
+    if len(by_depth) == 1 and 0 in by_depth and (is_tied or config.is_target(path)):
         roles = by_depth[0]
         if "table_a" in roles or "table_b" in roles:
             result.tables[path] = checker.table(path, roles)

@@ -197,11 +197,12 @@ class _Placing:
                 raise self._error(f"its product for {path} is one of an embedding")
             self._check(path, places[0].shape, (table.a.shape[1], len(table.b)))
             found = table
-            if self.adapter.ties_weights and self.spec.tied:
-                if table.magnitude is not None or HEAD in self.slices:
+            # Files of peft hold the tied product of the output layer, too.
+            if self.adapter.ties_weights and self.spec.tied and HEAD not in self.slices:
+                if table.magnitude is not None:
                     raise self._error(
                         f"it ties its product for {path} to the output layer, which is not "
-                        "supported with DoRA or a product of its own"
+                        "supported with DoRA"
                     )
                 both = LowRank(table.b.T.contiguous(), table.a.T.contiguous(), table.scale)
                 self._put(HEAD, [_Place(HEAD, 0, places[0].shape, 0, places[0].shape[0])], both)

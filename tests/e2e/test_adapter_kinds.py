@@ -84,6 +84,26 @@ def test_what_peft_computes(
         check(again[1::2], plain, tally)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "o_proj"]},
+        {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=lambda options: next(reversed(options)),
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_output_layers_tied_to_the_embedding(
+    tiny_models: TinyModels, tmp_path: Path, tally: Tally, options: dict[str, Any], ties: bool
+) -> None:
+    case = AdapterCase("llama-mha-tied-biased", "", {**options, "ensure_weight_tying": ties})
+    made, given = make(case, tiny_models, tmp_path), some_prompts()
+    adapter = LoRARequest("one", 1, str(made.adapter))
+    with engine_for(str(made.base), enable_lora=True, dtype="float32") as engine:
+        outs = run(engine, [(ids, adapter) for ids in given], logprobs=TOP)
+    check(outs, answers(made.adapted, given), tally)
+
+
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_other_rows_change_no_bit(tmp_path: Path, quantization: str | None) -> None:
     """In bfloat16, with and without an adapter: products that apply activations, too."""
