@@ -196,7 +196,7 @@ def lfm2(dice: random.Random, count: int) -> dict[str, Any]:
         conv_L_cache=[2, 3, 4, 5],
         block_auto_adjust_ff_dim=[True, False],
         block_multiple_of=[8, 17],
-        block_ffn_dim_multiplier=[None, 1.0, 1.4],
+        block_ffn_dim_multiplier=[1.0, 1.4],
         norm_eps=[1e-6, 1e-5],
     )
     return {**sizes, "layer_types": kinds}
