@@ -17,7 +17,7 @@
 [14]   the worker's block tables equal the scheduler's                 ``check_mirror``
 [15]   the same case gives the same plans                              ``swarm``
 [16]   policies break no contract                                      ``check_faults``
-[17]   clock jumps change no plan of fcfs and priority                 ``swarm``
+[17]   clock jumps change no plan of fcfs and priority (no adapters)   ``swarm``
 [18]   pauses stop requests, deadlines end them                        ``check_wishes``
 [19]   better ranks go first, unless the policy decides otherwise      ``check_order``
 [20]   nothing is left unused that a request could use                 ``check.check_spare``

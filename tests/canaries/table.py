@@ -435,8 +435,8 @@ CANARIES = (
     Canary(
         "run requests of more adapters than there are slots",
         SLOTS,
-        "return Fit(num_tokens if self._has_free_slot() else 0)",
-        "return Fit(num_tokens)",
+        "            if not self._has_free_slot():\n                return Fit(0)\n",
+        "",
     ),
     Canary(
         "leave the request parked whose adapter cannot be read",
@@ -454,8 +454,8 @@ CANARIES = (
     Canary(
         "answer with the adapter that a client has replaced",
         LIBRARY,
-        "        self._names[version.name] = version\n        if self._next",
-        "        self._names.setdefault(version.name, version)\n        if self._next",
+        "        self._names[version.name] = version\n        self._next.pop",
+        "        self._names.setdefault(version.name, version)\n        self._next.pop",
     ),
     Canary(
         "drop host copies that waiting requests need",
