@@ -181,7 +181,7 @@ def check_end(run, request: AddRequest, fails_on_error: bool) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_all_features_at_once(depth):
     num_preempted = num_loads = num_accepted_tokens = 0
-    for seed in range(1000 * depth, 1000 * depth + 40):
+    for seed in range(1000 * depth, 1000 * depth + 20):
         print(f"seed {seed}")
         rng = random.Random(seed)
         grammars: dict = {}
@@ -197,4 +197,4 @@ def test_all_features_at_once(depth):
         num_preempted += run.scheduler.settler.counters.num_preemptions
         num_loads += run.scheduler.kv.source.num_loads
         num_accepted_tokens += features.drafts.stats.num_accepted_tokens
-    assert num_preempted > 100 and num_loads > 100 and num_accepted_tokens > 100
+    assert num_preempted > 50 and num_loads > 50 and num_accepted_tokens > 50

@@ -14,7 +14,7 @@ from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 
 SEEDS = pytest.mark.parametrize(
-    "seeds", [range(16), pytest.param(range(16, 100), marks=pytest.mark.slow)], ids=str
+    "seeds", [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)], ids=str
 )
 
 

@@ -16,7 +16,7 @@ from policylab.sim.jumps.scheduling import Stretches
 from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.worker import Launched, TimedWorker
 
-NUM_EACH = 2
+NUM_EACH = 1
 NUM_CAMPAIGN = 1000
 SEEDS_A_DAY = 2000
 # Their ranks, limits or hooks change with every step, so there is nothing to jump over.

@@ -22,7 +22,7 @@ from policylab.verify.draw import draw_case
 from policylab.verify.simulation import CaseOutcome
 from policylab.verify.swarm import Report, Swarm, reproduction, smallest
 
-NUM_CASES = 24
+NUM_CASES = 12
 LONG = 600
 
 
