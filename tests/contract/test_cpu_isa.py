@@ -28,12 +28,9 @@ for level in sys.argv[1:]:
     os._exit(0)
 """
 RUN = """
-import torch
-import kernels
-from kernels.cpu import isa
+from kernels.cpu import isa, slots
 print(isa.requested())
-x = torch.ones(3, 64, dtype=torch.bfloat16)
-print(kernels.rms_norm(x, x[0], 0.0).sum().item())
+slots.GROW.prepare()
 """
 
 
@@ -138,7 +135,7 @@ def test_a_cache_of_another_processor_is_added_to(tmp_path: Path) -> None:
     levels = isa.available()[-2:]
     for level in (*levels, *levels):
         done = run("-c", RUN, level=level, NUMBA_CACHE_DIR=str(tmp_path))
-        assert (done.returncode, done.stdout.split()) == (0, [level, "192.0"]), done.stderr[-2000:]
+        assert (done.returncode, done.stdout.split()) == (0, [level]), done.stderr[-2000:]
         sizes.append(sum(1 for _ in tmp_path.rglob("*.nbc")))
     half = len(sizes) // 2
     assert sizes[:half] == sorted(set(sizes[:half])), "a level took what another had compiled"

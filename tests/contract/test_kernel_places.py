@@ -64,7 +64,8 @@ def packages(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "home", ["/dev/null", pytest.param("/nonexistent", marks=pytest.mark.slow), ""]
+    "home",
+    ["/dev/null", *(pytest.param(home, marks=pytest.mark.slow) for home in ("/nonexistent", ""))],
 )
 def test_without_any_place_kernels_are_compiled(packages: Path, home: str) -> None:
     """One warning says why and what helps."""
@@ -110,6 +111,15 @@ def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, kind: str, d
     assert file().load("key") is None
     file().save("key", b"anew")
     assert file().load("key") == b"anew"
+
+
+def test_a_place_that_cannot_be_made_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    places = CachePlaces("/dev/null/below")
+    assert places.readable == [] and places.writable is None
+    places.complain()
+    places.complain()
+    (message,) = caplog.messages
+    assert "/dev/null/below" in message and "--kernel-cache" in message
 
 
 def test_code_of_others_is_not_run(tmp_path: Path) -> None:

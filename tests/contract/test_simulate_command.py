@@ -33,7 +33,8 @@ def test_the_same_seed_writes_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def written(name: str, *args: str) -> bytes:
-        told(capsys, "--policy", "vtc", *FEW, *args, "--out", str(tmp_path / name))
+        asked = ("--policy", "vtc", *FEW, "--rate", "12", *args)
+        told(capsys, *asked, "--out", str(tmp_path / name))
         return (tmp_path / name).read_bytes()
 
     first = written("a", "--seed", "5")
@@ -47,7 +48,7 @@ def test_the_same_seed_writes_the_same_bytes(
 
 def test_a_file_tells_what_the_run_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "run.jsonl")
-    told_then = told(capsys, "--workload", "two-users", *FEW, "--out", path)
+    told_then = told(capsys, "--workload", "two-users", *FEW, "--rate", "5", "--out", path)
     assert told_then.endswith(f"\nwritten to {path}\n")
     told_later = told(capsys, "--read", path)
     assert told_then.startswith(told_later.rstrip())
@@ -65,12 +66,13 @@ def test_what_is_said_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_figures_are_told_to_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(told(capsys, *FEW, "--json"))
+    asked = (*FEW, "--rate", "12", "--json")
+    found = json.loads(told(capsys, *asked))
     assert set(found["figures"]) == set(NAMES)
     assert found["run"]["seed"] == 0 and found["outcomes"] == {"done": 60}
     low, high = found["intervals"]["ttft.mean"]
     assert low < found["figures"]["ttft.mean"] < high
-    assert found == json.loads(told(capsys, *FEW, "--json"))
+    assert found == json.loads(told(capsys, *asked))
 
 
 def test_a_run_that_is_overloaded_or_all_at_once_says_so(

@@ -65,8 +65,14 @@ def test_attention_compiles(case: dict[str, Any]) -> None:
     check(shipped.attention(at_home(case), *sizes, switches), case["device"])
 
 
-@pytest.mark.parametrize("form", shipped.SPLITS)
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("form", "page"),
+    [
+        pytest.param(form, page, marks=[pytest.mark.slow] * (place % 2 != number))
+        for number, form in enumerate(shipped.SPLITS)
+        for place, page in enumerate((16, 64))
+    ],
+)
 def test_a_processor_holds_two_programs_of_split_keys(form: str, page: int) -> None:
     one = shipped.attention("bf16", 128, page, form, frozenset(("plain",)))
     check(one, "sm_90")

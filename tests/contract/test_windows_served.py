@@ -11,7 +11,7 @@ from engine.models.work import Shapes
 
 @pytest.fixture(scope="module")
 def served() -> dict:
-    return windows.service(num_requests=28)
+    return windows.service(num_requests=20)
 
 
 def test_a_pool_runs_four_times_the_requests_of_32k_tokens(served: dict) -> None:

@@ -19,6 +19,7 @@ from support.patience import WAIT_SECONDS
 from support.served import Served, forked, free_port
 
 from engine.assets import BOX_MODEL
+from engine.cli.main import main
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -116,19 +117,15 @@ def test_all_observers_fail_and_requests_do_not(
     ("option", "said"),
     [("--step-log", "cannot be written"), ("--torch-profiler-dir", "cannot be created")],
 )
-def test_what_is_known_at_the_start_is_an_error(option: str, said: str, tmp_path: Path) -> None:
+def test_what_is_known_at_the_start_is_an_error(
+    option: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "below")
-    command = [sys.executable, "-m", "engine.cli.main", "generate", *MODEL, "--max-tokens", "2"]
-    done = subprocess.run(
-        [*command, option, place, "x"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    assert main(["generate", *MODEL, "--max-tokens", "2", option, place, "x"]) == 2
+    done = capsys.readouterr()
+    (line,) = done.err.splitlines()
+    assert not done.out
     assert place in line and said in line
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from support.served import Served, forked
 
 from engine import LLM, SamplingParams
 from engine.assets import BOX_MODEL
+from engine.cli.main import main
 
 RECOMMENDED = {"temperature": 0.9, "top_k": 1, "repetition_penalty": 1.1, "max_new_tokens": 24}
 VALUES = {"temperature": 0.9, "top_k": 1, "repetition_penalty": 1.1, "max_tokens": 24}
@@ -114,19 +113,13 @@ def test_a_library_call_without_params_takes_them_and_params_are_complete(
         assert llm.get_default_sampling_params().max_tokens == 24
 
 
-def test_commands_take_them_too() -> None:
-    command = [sys.executable, "-m", "engine.cli.main", "generate", PROMPT, "--num-threads", "1"]
-    command += ["--model", str(BOX_MODEL)]
+def test_commands_take_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", PROMPT, "--num-threads", "1", "--model", str(BOX_MODEL)]
     override = ["--override-generation-config", json.dumps({"max_new_tokens": 5})]
 
     def num_tokens(*options: str) -> str:
-        done = subprocess.run(
-            [*command, "--ignore-eos", *override, *options],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.splitlines()[-1].split(", ")[1]
+        assert main([*command, "--ignore-eos", *override, *options]) == 0
+        return capsys.readouterr().out.splitlines()[-1].split(", ")[1]
 
     assert num_tokens() == "5 output tokens"
     assert num_tokens("--max-tokens", "7") == "7 output tokens"

@@ -205,7 +205,9 @@ def terminal(core: tuple[subprocess.Popen[str], str]) -> Iterator[Terminal]:
     made.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_live_table_is_drawn_anew_until_it_is_interrupted(
     terminal: Terminal, number: signal.Signals
 ) -> None:

@@ -286,7 +286,7 @@ def test_thinking_comes_before_all_of_it() -> None:
 
 @families
 def test_many_tools(family: str) -> None:
-    names = [f"mcp__server_{n % 7}__{'read' if n % 2 else 'write'}_thing_{n}" for n in range(200)]
+    names = [f"mcp__server_{n % 7}__{'read' if n % 2 else 'write'}_thing_{n}" for n in range(100)]
     calls = speech_of(family).calls
     said = "" if calls.before_text or not (calls.before + calls.begin) else "Hi\n"
     right = many(calls, call(calls, names[-1], ROME))
