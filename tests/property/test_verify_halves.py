@@ -60,7 +60,7 @@ def run(method: str | None, first: int, num_cases: int) -> Report:
 @pytest.mark.parametrize("method", [*METHODS, None])
 def test_drafts_and_grammars_change_no_token_that_is_right(method: str | None, seed: int) -> None:
     report = run(method, seed, NUM_CASES)
-    assert report.num_followed >= NUM_CASES // 2
+    assert report.num_followed >= NUM_CASES // 3
     assert report.num_drafts_right >= NUM_CASES // 3 if method else not report.num_drafts_right
 
 
