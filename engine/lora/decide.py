@@ -103,7 +103,7 @@ class AdapterSlots(Resource):
             message = f"the adapter cannot be used: {version.fault}"
             return Fit(0, message, OnRefuse.FAIL, code="adapter_failed")
         if adapter not in self.slot_of:
-            if self.library is not None and version and not self.library.is_there(version):
+            if self.library is not None and version and not self._is_ready(req, version):
                 return Fit(0, on_refuse=OnRefuse.PARK)
             if not self._has_free_slot():
                 return Fit(0)
@@ -227,11 +227,17 @@ class AdapterSlots(Resource):
                 most_left[req.adapter] = max(most_left[req.adapter], num_left)
         return min(most_left, key=lambda adapter: most_left[adapter])
 
+    def _is_ready(self, req: Request, version: Version) -> bool:
+        """True if the version is in the host's memory, and its digest names the request's
+        adapter."""
+        assert self.library is not None
+        return req.adapter == version.digest and self.library.is_there(version)
+
     def _await(self, req: Request, version: Version, now: float) -> None:
         """Let a request wait until a version is read, and start to read it."""
         assert self.library is not None
         self.library.want(version)
-        if version.fault or self.library.is_there(version):
+        if version.fault or self._is_ready(req, version):
             return
         self._waiting.setdefault(version, []).append(req)
         self._since.setdefault(version, now)
