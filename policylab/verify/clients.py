@@ -181,8 +181,8 @@ class Clients:
         assert live.req.is_finished, f"{live.req} is reported as ended, but is not finished"
         assert live.req.add.hints == live.hints, f"{live.req}: its hints were changed"
         check_waits(live.req)
-        if live.adapter == live.req.adapter:  # it was known, so the request may have KV
-            self._on_end(live)
+        live.extras = extras_of(live.req.add)  # its adapter may be known only since it was sent
+        self._on_end(live)
 
     def _find(self, name: str, client: int) -> LiveRequest:
         live = self.live.get(name)
