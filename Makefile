@@ -65,7 +65,7 @@ unit: kernels
 kernels: $(READY)
 	@$(call timed,kernels,$(ONE_THREAD) $(BIN)/python -m kernels.cpu.prepare)
 
-# Everything continuous integration runs; under 8 minutes on two cores that do nothing else.
+# Everything continuous integration runs: 18 minutes of processor time, for two cores to share.
 test: check
 	@$(call timed,all other tests,$(PYTEST) $(SHARED_OUT) tests $(addprefix --ignore=,$(FAST)))
 

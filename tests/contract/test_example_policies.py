@@ -111,13 +111,11 @@ def test_every_request_gets_its_tokens_under_memory_pressure(
     check_empty(harness.scheduler)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [POLICIES[4], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[3::2])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [POLICIES[4], *POLICIES[3::2]])
 def test_those_with_the_newer_hooks_break_no_rule(policy: str, seed: int) -> None:
     options = {"refuse": False} if policy.endswith("TieredDeadlines") else {}
-    assert check_policy(policy, options=options, steps=300, seed=seed).num_steps >= 300
+    assert check_policy(policy, options=options, steps=1000, seed=seed).num_steps >= 1000
 
 
 def test_tiered_deadlines_refuses_what_would_come_too_late_and_counts_it() -> None:

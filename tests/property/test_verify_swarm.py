@@ -20,7 +20,7 @@ from policylab.verify.simulation import CaseOutcome, Simulation
 from policylab.verify.starvation import wait_in_overload
 from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
-NUM_STEPS = 20_000
+NUM_STEPS = 10_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
 SEEDS_A_DAY = 1000  # far more than a day takes of them
 DAYS = 1000  # until the same seeds come again
