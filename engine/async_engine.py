@@ -264,7 +264,7 @@ class AsyncLLMEngine:
 
     async def remove_lora(self, lora_id: int | str) -> bool:
         """Unload a LoRA adapter by its ``lora_int_id`` or name. Its requests end with it, new ones
-        are refused. Returns False if there is none."""
+        are refused. Returns False for an unknown one."""
         return await self._call(partial(self._session.adapters.remove, lora_id)) is not None
 
     async def list_loras(self) -> set[int]:
@@ -277,7 +277,7 @@ class AsyncLLMEngine:
         return adapters
 
     async def find_adapter(self, name: str) -> AdapterInfo | None:
-        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if there is none."""
+        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if unknown."""
         adapter: AdapterInfo | None = await self._call(partial(self._session.adapters.find, name))
         return adapter
 

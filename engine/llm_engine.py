@@ -120,7 +120,7 @@ class LLMEngine:
 
     def remove_lora(self, lora_id: int | str) -> bool:
         """Unload a LoRA adapter by its ``lora_int_id`` or name. Its requests end with it, new ones
-        are refused. Returns False if there is none."""
+        are refused. Returns False for an unknown one."""
         return self.session.adapters.remove(lora_id) is not None
 
     def list_loras(self) -> set[int]:

@@ -63,7 +63,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean_of_many(name: str, known: Iterable[str]) -> str:
-    """As ``did_you_mean``, for thousands of known names and a name from anyone: only names with
+    """Like ``did_you_mean``, for thousands of known names and a name from anyone: only names with
     about the same letters are compared, which takes milliseconds."""
     if len(name) > MOST_CHARS:
         return ""

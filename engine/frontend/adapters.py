@@ -120,7 +120,7 @@ class Adapters:
 
     def remove(self, which: int | str) -> AdapterInfo | None:
         """Unload an adapter by number or name. Running requests end with it, new ones are refused.
-        Returns it; ``None`` if there is none."""
+        Returns it; ``None`` for an unknown one."""
         name = self._name_of(which)
         removed = None if name is None else call(self._client, "remove_adapter", name)
         return None if removed is None else msgspec.convert(removed, AdapterInfo)

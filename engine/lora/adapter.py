@@ -35,7 +35,7 @@ class LowRank(NamedTuple):
         return self.a.shape[0]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those that are there."""
+        """Its tensors, without those that it lacks."""
         yield from (one for one in (self.a, self.b, self.bias, self.magnitude) if one is not None)
 
 
@@ -52,7 +52,7 @@ class LowRankTable(NamedTuple):
         return self.a.shape[0]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those that are there."""
+        """Its tensors, without those that it lacks."""
         yield from (one for one in (self.a, self.b, self.magnitude) if one is not None)
 
 

@@ -256,7 +256,7 @@ class AdapterLibrary:
 
     def remove(self, which: str | int) -> dict[str, Any] | None:
         """Forget an adapter by name or number. New requests cannot use it, others go on. Returns
-        it, or ``None`` if there is none."""
+        it, or ``None`` for an unknown one."""
         version = self._find(which)
         if version is None:
             return None
@@ -414,7 +414,7 @@ class AdapterLibrary:
         )
 
     def _in_directory(self, name: str) -> str | None:
-        """The subdirectory with the adapter of this name; ``None`` if there is none."""
+        """The subdirectory with the adapter of this name, or ``None``."""
         if self._root is None or not name.isprintable():
             return None
         with suppress(OSError, ValueError):

@@ -46,7 +46,7 @@ class ServedAdapters:
         return [each for each in await self._all() if not self._names.has(each.name)]
 
     async def find(self, name: str) -> AdapterInfo | None:
-        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if there is none."""
+        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if unknown."""
         if not self._engine.has_adapters or len(name) > MAX_NAME_CHARS:
             return None
         return await self._engine.find_adapter(name)
@@ -82,7 +82,7 @@ class ServedAdapters:
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. Raises ``ApiError`` if there is none."""
+        """Unload an adapter. Raises ``ApiError`` for an unknown one."""
         is_there = await self._engine.remove_lora(name)
         self._known.discard(name)
         if not is_there:

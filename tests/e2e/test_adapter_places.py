@@ -112,7 +112,7 @@ def test_every_linear_module(tiny_models: TinyModels, name: str) -> None:
 def test_experts_in_modules_of_their_own(
     tiny_models: TinyModels, name: str, block: str, parts: tuple[str, ...]
 ) -> None:
-    """As transformers 4 names them."""
+    """Names of transformers 4."""
     model, spec = tiny_models.reference(name), spec_of(tiny_models.path(name))
     state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
     gate_up, down = (state[f"model.layers.1.mlp.experts.{p}_proj"] for p in ("gate_up", "down"))

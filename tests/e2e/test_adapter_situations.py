@@ -159,7 +159,7 @@ def test_an_adapter_with_numbers_that_are_not_finite_fails_its_requests_only(
 
 
 def test_grammars_seeds_and_penalties_meet_the_logits_of_the_adapter(tmp_path: Path) -> None:
-    """As those of a model into which the adapter was merged."""
+    """They equal those of a model into which the adapter was merged."""
     base = transformers.AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
     made = adapter_files.trained(copy.deepcopy(base), target_modules="all-linear")
     adapter = LoRARequest("one", 1, str(adapter_files.save(made, tmp_path / "adapter")))

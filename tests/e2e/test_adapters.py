@@ -90,7 +90,7 @@ def test_different_adapters_and_none_in_a_batch(llama: Case, options: dict) -> N
 def test_steps_with_adapters_are_replayed(
     llama: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with adapters and those without by different recordings, also as whole steps."""
+    """Steps with and without adapters use different recordings, also as whole steps."""
     seen: Counter[int] = Counter()
     launch = Recording.launch
 

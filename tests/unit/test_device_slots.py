@@ -23,7 +23,7 @@ MAX_RANK = 256
 
 
 def products(rank: int, seed: int = 0) -> dict[str, list[LowRankProduct]]:
-    """As many products as the layers can have, of a rank, which also scale and add."""
+    """The most products of a rank that the layers can have, which also scale and add."""
     rng, made = torch.Generator().manual_seed(seed), dict[str, list[LowRankProduct]]()
     for name, (num_in, num_out) in SHAPES.items():
         width, made[name] = num_out // NUMS[name], []

@@ -274,7 +274,7 @@ def _panel_pairs(p, a, sums, count, place, how, is_table):
         if is_table:
             right = scratch
             fill_pairs(p[2], 2 * panel, (k // 16, span[1] // 16), scratch, _LINE)
-            # Of gates and ups, p[8] counts one of the two; both are whole panels.
+            # With gates, p[8] counts the gates or the ups alone; both are whole panels.
             if p[13] or panel * PANEL + HALF < p[8]:
                 fill_pairs(p[2], 2 * panel + 1, (k // 16, span[1] // 16), scratch + HALF * 4, _LINE)
         ahead = _add_pairs((a + k * 2 * size, stride), right, c, span, ahead, how)
