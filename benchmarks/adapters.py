@@ -110,9 +110,7 @@ def measured(plain: LLM, adapted: LLM, load: Load, rounds: int) -> dict[str, Any
         order = sides if turn % 2 else dict(reversed(sides.items()))
         found = {key: seconds(llm, load, rng, is_adapted=key) for key, llm in order.items()}
         pairs.append((found[False], found[True]))
-    clock, busy = (
-        [other[place] / own[place] for other, own in pairs[2:]] for place in range(2)
-    )
+    clock, busy = ([other[place] / own[place] for other, own in pairs[2:]] for place in range(2))
     return {
         "share": statistics.median(clock),
         "interval": median_interval(clock),

@@ -87,7 +87,7 @@ class LLM:
         with self._turn:
             return self._run(submissions, use_tqdm)
 
-    def chat(
+    def chat(  # noqa: PLR0913
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -111,9 +111,7 @@ class LLM:
             **_template_variables(chat_template_kwargs),
         }
         prompts = self.llm_engine.session.inputs.render(_as_conversations(messages), options)
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
-        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those in the model's generation_config.json, and for

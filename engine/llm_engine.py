@@ -45,10 +45,10 @@ class LLMEngine:
         """Add a request to the queue. ``step`` returns its outputs, which have this id.
 
         Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy; ``lora_request``: the LoRA adapter; ``timeout``, ``queue_timeout``: seconds after which the
-        request ends with reason ``"deadline"``, the latter only if it has not started. Raises
-        ``RequestError`` for an invalid request, or its subclass ``RefusedError`` if the queue is
-        full.
+        ``hints`` for the scheduling policy; ``lora_request``: the LoRA adapter; ``timeout``,
+        ``queue_timeout``: seconds after which the request ends with reason ``"deadline"``, the
+        latter only if it has not started. Raises ``RequestError`` for an invalid request, or its
+        subclass ``RefusedError`` if the queue is full.
         """
         self.prepare_loras([options.get("lora_request")])
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))

@@ -74,8 +74,8 @@ LIGHT = (
     "policylab.verify",
     "engine.core.engine_core",
 )
-# What a feature asks of the scheduler decides; only what its `compute` does needs a device, and what
-# reads and places an adapter's tensors.
+# What a feature asks of the scheduler decides; only what its `compute` does needs a device, and
+# what reads and places an adapter's tensors.
 FEATURES = tuple(
     f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
 )

@@ -47,7 +47,7 @@ CLAIMS: dict[str, Claims] = {
             Claim("adapters", "adapter_loads", LOWER, "fewer adapters at a time in a batch"),
             Claim("adapters", "ttft.mean", LOWER, "so batches are larger and waits shorter"),
         ),
-        lacks="memory that adapters and KV share, where fewer adapters leave room for more requests",
+        lacks="memory that adapters and KV share, so that fewer adapters leave more room",
     ),
     "andes": Claims(
         claims=(

@@ -1,4 +1,4 @@
-"""Measures the policies that ship on several workloads, and writes `docs/policies.md` from the figures.
+"""Measures the shipped policies on several workloads, and writes `docs/policies.md`.
 
     python tools/policies_measure.py --jobs 2            # all policies: half an hour
     python tools/policies_measure.py --only my-own       # a new one, added to the kept figures

@@ -82,9 +82,7 @@ class EngineArgs(  # fields come from the last base first
             cache=part(CacheConfig, self),
             scheduler=part(SchedulerOptions, self),
             gpu=part(GPUConfig, self),
-            lora=part(
-                LoRAConfig, self, adapter_dir=_absolute("adapter_dir", self.adapter_dir)
-            ),
+            lora=part(LoRAConfig, self, adapter_dir=_absolute("adapter_dir", self.adapter_dir)),
             core=part(CoreConfig, self, core_secret=core_secret()),
             polling=part(PollConfig, self, decode_poll_timeout_ms=poll_timeout),
             log_level=default_log_level() if self.log_level is None else self.log_level,

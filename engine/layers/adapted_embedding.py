@@ -25,7 +25,9 @@ class TableChange(NamedTuple):
         if self.whole is not None:
             return self.whole[ids].float()
         assert self.a is not None and self.b is not None
-        changed = torch.addmm(vectors.float(), self.a[ids].float(), self.b.float().T, alpha=self.scale)
+        changed = torch.addmm(
+            vectors.float(), self.a[ids].float(), self.b.float().T, alpha=self.scale
+        )
         return changed if self.factors is None else changed * self.factors
 
 

@@ -16,7 +16,6 @@ from kernels.cpu.recording import MIXED_STEP
 from kernels.cpu.threads import num_threads
 from kernels.low_rank import NO_SLOT, AdaptedRows, DeviceTable, LowRankProduct, ProductTable
 
-
 PIECE = 128
 """Rows of which layers with gates compute float32 outputs at a time, which then stay in the cache
 until activations are applied."""

@@ -46,13 +46,11 @@ class BlockLinear:
         return self._gated(x, activation) if self._is_gated(activation) else None
 
     def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None`` where
-        ``gated`` returns ``None``."""
+        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
+        where ``gated`` returns ``None``."""
         return self._product(x, torch.float32) if self._is_gated(activation) else None
 
-    def activated(
-        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
-    ) -> torch.Tensor:
+    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
         """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
         rounded once. Returns ``out``."""
         return act_mul(outputs, activation, out)

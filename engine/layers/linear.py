@@ -225,8 +225,8 @@ class BFloat16Linear:
         return bfloat16.gated_product(x, self.packed, self.out_features, activation)
 
     def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None`` where
-        ``gated`` returns ``None``."""
+        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
+        where ``gated`` returns ``None``."""
         if not self._is_gated(activation):
             return None
         x = x.bfloat16().contiguous()
@@ -234,9 +234,7 @@ class BFloat16Linear:
             x, self.packed, self.bias, self.out_features, out_dtype=torch.float32
         )
 
-    def activated(
-        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
-    ) -> torch.Tensor:
+    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
         """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
         rounded once. Returns ``out``."""
         return pointwise.act_mul(outputs, activation, out)
@@ -292,15 +290,13 @@ class Int8Linear:
         return int8.gated_product(x.contiguous(), self.weight, activation)
 
     def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None`` where
-        ``gated`` returns ``None``."""
+        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
+        where ``gated`` returns ``None``."""
         if not self._is_gated(x, activation):
             return None
         return int8.int8_product(x.contiguous(), self.weight, self.bias, out_dtype=torch.float32)
 
-    def activated(
-        self, outputs: torch.Tensor, activation: str, out: torch.Tensor
-    ) -> torch.Tensor:
+    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
         """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
         rounded once. Returns ``out``."""
         return int8.activated(outputs, activation, out)

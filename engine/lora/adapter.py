@@ -117,5 +117,7 @@ class Adapter:
 def is_other_model(base: str, model: str) -> bool:
     """True if two names are those of different models, as far as the last parts of paths and of
     repositories show this. False if one is unknown."""
-    names = [name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower() for name in (base, model)]
+    names = [
+        name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower() for name in (base, model)
+    ]
     return all(names) and names[0] != names[1]

@@ -16,7 +16,6 @@ from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
-
 PATIENCE = 5.0  # seconds that a request waits for a slot while others join adapters in use
 LOOK_SECONDS = 0.5  # between two looks at the queue for such a request
 

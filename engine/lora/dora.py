@@ -42,4 +42,3 @@ def _norms(one: Slice, linear: Linear, begin: int, device: torch.device | str) -
     changed = torch.addmm(rows.float().cpu(), b, one.a.float(), alpha=one.scale)
     norms: Tensor = torch.linalg.vector_norm(changed, dim=1)
     return norms
-

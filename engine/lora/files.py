@@ -211,7 +211,7 @@ def _types() -> str:
 
 
 def _root(path: Path, within: Path | None) -> Path:
-    """The directory of an adapter. Raises ``AdapterError`` if it has no adapter or is not allowed."""
+    """The directory of an adapter. Raises ``AdapterError`` for one that may not be read."""
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
         raise AdapterError(

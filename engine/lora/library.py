@@ -150,8 +150,8 @@ class AdapterLibrary:
         return version in self._reading or version in self._to_read
 
     def sweep(self) -> None:
-        """Take what has been read, and start to read what waits and has room. Not to be called while
-        a request is being added."""
+        """Take what has been read, and start to read what waits and has room. Must not be called
+        while a request is being added."""
         self._arriving = None  # a request that has not arrived by now was refused
         self._reading = [version for version in self._reading if not self._has_ended(version)]
         while self._to_read and self._has_room(self._to_read[0]):

@@ -13,8 +13,8 @@ A row (a request) that fails does not fail the others; see ``Driver._isolated``.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np

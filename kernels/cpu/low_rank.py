@@ -119,7 +119,7 @@ def _scale_outputs(places, count, span, cell, changes):
 
 
 @njit(inline="always")
-def _ranks_of(places, a, sums, count, sizes, ahead, how):
+def _ranks_of(places, a, sums, count, sizes, ahead, how):  # noqa: C901
     """Compute sums[:count] = rows @ a.T. places: addresses of the rows; a: address; sizes: (rank,
     inputs); ahead: address of what is read next; how: a literal."""
     rank, num_in = sizes

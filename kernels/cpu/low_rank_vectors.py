@@ -61,7 +61,7 @@ def _add_lanes(builder, vector):
 
 
 @intrinsic(prefer_literal=True)
-def dot_tile(  # noqa: PLR0913
+def dot_tile(  # noqa: C901, PLR0913
     typing_context, places, a, lda, sums, lds, steps, ahead, rows, ranks, how
 ):
     """Set sums[i, r] to the product of row i, whose address is the i-th int64 at ``places``, and
@@ -116,7 +116,7 @@ def dot_tile(  # noqa: PLR0913
 
 
 @intrinsic(prefer_literal=True)
-def spread_tile(  # noqa: PLR0913
+def spread_tile(  # noqa: C901, PLR0913
     typing_context, places, shift, sums, lds, b, ahead, depth, rows, vectors, size, cell
 ):
     """Add sums[i] @ b to ``vectors`` vectors of outputs, ``shift`` bytes after the address of row
@@ -131,9 +131,7 @@ def spread_tile(  # noqa: PLR0913
 
     def tile(builder, args, mine, theirs):
         places, shift, sums, lds, b, ahead, depth = args[:7]
-        outputs = [
-            builder.add(row_at(builder, places, _I64(8 * i), _I64), shift) for i in mine
-        ]
+        outputs = [builder.add(row_at(builder, places, _I64(8 * i), _I64), shift) for i in mine]
         offsets = [_I64(v * LANES * num_cell) for v in theirs]
         initial = [
             load_floats(builder, base, offset, LANES, num_cell)

@@ -70,7 +70,9 @@ def matrix_at(word, offset, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def shrink_kernel(x, sums, entries, words, num_rows, num_in, num_ranks, T: tl.constexpr):
+def shrink_kernel(  # noqa: PLR0913
+    x, sums, entries, words, num_rows, num_in, num_ranks, T: tl.constexpr
+):
     """Program (part of the inputs, block of rows, share of the ranks):
     sums[part, place of the row, rank] = a @ x[row] over the part."""
     if tl.program_id(1) >= tl.load(words):
@@ -121,7 +123,9 @@ def expand_kernel(  # noqa: PLR0913
         if (begin >= 0) & (begin < num):
             scale = tl.load((record + 5).to(tl.pointer_type(tl.float64))).to(tl.float32)
             is_column = begin + column < num
-            is_panel = begin + column // T.PANEL * T.PANEL < num  # the last one has zeros at its end
+            is_panel = (
+                begin + column // T.PANEL * T.PANEL < num
+            )  # the last one has zeros at its end
             panel = matrix_at(record + 4, begin.to(tl.int64) * rank, DTYPE)
             panel += column // T.PANEL * (rank * T.PANEL) + column % T.PANEL
             total = tl.full([T.M, T.N], 0.0, tl.float32)
@@ -133,10 +137,12 @@ def expand_kernel(  # noqa: PLR0913
                     values += tl.load(there, mask=is_row[:, None], other=0.0)
                 values *= scale
                 mask = (first + lane < rank)[:, None] & is_panel[None, :]
-                b = tl.load(panel[None, :] + (first + lane)[:, None] * T.PANEL, mask=mask, other=0.0)
+                b = tl.load(
+                    panel[None, :] + (first + lane)[:, None] * T.PANEL, mask=mask, other=0.0
+                )
                 high = values.to(DTYPE)
                 total = tl.dot(high, b, total, input_precision="ieee")
-                if DTYPE != tl.float32:  # what the type of b cannot hold, in a second product
+                if tl.float32 != DTYPE:  # what the type of b cannot hold, in a second product
                     rest = (values - high.to(tl.float32)).to(DTYPE)
                     total = tl.dot(rest, b, total, input_precision="ieee")
             out = y + row[:, None] * stride_y + (tl.load(record) + begin + column)[None, :]

@@ -1,4 +1,4 @@
-"""LoRA adapters in a simulation: the engine's own slots and library, with reads on a virtual clock."""
+"""LoRA adapters in simulations: the engine's slots and library, with reads on a virtual clock."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ simulated."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,23 +22,20 @@ from engine.config.kv_groups import FULL, Group, longest_request, sized
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineError, PolicyError, RequestError
 from engine.messages.requests import CoreOutputs
-from engine.messages.step import Column, StepPlan
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
-from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import AdapterCost, Profile
 from engine.states.decide import StateSnapshots
 from engine.states.policies import find_snapshot_policy
 from engine.states.policy import SnapshotPolicy
 from policylab.sim.adapters import SimulatedAdapters
 from policylab.sim.demand import DemandSample, drawn, served_per_second
-from policylab.sim.history import History, ProcessedWork
+from policylab.sim.history import History
 from policylab.sim.job import Job
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
-from policylab.sim.jumps.stretch import Stretch
-from policylab.sim.kv_groups import KVPeaks, size_of
+from policylab.sim.kv_groups import size_of
 from policylab.sim.named import call
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing

@@ -197,9 +197,7 @@ class ProgressCheck:
         self._robbed[req] = req.num_output, times
         is_default = not self._scheduler.config.policy_options  # options may cause it
         most = max(FUTILE_PREEMPTIONS, fewest_steps(req, self._scheduler))
-        assert times <= most or not is_default, (
-            f"{req} was preempted {times} times without a token"
-        )
+        assert times <= most or not is_default, f"{req} was preempted {times} times without a token"
 
 
 def fewest_steps(req: Request, scheduler: Scheduler) -> int:

@@ -333,9 +333,7 @@ class Simulation:
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         is_reading = self.adapters is not None and self.adapters.is_reading
-        return bool(
-            scheduler.has_requests() or self._flight or scheduler.kv.lent or is_reading
-        )
+        return bool(scheduler.has_requests() or self._flight or scheduler.kv.lent or is_reading)
 
     # -- helpers
 

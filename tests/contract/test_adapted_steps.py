@@ -65,9 +65,7 @@ def answers(directory: Path, sizes, depth: int = 1, **options) -> dict[str, list
     """Requests of different lengths with two adapters and none, which come and go."""
     config = ModelConfig(model=str(directory), load_format="dummy", skip_tokenizer_init=True)
     info = read_model_info(str(directory))
-    model = load_model(
-        config, info, device="cpu", max_model_len=LONGEST, takes_adapters=True
-    )
+    model = load_model(config, info, device="cpu", max_model_len=LONGEST, takes_adapters=True)
     assert isinstance(model, NativeDecoder)
     store: AdapterStore[AdapterProducts] = AdapterStore()
     for seed, name in enumerate("ab", start=2):
@@ -83,9 +81,7 @@ def answers(directory: Path, sizes, depth: int = 1, **options) -> dict[str, list
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     layers = model.cache_spec
     features = [Adapters(2, store)]
-    machine = make_machine(
-        model, platform, resolved, layers, one_group(layers, BLOCK), features
-    )
+    machine = make_machine(model, platform, resolved, layers, one_group(layers, BLOCK), features)
     shape = (64, 2, layers[0].num_kv_heads, BLOCK, layers[0].head_dim)
     machine.kv.extend(torch.zeros(shape) for _ in layers)
     features[0].attach(machine)

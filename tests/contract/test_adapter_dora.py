@@ -27,7 +27,9 @@ def test_outputs_as_with_changed_weights(
     torch.manual_seed(seed)
     bias = torch.randn(OUTS) if has_bias else None
     weight = torch.randn(OUTS, INS).to(dtype)
-    linear = make_linear(weight, bias if bias is None else bias.to(dtype), quantization=quantization)
+    linear = make_linear(
+        weight, bias if bias is None else bias.to(dtype), quantization=quantization
+    )
     one = Slice(
         FIRST, torch.randn(3, INS), torch.randn(ROWS, 3), 0.5, magnitude=torch.rand(ROWS) + 0.5
     )
@@ -44,7 +46,9 @@ def test_outputs_as_with_changed_weights(
     if bias is not None and added is not None:
         own = bias[FIRST : FIRST + ROWS].to(dtype).double()
         found, expected = found + factors * own + added, expected + own
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 2e-2)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 2e-2
+    )
 
 
 def test_outputs_of_plain_products_are_not_scaled() -> None:

@@ -228,7 +228,15 @@ def test_a_policy_in_the_current_directory(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    lines = table(capsys, "--policies", "fcfs,of_mine_alone.Newest", "--length-predictor", "oracle", "--rate", "40")
+    lines = table(
+        capsys,
+        "--policies",
+        "fcfs,of_mine_alone.Newest",
+        "--length-predictor",
+        "oracle",
+        "--rate",
+        "40",
+    )
     assert any(line.startswith("of_mine_alone.Newest ") for line in lines)
     assert any("length predictor: oracle" in line for line in lines)
 

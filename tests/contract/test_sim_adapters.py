@@ -6,7 +6,6 @@ from math import isnan
 
 import numpy as np
 import pytest
-
 from support.adapters import FakeReader, digest_of, slots_of
 from support.data_plane import FeatureWorker
 from support.simulate import make_request
@@ -64,7 +63,9 @@ def test_copies_that_left_the_hosts_memory_are_read_again():
 
 def test_without_adapters_nothing_changes():
     plain = simulated("", 100, rate=50.0)
-    assert plain.totals["decisions"] == simulated("", 100, rate=50.0, max_loras=1).totals["decisions"]
+    assert (
+        plain.totals["decisions"] == simulated("", 100, rate=50.0, max_loras=1).totals["decisions"]
+    )
     assert isnan(figures(plain).values()["adapter_loads"])
     assert "adapter.num_read" not in plain.totals["counters"] or not any(
         value for name, value in plain.totals["counters"].items() if name.startswith("adapter.")
@@ -130,7 +131,7 @@ def test_a_recorded_run_with_adapters_is_simulated(tmp_path):
     engine = engine_of(log.header)
     assert engine.max_loras == 2
     found = run("adapter-clustering", find_workload("steps-log", path=path), engine)
-    assert [name for name in found.requests.names["adapter"]] == [digest_of(n) for n in "ABCAB"]
+    assert list(found.requests.names["adapter"]) == [digest_of(n) for n in "ABCAB"]
     assert found.totals["counters"]["adapter.num_read"] == 3
 
 

@@ -97,7 +97,7 @@ def test_a_recorded_run_is_replayed(tmp_path: Path) -> None:
     with LLM(BOX_MODEL, enable_lora=True, max_loras=1, step_log=log, **OPTIONS) as llm:
         first = tokens(llm, x, None, y, x)
         assert first[0] == first[3] != first[2]
-        with pytest.raises(RequestError, match="adapter 'z'.*does not exist"):
+        with pytest.raises(RequestError, match=r"adapter 'z'.*does not exist"):
             tokens(llm, LoRARequest("z", 3, str(tmp_path / "z")))
     outcome = replay(log)
     assert outcome.difference is None and outcome.num_requests == 4
@@ -131,7 +131,7 @@ def test_a_command_answers_with_an_adapter(
 
 def test_mistakes_end_their_own_request(llm: LLM, tmp_path: Path) -> None:
     large = LoRARequest("large", 21, str(write_adapter(tmp_path / "large", 1, rank=300)))
-    with pytest.raises(ConfigError, match="rank.*300.*256"):
+    with pytest.raises(ConfigError, match=r"rank.*300.*256"):
         llm.llm_engine.add_lora(large)
     good = LoRARequest("good", 22, str(write_adapter(tmp_path / "good", 1)))
     none = LoRARequest("none", 23, str(tmp_path / "none"))

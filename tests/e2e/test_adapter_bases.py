@@ -52,9 +52,7 @@ BASES: dict[str, Callable[[Path], Base]] = {
     "gptq-desc-act": quantised("llama", gptq(4, 32, desc_act=True), {**GPTQ, "desc_act": True}),
     "fp8": quantised("llama", fp8("tensor"), FP8),
     "fp8-blocks": quantised("qwen3", fp8("block", scale_name="weight_scale_inv"), BLOCKS),
-    "int4": quantised(
-        "llama", packed(4, 32), compressed("pack-quantized", integers(4, "group"))
-    ),
+    "int4": quantised("llama", packed(4, 32), compressed("pack-quantized", integers(4, "group"))),
     "gguf-f32": in_gguf("llama", Kind.F32),  # its rows of queries and keys have another order
     "gguf-q8_0": in_gguf("llama", Kind.Q8_0),
     "gguf-q4_k": in_gguf("wide-llama", Kind.Q4_K),

@@ -41,7 +41,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "options"), CASES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(CASES)]
+)
 def test_what_peft_saves(
     tiny_models: TinyModels, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
@@ -53,7 +55,9 @@ def test_what_peft_saves(
         warnings.simplefilter("ignore")
         expected = made.merge_and_unload().state_dict()
     found = adapter_files.merged(state, adapter)
-    changed = [key for key in expected if not torch.equal(expected[key], state.get(key, expected[key][:0]))]
+    changed = [
+        key for key in expected if not torch.equal(expected[key], state.get(key, expected[key][:0]))
+    ]
     assert len(changed) >= len(list(adapter.products())), "the adapter changes weights"
     assert set(expected) == set(found)
     for key, tensor in expected.items():

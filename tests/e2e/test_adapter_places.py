@@ -204,4 +204,3 @@ def test_adapters_of_other_models(tiny_models: TinyModels) -> None:
         ),
     ):
         assert expected in refusal(made, **options)
-

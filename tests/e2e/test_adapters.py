@@ -87,9 +87,7 @@ def test_different_adapters_and_none_in_a_batch(llama: Case, options: dict) -> N
             llama.check(run(engine, llama.mixed()))
 
 
-def test_steps_with_adapters_are_replayed(
-    llama: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_with_adapters_are_replayed(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with and without adapters use different recordings, also as whole steps."""
     seen: Counter[int] = Counter()
     launch = Recording.launch

@@ -132,7 +132,7 @@ def test_adapters_are_listed_with_their_parent(client: Any, places: Path) -> Non
     assert (sql.parent, sql.root) == (MODEL, str(places / "outside" / "sql"))
     assert models[MODEL].parent is None
     assert client.models.retrieve("german").parent == MODEL
-    with pytest.raises(openai.NotFoundError, match="model is 'germann'.*'german'"):
+    with pytest.raises(openai.NotFoundError, match=r"model is 'germann'.*'german'"):
         client.models.retrieve("germann")
 
 
@@ -143,7 +143,15 @@ def test_names_resolve_in_the_directory_and_nowhere_else(
     assert answer(client, "team/es") != answer(client, MODEL)
     assert "team/es" in listed(client)
     assert answer(client, "de") == answer(client, "german"), "the same files under two names"
-    hostile = ("../outside/sql", str(places / "outside" / "sql"), "link", "team", ".", "", "a" * 999)
+    hostile = (
+        "../outside/sql",
+        str(places / "outside" / "sql"),
+        "link",
+        "team",
+        ".",
+        "",
+        "a" * 999,
+    )
     for name in (*hostile, "de/../../outside/sql", "de\0", "none-such"):
         with pytest.raises(openai.NotFoundError) as caught:
             answer(client, name)
@@ -181,7 +189,7 @@ def test_operators_load_replace_and_unload(server: Served, client: Any, places: 
         assert refused.status == 400 and reason in refused.json["error"]["message"], refused
     assert "other" not in listed(client)
     assert post(server, unload, {"lora_name": "new"}).status == 200
-    with pytest.raises(openai.NotFoundError, match="model is 'new', must be one of"):
+    with pytest.raises(openai.NotFoundError, match=r"model is 'new', must be one of"):
         answer(client, "new")
     gone = post(server, unload, {"lora_name": "new"})
     assert gone.status == 404 and gone.json["error"]["code"] == "model_not_found"

@@ -1,5 +1,5 @@
-"""Adapters that fail, are slow, change on disk, are replaced, unloaded and pinned while requests use
-them: each request gets the tokens of one content, and nothing is lost or left over."""
+"""Adapters that fail, are slow, change on disk, are replaced, unloaded and pinned while requests
+use them: each request gets the tokens of one content, and nothing is lost or left over."""
 
 from __future__ import annotations
 

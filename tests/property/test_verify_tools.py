@@ -7,7 +7,6 @@ import random
 import re
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -403,7 +402,8 @@ def test_the_command_warns_of_a_policy_that_collapses(
     out = capsys.readouterr().out
     assert "By design, it states: who comes last goes first" in out
     assert re.search(
-        r"1000 requests at load 0.9.: \S+NewestFirst recomputes \S+ % of .* serves \d.\d\d of f", out
+        r"1000 requests at load 0.9.: \S+NewestFirst recomputes \S+ % of .* serves \d.\d\d of f",
+        out,
     )
     *_, last = out.splitlines()
     start = f"warning: {policy} collapses on a standard load: it recomputes "

@@ -50,7 +50,9 @@ def write(root: Path, config: dict[str, Any] | None = None, tensors: Tensors | N
     return root
 
 
-def write_raw(root: Path, header: str | bytes, data: bytes = b"", length: int | None = None) -> Path:
+def write_raw(
+    root: Path, header: str | bytes, data: bytes = b"", length: int | None = None
+) -> Path:
     """Write an adapter whose safetensors file has this header. length: that the file claims."""
     write(root)
     text = header.encode() if isinstance(header, str) else header

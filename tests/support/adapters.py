@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -43,8 +44,8 @@ class FakeReading:
 
 
 class FakeReader:
-    """``disk``: contents, or errors, by path. While ``is_slow``, nothing is read unless a test calls
-    ``finish``."""
+    """``disk``: contents, or errors, by path. While ``is_slow``, nothing is read unless a test
+    calls ``finish``."""
 
     def __init__(self, *, is_slow: bool = False, **disk: str | Exception) -> None:
         self.disk = disk
@@ -63,10 +64,8 @@ class FakeReader:
     def finish(self, path: str) -> None:
         for reading in self.readings:
             if reading.order.path == path:
-                try:
+                with suppress(Exception):
                     reading.wait()
-                except Exception:
-                    pass
 
     def shutdown(self) -> None:
         pass

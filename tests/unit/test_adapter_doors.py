@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.adapters import FakeReader, digest_of, slots_of
 from support.data_plane import FeatureWorker, answer
+from support.patience import WAIT_SECONDS
 from support.simulate import make_request
 
 from engine.async_engine import AsyncLLMEngine
@@ -31,7 +32,6 @@ from engine.rpc.balance import Balancer
 from engine.rpc.joined import digest_of_all, sum_of
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.scheduler import Scheduler
-from support.patience import WAIT_SECONDS
 
 PROMPT = {"prompt_token_ids": [7] * 20}
 
@@ -108,7 +108,7 @@ def test_an_adapter_from_memory_is_loaded_once_and_replaced_in_place() -> None:
         assert generated(engine, lora_request=other) == tokens_with("M2")
         engine.session.client.max_call_bytes = 4000
         large = LoRARequest("z", 2, tensors={"w": torch.ones(64, 64)}, config={})
-        with pytest.raises(RequestError, match="has 20.* bytes, but a core .* takes at most 4000"):
+        with pytest.raises(RequestError, match=r"has 20.* bytes, but a core .* takes at most 4000"):
             engine.add_lora(large)
         wrong = LoRARequest("z", 2, tensors={"w": 3}, config={})
         with pytest.raises(RequestError, match="tensors and config of adapter 'z' cannot be used"):
@@ -119,7 +119,7 @@ def test_mistakes_of_users_are_refused_with_reasons() -> None:
     with LLMEngine(session_of(FakeReader(a="A", b=ConfigError("adapter 'y': rank 999")))) as engine:
         with pytest.raises(ConfigError, match=r"^adapter 'y': rank 999$"):
             engine.add_lora(LoRARequest("y", 2, "b"))
-        with pytest.raises(ConfigError, match="adapter 'y'.*no directory none"):
+        with pytest.raises(ConfigError, match=r"adapter 'y'.*no directory none"):
             engine.add_lora(LoRARequest("y", 2, "none"))
         engine.add_lora(LoRARequest("x", 1, "a"))
         with pytest.raises(RequestError, match="lora_int_id 1 is that of adapter 'x'"):

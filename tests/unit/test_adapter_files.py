@@ -162,9 +162,9 @@ def test_experts_in_one_parameter() -> None:
 
 def test_a_router_as_a_parameter() -> None:
     gate = "model.layers.0.mlp.gate"
-    made = of(product(gate, rank=2), target_parameters=["gate.weight"], rank_pattern={
-        "gate.weight": 2
-    })
+    made = of(
+        product(gate, rank=2), target_parameters=["gate.weight"], rank_pattern={"gate.weight": 2}
+    )
     assert made.modules[gate].scale == 4.0
 
 
@@ -273,7 +273,9 @@ def test_types_of_tensors(tmp_path: Path) -> None:
         torch.float32,
     )
     made = {name: tensor.to(torch.int8) for name, tensor in product(Q).items()}
-    assert "is of type I8; tensors must be one of F64, F32" in refusal(write(tmp_path, tensors=made))
+    assert "is of type I8; tensors must be one of F64, F32" in refusal(
+        write(tmp_path, tensors=made)
+    )
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_after_an_unload_running_and_waiting_requests_end_and_new_ones_are_refus
 def test_an_unknown_name_is_refused_with_near_ones():
     doors = Doors(FakeReader(a="A"))
     doors.load("support-de", "a")
-    with pytest.raises(RequestError, match="adapter 'suport-de' is not loaded.*'support-de'"):
+    with pytest.raises(RequestError, match=r"adapter 'suport-de' is not loaded.*'support-de'"):
         doors.add("0", "suport-de")
 
 
@@ -397,7 +397,12 @@ def test_running_and_waiting_requests_are_counted_by_name():
     doors.run.step()
     use = doors.slots.use()
     assert use.running == {"a": 2} and use.waiting == {"b": 1}
-    assert (use.num_slots, use.num_slots_used, use.num_host_copies, use.host_bytes) == (1, 1, 2, 200)
+    assert (use.num_slots, use.num_slots_used, use.num_host_copies, use.host_bytes) == (
+        1,
+        1,
+        2,
+        200,
+    )
     doors.run.drain()
     assert doors.slots.use().running == doors.slots.use().waiting == {}
 

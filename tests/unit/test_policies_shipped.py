@@ -16,7 +16,16 @@ from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 
 FILES = sorted((Path(engine.sched.__file__).parent / "policies").glob("*.py"))
-ALLOWED = ("__future__", "numpy", "typing", "collections", "collections.abc", "math", "heapq", "itertools")
+ALLOWED = (
+    "__future__",
+    "numpy",
+    "typing",
+    "collections",
+    "collections.abc",
+    "math",
+    "heapq",
+    "itertools",
+)
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 

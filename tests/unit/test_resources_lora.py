@@ -66,11 +66,16 @@ def test_an_adapter_waits_for_memory():
     add(run, "too", "C")
     run.drain()
     assert [run.outputs[one.request_id] for one in requests] == [answer(one) for one in requests]
-    first = {name: min(n for n, plan in enumerate(run.plans) if name in plan) for name in run.outputs}
+    first = {
+        name: min(n for n, plan in enumerate(run.plans) if name in plan) for name in run.outputs
+    }
     assert first["too"] >= first["again"] + 4
 
 
-SHORT = {"slots": {"max_loras": 2}, "memory": {"max_loras": 3, "fits": lambda names: len(names) < 3}}
+SHORT = {
+    "slots": {"max_loras": 2},
+    "memory": {"max_loras": 3, "fits": lambda names: len(names) < 3},
+}
 
 
 @pytest.mark.parametrize("what", SHORT)

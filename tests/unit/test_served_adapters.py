@@ -66,7 +66,7 @@ def test_names_of_the_model_are_its_own() -> None:
 
 
 def test_an_unknown_name_is_refused_with_near_ones() -> None:
-    engine, adapters = served("support-de", *(f"other{i}" for i in range(50)))
+    _, adapters = served("support-de", *(f"other{i}" for i in range(50)))
     asyncio.run(adapters.start())
     error = adapters.unknown("suport-de")
     assert (error.status, error.code, error.param) == (404, "model_not_found", "model")

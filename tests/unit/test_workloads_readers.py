@@ -152,7 +152,12 @@ def test_files_are_played_faster_or_cut(file: Write) -> None:
 
 def test_what_was_written_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "written.jsonl"
-    for name in ("tiers", "conversations", "mooncake-conv", "azure-conv(num_users=3,num_adapters=4)"):
+    for name in (
+        "tiers",
+        "conversations",
+        "mooncake-conv",
+        "azure-conv(num_users=3,num_adapters=4)",
+    ):
         workload = find_workload(name, num_requests=100)
         jobs = list(as_if_served(workload.source(7, 3.0)))
         write(path, Head(FORMAT, str(workload), 7, 3.0), jobs)

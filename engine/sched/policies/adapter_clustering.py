@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from engine.sched import Admission, Policy, Ranks, Request, SchedView, newcomers_by, require_positive
+from engine.sched import (
+    Admission,
+    Policy,
+    Ranks,
+    Request,
+    SchedView,
+    newcomers_by,
+    require_positive,
+)
 
 
 class AdapterClustering(Policy):
