@@ -73,7 +73,7 @@ def test_a_rate_stretches_gaps_and_leaves_the_rest(name: str) -> None:
 @pytest.mark.parametrize("name", ["azure-conv", "mooncake-conv", "conversations", "closed-loop"])
 def test_a_source_holds_no_more_for_more_jobs(name: str) -> None:
     peaks = []
-    for num_requests in (4_000, 8_000):
+    for num_requests in (8_000, 16_000):
         source = find_workload(name, num_requests=num_requests).source(0)
         tracemalloc.start()
         deque(as_if_served(source), maxlen=0)
