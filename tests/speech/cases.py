@@ -27,8 +27,13 @@ TAGGED_OBJECTS = [
     *OBJECTS,
     THOUGHT,
 ]
+NO_JSON = '<tool_call>{"arguments": "{\\"path\\": \\"a]}", "name": "edit"}</tool_call>'
 CASES: dict[str, list[Case]] = {
-    "hermes": [*TAGGED_OBJECTS, Case("an object after words", f"So:\n{BARE}", [], f"So:\n{BARE}")],
+    "hermes": [
+        *TAGGED_OBJECTS,
+        Case("an object after words", f"So:\n{BARE}", [], f"So:\n{BARE}"),
+        Case("a string of arguments that is no JSON", NO_JSON, [], NO_JSON),
+    ],
     "generic": [
         *TAGGED_OBJECTS,
         Case("an object after words", f"So:\n\n{BARE}\nDone.", [("edit", EDIT)], "So:\nDone."),

@@ -138,7 +138,7 @@ class CallReader(ABC):
             return None
         if text.startswith('"'):
             inside = decoded(text[1:-1]).strip()
-            text = (mended(inside) or inside) if inside else "{}"
+            text = (mended(inside) or "") if inside else "{}"
         if text.startswith("{"):
             return text
         return "{}" if text == "null" else None
