@@ -282,8 +282,8 @@ class AsyncLLMEngine:
         return adapter
 
     async def pin_lora(self, lora_id: int | str) -> bool:
-        """Keep an adapter in memory and in its slot until it is removed. Returns False if there is
-        none. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
+        """Keep an adapter in memory and in its slot until it is removed. Returns False for an
+        unknown one. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
         return bool(await self._call(partial(self._session.adapters.pin, lora_id)))
 
     @property

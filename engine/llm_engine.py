@@ -132,8 +132,8 @@ class LLMEngine:
         return self.session.adapters.all()
 
     def pin_lora(self, lora_id: int | str) -> bool:
-        """Keep an adapter in memory and in its slot until it is removed. Returns False if there is
-        none. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
+        """Keep an adapter in memory and in its slot until it is removed. Returns False for an
+        unknown one. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
         return self.session.adapters.pin(lora_id)
 
     def start_profile(self) -> None:
