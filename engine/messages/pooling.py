@@ -1,0 +1,111 @@
+"""Pooled requests, whose result is a vector and not text: parameters, results, users' outputs."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import RequestError
+
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+"""What a pooled request returns: one vector, the scores of one text, or either for each token."""
+TOKEN_TASKS = ("token_embed", "token_classify")
+Vectors = NDArray[np.float32]
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Parameters of a pooled request; the names are vLLM's."""
+
+    task: PoolingTask | None = None
+    """``None``: the model's own, ``embed`` or ``classify``."""
+    dimensions: int | None = None
+    """Keep this many numbers of an embedding, for Matryoshka models; ``None``: all."""
+    use_activation: bool | None = None
+    """Normalise an embedding, or apply the softmax or sigmoid to scores. ``None``: as the model
+    says."""
+    truncate_prompt_tokens: int | None = None
+    """Keep at most this many tokens of the prompt, the first ones; -1: as many as fit. ``None``:
+    a longer prompt is refused, unless the model's directory has a maximum length."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt."""
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in get_args(PoolingTask):
+            raise RequestError(
+                f"task is {self.task!r:.80}, must be one of: {', '.join(get_args(PoolingTask))}",
+                param="task",
+            )
+        if self.dimensions is not None and self.dimensions < 1:
+            raise RequestError(
+                f"dimensions is {self.dimensions}, must be 1 or more", param="dimensions"
+            )
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != -1 and kept < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {kept}, must be 1 or more, or -1 for as many as fit",
+                param="truncate_prompt_tokens",
+            )
+
+    @property
+    def is_by_token(self) -> bool:
+        """True if the result has a vector for each token."""
+        return self.task in TOKEN_TASKS
+
+
+class PooledPart(msgspec.Struct, array_like=True):
+    """Results of pooled requests in a step.
+
+    Row ``rows[i]`` of the plan has ``sizes[i]`` numbers, in vectors of ``widths[i]``."""
+
+    rows: NDArray[np.int32]  # ascending
+    sizes: NDArray[np.int32]
+    widths: NDArray[np.int32]
+    values: Vectors  # of all rows, concatenated
+
+
+class PooledColumns(msgspec.Struct, array_like=True, gc=False):
+    """Results of pooled requests for one client, as in ``PooledPart``.
+
+    ``rows``: of ``CoreOutputs``; ``values``: float32, little-endian."""
+
+    rows: list[int]
+    sizes: list[int]
+    widths: list[int]
+    values: bytes
+
+
+class PoolingOutput(msgspec.Struct, gc=False):
+    """The result of a pooled request: [width], or [tokens, width] for a task by token."""
+
+    data: Vectors
+
+
+class EmbeddingOutput(msgspec.Struct, gc=False):
+    """An embedding."""
+
+    embedding: list[float]
+
+
+class ClassificationOutput(msgspec.Struct, gc=False):
+    """The probability, or the score, of each class."""
+
+    probs: list[float]
+
+
+class ScoringOutput(msgspec.Struct, gc=False):
+    """How well two texts fit together."""
+
+    score: float
+
+
+class PoolingRequestOutput(msgspec.Struct, gc=False):
+    """What a pooled request returns to the user."""
+
+    request_id: str
+    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
