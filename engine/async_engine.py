@@ -307,13 +307,13 @@ class AsyncLLMEngine:
         """
         return list(await self._call(partial(self._session.client.call, "profile", "stop")))
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, without blocking other tasks. Raises as ``Tokenizer.encode`` does,
         and ``ConfigError`` without a tokenizer."""
         encode = self.get_tokenizer().encode
         return await self._session.inputs.texts.elsewhere(encode, text, add_special_tokens)
 
-    async def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids, without blocking other tasks. Raises ``ConfigError`` without a
         tokenizer."""
         decode = self.get_tokenizer().decode

@@ -128,7 +128,7 @@ class Completion(OpenAIAnswer):
         if isinstance(prompt, list):
             prompt = {"prompt_token_ids": prompt}
         if isinstance(prompt, dict) and "prompt" not in prompt:
-            return {**prompt, "prompt": await self._engine.decode(prompt["prompt_token_ids"])}
+            return {**prompt, "prompt": await self._engine.detokenize(prompt["prompt_token_ids"])}
         return prompt
 
     def _choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:

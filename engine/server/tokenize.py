@@ -81,7 +81,7 @@ async def detokenize(engine: AsyncLLMEngine, body: DetokenizeRequest) -> Detoken
     for token_id in body.tokens:
         if not 0 <= token_id < size:
             raise field_error("tokens", f"has {token_id}, must have ids from 0 to {size - 1}")
-    return DetokenizeAnswer(await engine.decode(body.tokens))
+    return DetokenizeAnswer(await engine.detokenize(body.tokens))
 
 
 async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -89,7 +89,7 @@ async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) 
         raise field_error(
             "prompt", f"has {len(text)} characters, the limit is {MAX_CHARS}: send it in parts"
         )
-    return await engine.encode(text, add_special_tokens)
+    return await engine.tokenize(text, add_special_tokens)
 
 
 async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
