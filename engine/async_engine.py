@@ -26,8 +26,9 @@ from engine.config.args import EngineArgs
 from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
+from engine.frontend.encoding import Prompt, TextPrompt
 from engine.frontend.pace import QueueLimits, QueuePace
-from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
+from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.streams import OutputReader, Stream
 from engine.messages.adapters import AdapterInfo, LoRARequest

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.config.args import EngineArgs
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.default_model import with_default_model
-from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.encoding import Prompt
+from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.session import HeldInterrupt
 from engine.llm_engine import LLMEngine
 from engine.messages.adapters import LoRARequest

@@ -10,7 +10,8 @@ from typing import Unpack
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
-from engine.frontend.prompt import Prompt, RequestOptions
+from engine.frontend.encoding import Prompt
+from engine.frontend.prompt import RequestOptions
 from engine.frontend.session import HeldInterrupt, PauseScope, Session
 from engine.messages.adapters import AdapterInfo, LoRARequest
 from engine.messages.params import SamplingParams

@@ -14,7 +14,7 @@ from engine.cli.profiling import profiled
 from engine.cli.streaming import times_of
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
-from engine.frontend.prompt import Prompt
+from engine.frontend.encoding import Prompt
 from engine.hub.fetch import fetched
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.async_engine import AsyncLLMEngine
-from engine.frontend.prompt import Prompt
+from engine.frontend.encoding import Prompt
 from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError, RequestError
-from engine.frontend.prompt import TextPrompt
+from engine.frontend.encoding import TextPrompt
 from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules

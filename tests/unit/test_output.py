@@ -7,7 +7,7 @@ from support import made_tokenizers as made
 from support.fakes import FakeClient, counting, fake_session, replay
 
 from engine.errors import RequestError
-from engine.frontend.prompt import Prompt
+from engine.frontend.encoding import Prompt
 from engine.frontend.session import Session
 from engine.messages.params import OutputKind, SamplingParams
 from engine.messages.requests import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
