@@ -33,6 +33,8 @@ FOREIGN: dict[str, str] = {
     "out, or leave out speculative_config for large batches",
     "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
     "speculative_config; leave it out",
+    "task": "set runner and convert; requests may choose among the model's tasks",
+    "override_pooler_config": "set pooler_config",
     "speculative_draft_tensor_parallel_size": "a draft model runs on the device of the model; "
     "leave it out",
 }
@@ -46,7 +48,6 @@ _WEIGHTS_STAY = "weights stay in the memory of their device; lower num_kv_blocks
 _NO_REMOTE_KV = "KV is not moved between engines, each core has its own prefix cache; leave it out"
 _GPU_ONLY = "only enforce_eager and cudagraph_capture_sizes control CUDA graphs; leave it out"
 _MODEL_FILES = "the values of the model's config.json apply; change them in a copy of the directory"
-_TEXT_ONLY = "the engine only generates text; leave it out"
 _LOG = (
     "log_level sets how much is logged, --request-log of metronome serve what is logged per "
     "request; leave it out"
@@ -75,7 +76,6 @@ for _reason, _names in {
     _GPU_ONLY: "compilation_config max_seq_len_to_capture optimization_level cuda_graph_sizes",
     _MODEL_FILES: "hf_overrides hf_config_path config_format rope_scaling rope_theta "
     "disable_sliding_window code_revision disable_cascade_attn tokenizer_mode",
-    _TEXT_ONLY: "task runner convert override_pooler_config pooler_config",
     _LOG: "disable_log_requests enable_log_requests uvicorn_log_level max_log_len log_config_file "
     "disable_uvicorn_access_log enable_log_outputs",
     _SERVER: "api_server_count headless middleware root_path enable_request_id_headers "

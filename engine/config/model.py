@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from engine.config.check import check_types
 from engine.config.option import BOTH, EXAMPLE, FRONT_END
+from engine.config.pooler import pooler_options
 from engine.errors import ConfigError, ModelError
 
 
@@ -68,6 +69,17 @@ class ModelOptions:
     """Sampling values that replace those of the file; null removes one."""
     seed: int = field(default=0, metadata=BOTH)
     """Seed of dummy weights, and of sampling for requests without a seed."""
+    runner: Literal["auto", "generate", "pooling"] = field(default="auto", metadata=BOTH)
+    """generate: requests return text; pooling: they return embeddings or scores. auto: as the
+    model's directory says."""
+    convert: Literal["auto", "none", "embed", "classify"] = field(default="auto", metadata=BOTH)
+    """Use a model for embeddings or as a classifier, whatever it was made for. auto: as the model's
+    directory says; none: only as it was made."""
+    pooler_config: dict[str, Any] | None = field(
+        default=None, metadata={**BOTH, EXAMPLE: {"pooling_type": "MEAN", "use_activation": True}}
+    )
+    """How hidden states become embeddings or scores, in place of what the model's directory says;
+    vLLM's keys. docs/models.md lists them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +98,7 @@ class ModelConfig(ModelOptions):
     def __post_init__(self) -> None:
         check_types(self)
         _check_hub_options(self)
+        pooler_options(self.pooler_config)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}, must be in [-2**63, 2**63 - 1] (64 bits)")
 
