@@ -111,11 +111,15 @@ class AdaptedRows:
     """Rows of a matrix sorted by adapter slot, in blocks of up to 32 rows with one adapter.
 
     ``words`` int64: number of blocks, address of the indices of rows, then for each block its
-    slot, its first place in the indices, and its number of rows."""
+    slot, its first place in the indices, and its number of rows.
+    ``head`` [3] int64: addresses of the words and of memory for the first halves of products, one
+    row of floats for each index, and the floats of such a row."""
 
     def __init__(self, most_rows: int) -> None:
         self.words: NDArray[np.int64] = np.zeros(2 + BLOCK_WORDS * most_rows, dtype=np.int64)
+        self.head: NDArray[np.int64] = np.array([self.words.ctypes.data, 0, 0], dtype=np.int64)
         self._order: NDArray[np.int64] = np.zeros(most_rows, dtype=np.int64)
+        self._halves: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
         self.words[1] = self._order.ctypes.data
 
     @property
@@ -126,11 +130,15 @@ class AdaptedRows:
         """Let no row have an adapter."""
         self.words[0] = 0
 
-    def fill(self, slots: NDArray[np.integer], num_threads: int = 1) -> None:
-        """Set the adapter slot of each row [N]. num_threads: that share the blocks."""
+    def fill(self, slots: NDArray[np.integer], num_threads: int = 1, num_ranks: int = 0) -> None:
+        """Set the adapter slot of each row [N]. num_threads: that share the blocks; num_ranks: for
+        which there must be memory in each row of halves."""
         order = np.argsort(slots, kind="stable")
         order = order[np.count_nonzero(slots < 0) :]
         num = len(order)
+        if num * num_ranks > len(self._halves):
+            self._halves = np.zeros(num * num_ranks, dtype=np.float32)
+        self.head[1:] = self._halves.ctypes.data, num_ranks
         self._order[:num] = order
         most = self._rows_of_block(num, num_threads)
         of_order = slots[order]
@@ -174,7 +182,7 @@ class DeviceRows(AdaptedRows):
         self._upload = upload
         self._slots: NDArray[np.integer] = np.zeros(0, dtype=np.int32)  # those on the device
 
-    def fill(self, slots: NDArray[np.integer], num_threads: int = 1) -> None:
+    def fill(self, slots: NDArray[np.integer], num_threads: int = 1, num_ranks: int = 0) -> None:
         """Set the adapter slot of each row [N]. Work queued earlier sees the former ones."""
         if np.array_equal(slots, self._slots):
             return

@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 
 import kernels
 from engine.layers.interface import Linear
-from kernels.cpu.recording import MIXED_STEP
+from kernels.cpu.low_rank import change_of
 from kernels.cpu.threads import num_threads
 from kernels.low_rank import NO_SLOT, AdaptedRows, DeviceTable, LowRankProduct, ProductTable
-
-PIECE = 128
-"""Rows of which layers with gates compute float32 outputs at a time, which then stay in the cache
-until activations are applied."""
 
 
 class StepAdapters:
@@ -35,7 +31,7 @@ class StepAdapters:
         """True if adapters of such a step may change the output layer."""
         self._make_rows = make_rows
         self._all, self._wanted = make_rows(most_tokens), make_rows(most_tokens)
-        self._pieces: list[AdaptedRows] = []  # of the tokens, PIECE in each
+        self._most_ranks = 0
         self._num_tokens = self._num_wanted = 0
 
     def clear(self) -> None:
@@ -54,30 +50,15 @@ class StepAdapters:
         wanted: the tokens that the end of the model computes [R], ``None`` for all;
         changes_output: False if none of these adapters changes the output layer."""
         self.is_active, self.changes_output = True, changes_output
-        self._all.fill(slots, num_threads)
+        self._all.fill(slots, num_threads, self._most_ranks)
         self._num_tokens, self._num_wanted = len(slots), -1
-        self._fill_pieces(slots, num_threads)
         if wanted is not None:
-            self._wanted.fill(slots[wanted], num_threads)
+            self._wanted.fill(slots[wanted], num_threads, self._most_ranks)
             self._num_wanted = len(wanted)
 
-    def _fill_pieces(self, slots: NDArray[np.integer], num_threads: int) -> None:
-        """Set the slots of pieces of the tokens, also for steps that are padded. Layers on a GPU
-        compute all rows at once."""
-        if len(slots) <= PIECE or self._make_rows is not AdaptedRows:
-            return
-        for index in range(-(-(len(slots) + MIXED_STEP) // PIECE)):
-            if index == len(self._pieces):
-                self._pieces.append(self._make_rows(PIECE))
-            begin = index * PIECE
-            self._pieces[index].fill(slots[begin : begin + PIECE], num_threads)
-
-    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
-        """Ranges of a layer's inputs that are computed one after the other, and their slots."""
-        if num_rows <= PIECE or num_rows == self._num_wanted:
-            return [(slice(num_rows), self.of(num_rows))]
-        begins = range(0, num_rows, PIECE)
-        return [(slice(at, at + PIECE), self._pieces[at // PIECE]) for at in begins]
+    def make_room(self, num_ranks: int) -> None:
+        """Provide later steps with memory for this many ranks of a row."""
+        self._most_ranks = max(self._most_ranks, num_ranks)
 
     @contextmanager
     def only(self, slot: int, num_rows: int) -> Iterator[None]:
@@ -85,7 +66,7 @@ class StepAdapters:
         before = self._wanted, self._num_wanted
         if self.is_active:
             self._wanted, self._num_wanted = self._make_rows(num_rows), num_rows
-            self._wanted.fill(np.full(num_rows, slot), num_threads())
+            self._wanted.fill(np.full(num_rows, slot), num_threads(), self._most_ranks)
         try:
             yield
         finally:
@@ -125,9 +106,8 @@ class OutputRows:
         """The slots of the rows of the layer's inputs."""
         return self._step.of(num_rows)
 
-    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
-        """All rows."""
-        return [(slice(num_rows), self.of(num_rows))]
+    def make_room(self, num_ranks: int) -> None:
+        """Do nothing: the output layer has no gates."""
 
 
 class ExpertRows:
@@ -140,6 +120,7 @@ class ExpertRows:
         self._step: StepAdapters | None = None
         self._slots = np.zeros(0, dtype=np.int64)
         self._rows = AdaptedRows(0)
+        self._most_ranks = 0
 
     def attach(self, step: StepAdapters, most_tokens: int) -> None:
         """Use the slots in ``step``, for at most this many tokens."""
@@ -158,15 +139,15 @@ class ExpertRows:
     def choose(self, rows: torch.Tensor) -> None:
         """Prepare for an expert that computes these rows [T] of the mixture."""
         if self.is_active:
-            self._rows.fill(self._slots[rows.numpy()], num_threads())
+            self._rows.fill(self._slots[rows.numpy()], num_threads(), self._most_ranks)
 
     def of(self, num_rows: int) -> AdaptedRows:
         """The slots of the rows of an expert's inputs."""
         return self._rows
 
-    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]:
-        """All rows."""
-        return [(slice(num_rows), self._rows)]
+    def make_room(self, num_ranks: int) -> None:
+        """Provide later steps with memory for this many ranks of a row."""
+        self._most_ranks = max(self._most_ranks, num_ranks)
 
 
 class Slots(Protocol):
@@ -175,7 +156,7 @@ class Slots(Protocol):
     @property
     def is_active(self) -> bool: ...
     def of(self, num_rows: int) -> AdaptedRows: ...
-    def pieces(self, num_rows: int) -> list[tuple[slice, AdaptedRows]]: ...
+    def make_room(self, num_ranks: int) -> None: ...
 
 
 class AdaptedLinear:
@@ -209,6 +190,8 @@ class AdaptedLinear:
             assert one.a.shape[1] == self.in_features
             assert 0 <= one.first <= self.out_features - one.num_outputs
         self._table.put(slot, products)
+        if self._step is not None:
+            self._step.make_room(sum(one.rank for one in products))
 
     def replace(self, slot: int, whole: Linear | None) -> None:
         """Set the layer that takes the place of the other one for rows of an adapter slot. Steps
@@ -227,18 +210,13 @@ class AdaptedLinear:
         base: Any = self.base
         if not hasattr(base, "gated"):
             return None
-        step = self._step
+        step, found = self._step, None
         if step is None or not step.is_active:
-            found: torch.Tensor | None = base.gated(x, activation)
-            return found
-        out = x.new_empty((len(x), self.out_features // 2), dtype=torch.bfloat16)
-        for part, rows in step.pieces(len(x)):
-            outputs = base.unrounded(x[part], activation)
-            if outputs is None:
-                return None
-            changed = kernels.add_low_rank(outputs, x[part].contiguous(), self._table, rows)
-            base.activated(changed, activation, out[part])
-        return out
+            found = base.gated(x, activation)
+        elif base.has_gates(x, activation):
+            change = change_of(x.contiguous(), self._table, step.of(len(x)))
+            found = base.gated(x, activation, change)
+        return found
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [N] of the other layer's weight, [N, in]."""

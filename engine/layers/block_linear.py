@@ -13,7 +13,8 @@ from kernels.cpu.matmul.block_product import (
 )
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
-from kernels.cpu.pointwise import ACTS, act_mul
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change
+from kernels.cpu.pointwise import ACTS
 from kernels.quantized import Quantized
 
 
@@ -40,20 +41,17 @@ class BlockLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, self._out_dtype)
 
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+    def has_gates(self, x: torch.Tensor, activation: str) -> bool:
+        """True if one kernel computes ``gated``."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
+
+    def gated(
+        self, x: torch.Tensor, activation: str, change: Change = NO_CHANGE
+    ) -> torch.Tensor | None:
         """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
-        ``None`` if the kernel does not support this layer or activation."""
-        return self._gated(x, activation) if self._is_gated(activation) else None
-
-    def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
-        where ``gated`` returns ``None``."""
-        return self._product(x, torch.float32) if self._is_gated(activation) else None
-
-    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
-        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
-        rounded once. Returns ``out``."""
-        return act_mul(outputs, activation, out)
+        ``None`` if the kernel does not support this layer or activation. change: of a and b."""
+        return self._gated(x, activation, change) if self.has_gates(x, activation) else None
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
@@ -64,17 +62,13 @@ class BlockLinear:
         dtype = torch.float32 if self._is_wide else torch.bfloat16
         return dequantized_rows(self._table, ids, self.in_features, dtype)
 
-    def _is_gated(self, activation: str) -> bool:
-        """True if one kernel computes ``gated``."""
-        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
-        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
-
     def _product(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         x = x.bfloat16().contiguous()
         return block_product(x, self.packed, self.bias, out_dtype=out_dtype)
 
-    def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        return gated_block_product(x.bfloat16().contiguous(), self.packed, activation)
+    def _gated(self, x: torch.Tensor, activation: str, change: Change) -> torch.Tensor:
+        x = x.bfloat16().contiguous()
+        return gated_block_product(x, self.packed, activation, change=change)
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor:
         return largest_output(x.bfloat16().contiguous(), self.packed)
@@ -95,8 +89,9 @@ class ExactBlockLinear(BlockLinear):
             x, self._table, self.bias, self.out_features, out_dtype=out_dtype
         )
 
-    def _gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        return bfloat16.gated_product(self._inputs(x), self._table, self.out_features, activation)
+    def _gated(self, x: torch.Tensor, activation: str, change: Change) -> torch.Tensor:
+        x, num_out = self._inputs(x), self.out_features
+        return bfloat16.gated_product(x, self._table, num_out, activation, change=change)
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor:
         return bfloat16.largest(self._inputs(x), self._table, self.out_features)

@@ -17,8 +17,9 @@ from engine.layers.quantized import GgufWeight, QuantizedWeight, SplitWeight, We
 from engine.layers.quantized_linear import device_linear
 from engine.layers.split_linear import split_linear
 from kernels.bodies import CPU_TENSORS
-from kernels.cpu import isa, pointwise
+from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change
 from kernels.cpu.matmul.rows import as_table, gathered_rows
 from kernels.cpu.pointwise import ACTS
 from kernels.reference.int4 import group_size_of, quantize_int4
@@ -216,28 +217,20 @@ class BFloat16Linear:
             out_dtype=self._out_dtype,
         )
 
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+    def has_gates(self, x: torch.Tensor, activation: str) -> bool:
+        """True if one kernel computes ``gated``."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
+
+    def gated(
+        self, x: torch.Tensor, activation: str, change: Change = NO_CHANGE
+    ) -> torch.Tensor | None:
         """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
-        ``None`` if the kernel does not support this layer or activation."""
-        if not self._is_gated(activation):
+        ``None`` if the kernel does not support this layer or activation. change: of a and b."""
+        if not self.has_gates(x, activation):
             return None
-        x = x.bfloat16().contiguous()
-        return bfloat16.gated_product(x, self.packed, self.out_features, activation)
-
-    def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
-        where ``gated`` returns ``None``."""
-        if not self._is_gated(activation):
-            return None
-        x = x.bfloat16().contiguous()
-        return bfloat16.packed_product(
-            x, self.packed, self.bias, self.out_features, out_dtype=torch.float32
-        )
-
-    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
-        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
-        rounded once. Returns ``out``."""
-        return pointwise.act_mul(outputs, activation, out)
+        x, num_out = x.bfloat16().contiguous(), self.out_features
+        return bfloat16.gated_product(x, self.packed, num_out, activation, change=change)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
@@ -248,11 +241,6 @@ class BFloat16Linear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return gathered_rows(self.packed, ids, self.in_features)
-
-    def _is_gated(self, activation: str) -> bool:
-        """True if one kernel computes ``gated``."""
-        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
-        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
 
 
 class Int8Linear:
@@ -282,24 +270,20 @@ class Int8Linear:
         y = int8.int8_product(taken, self.weight, self.bias, out_dtype=out_dtype)
         return y if y.dtype is wanted else y.to(wanted)
 
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+    def has_gates(self, x: torch.Tensor, activation: str) -> bool:
+        """True if one kernel computes ``gated``."""
+        is_known = activation in ACTS and x.dtype is torch.bfloat16 and not self._keeps_float32
+        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
+
+    def gated(
+        self, x: torch.Tensor, activation: str, change: Change = NO_CHANGE
+    ) -> torch.Tensor | None:
         """act(a) * b [N, out / 2], for the two halves a and b of the outputs, by one kernel;
-        ``None`` if the kernel does not support this layer, activation or dtype."""
-        if not self._is_gated(x, activation):
+        ``None`` if the kernel does not support this layer, activation or dtype. change: of a and
+        b."""
+        if not self.has_gates(x, activation):
             return None
-        return int8.gated_product(x.contiguous(), self.weight, activation)
-
-    def unrounded(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """Outputs [N, out] in float32, of which ``activated`` makes those of ``gated``; ``None``
-        where ``gated`` returns ``None``."""
-        if not self._is_gated(x, activation):
-            return None
-        return int8.int8_product(x.contiguous(), self.weight, self.bias, out_dtype=torch.float32)
-
-    def activated(self, outputs: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
-        """Write act(a) * b to ``out`` [N, out / 2], for the two halves a and b of float32 outputs,
-        rounded once. Returns ``out``."""
-        return int8.activated(outputs, activation, out)
+        return int8.gated_product(x.contiguous(), self.weight, activation, change=change)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
@@ -312,11 +296,6 @@ class Int8Linear:
         packed, scales = self.weight.packed, self.weight.scales
         integers = packed[ids // float32.PANEL, :, ids % float32.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
-
-    def _is_gated(self, x: torch.Tensor, activation: str) -> bool:
-        """True if one kernel computes ``gated``."""
-        is_known = activation in ACTS and x.dtype is torch.bfloat16 and not self._keeps_float32
-        return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
 
 
 def _float32_or_bfloat16(x: torch.Tensor) -> torch.Tensor:

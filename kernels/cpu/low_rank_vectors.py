@@ -23,6 +23,7 @@ from kernels.cpu.vectors import (
     load_floats,
     splat,
 )
+from kernels.low_rank import PANEL
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -120,14 +121,14 @@ def spread_tile(  # noqa: C901, PLR0913
     typing_context, places, shift, sums, lds, b, ahead, depth, rows, vectors, size, cell
 ):
     """Add sums[i] @ b to ``vectors`` vectors of outputs, ``shift`` bytes after the address of row
-    i, which is the i-th int64 at ``places``. sums: float32 [rows, depth]; b: [depth, outputs] of
-    ``size`` bytes, as many of which are prefetched from the address ``ahead`` on; outputs have
-    ``cell`` bytes. The last four are literals."""
+    i, which is the i-th int64 at ``places``. sums: float32 [rows, depth]; b: outputs of a panel
+    [depth, PANEL] of ``size`` bytes, as many of which are prefetched from the address ``ahead`` on;
+    outputs have ``cell`` bytes. The last four are literals."""
     literals = (rows, vectors, size, cell)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     num_rows, num_vectors, num_bytes, num_cell = (given.literal_value for given in literals)
-    width = num_vectors * LANES * num_bytes  # of a row of b, in bytes
+    width = num_vectors * LANES * num_bytes  # of what is read of a row of b, in bytes
 
     def tile(builder, args, mine, theirs):
         places, shift, sums, lds, b, ahead, depth = args[:7]
@@ -158,7 +159,8 @@ def spread_tile(  # noqa: C901, PLR0913
                     added.append(fma(builder, own, other, totals[n * len(others) + j]))
             return [builder.add(place, _I64(4)), *added]
 
-        _, *totals = over_rows(builder, (b, _I64(width), depth), [sums, *initial], step)
+        span = b, _I64(PANEL * num_bytes), depth
+        _, *totals = over_rows(builder, span, [sums, *initial], step)
         for n, total in enumerate(totals):
             base, offset = outputs[n // len(offsets)], offsets[n % len(offsets)]
             store_floats(builder, total, builder.add(base, offset), num_cell)

@@ -39,15 +39,13 @@ def add_rms_norm(
     return y, total
 
 
-def act_mul(gate_up: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS; out: where
-    to write the result [N, F], of gate_up's dtype or bfloat16; ``None``: to a new tensor. bfloat16
-    results of float32 are those of fused products of bfloat16, bit for bit."""
+def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(first half) * second half of gate_up [N, 2F], contiguous; act: a key of ACTS."""
     num, width = gate_up.shape
     half = width // 2
-    out = gate_up.new_empty((num, half)) if out is None else out
+    out = gate_up.new_empty((num, half))
     threads = num_threads() if num * half >= _ENOUGH else 1
-    ACT_MUL[gate_up.element_size(), out.element_size()].run(
+    ACT_MUL[out.element_size()].run(
         threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]
     )
     return out
@@ -336,12 +334,9 @@ def _gated_norm_body(cell: int):
     return body
 
 
-def _act_mul_body(cell: int, cell_out: int):
-    is_rounded = cell_out < cell  # whole vectors at a time, as fused products do
-
+def _act_mul_body(cell: int):
     def body(row):
         p = i64(row, (6,))
-        exact = np.empty(_CHUNK if is_rounded else 1, np.float32)
         num, half, act = p[3], p[4], p[5]
         chunks = (half + _CHUNK - 1) // _CHUNK
         while True:
@@ -353,16 +348,13 @@ def _act_mul_body(cell: int, cell_out: int):
             count = min(_CHUNK, half - first)
             gates = elements(p[1] + (n * 2 * half + first) * cell, (count,), cell)
             ups = elements(p[1] + ((n * 2 + 1) * half + first) * cell, (count,), cell)
-            target = p[2] + (n * half + first) * cell_out
-            out = exact[:count] if is_rounded else elements(target, (count,), cell_out)
+            out = elements(p[2] + (n * half + first) * cell, (count,), cell)
             if act == 0:
                 for i in range(count):
                     put(out, i, silu(get(gates, i)) * get(ups, i))
             else:
                 for i in range(count):
                     put(out, i, gelu_tanh(get(gates, i)) * get(ups, i))
-            if is_rounded:
-                write_cells(target, out, cell_out)
 
     return body
 
@@ -391,6 +383,5 @@ GATED_NORM = {cell: Kernel(_gated_norm_body(cell)) for cell in (4, 2)}
 ADD = {cell: Kernel(_add_body(cell)) for cell in (4, 2)}
 SCALE = {cell: Kernel(_scale_body(cell)) for cell in (4, 2)}
 RELU_SQUARED = {cell: Kernel(_relu_squared_body(cell)) for cell in (4, 2)}
-# Also by bytes per element of the result.
-ACT_MUL = {cells: Kernel(_act_mul_body(*cells)) for cells in ((4, 4), (2, 2), (4, 2))}
+ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}
 JOIN = {cell: Kernel(_join_body(cell)) for cell in (4, 2)}

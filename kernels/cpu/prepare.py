@@ -58,7 +58,7 @@ def prepare(
     written = rope.QKV[(size, size) if kind is None else kind.sizes]
     others += [pointwise.NORM[size], written, sampling.CHOOSE]
     if not has_blocks:  # otherwise products apply activations
-        others.append(pointwise.ACT_MUL[size, size])
+        others.append(pointwise.ACT_MUL[size])
     helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
         if (

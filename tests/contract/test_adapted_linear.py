@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.layers.adapted_linear import PIECE, AdaptedLinear, StepAdapters
+from engine.layers.adapted_linear import AdaptedLinear, StepAdapters
 from engine.layers.linear import make_linear
 from kernels.low_rank import LowRankProduct, in_panels
 
@@ -23,7 +23,7 @@ def random(rng: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize(("num", "padding"), [(2, 0), (PIECE + 1, 15), (3 * PIECE + 40, 0)])
+@pytest.mark.parametrize(("num", "padding"), [(2, 0), (129, 15), (424, 0)])
 def test_gates_of_many_rows(
     num: int, padding: int, quantization: str | None, rng: torch.Generator
 ) -> None:
@@ -31,7 +31,7 @@ def test_gates_of_many_rows(
     base: Any = make_linear(random(rng, 2 * WIDTH, NUM_IN), quantization=quantization)
     if not hasattr(base, "gated"):
         pytest.skip("this processor has no such product")
-    step, layer = StepAdapters(4 * PIECE), AdaptedLinear(base)
+    step, layer = StepAdapters(512), AdaptedLinear(base)
     layer.attach(2, step)
     for slot, rank in enumerate((3, 8)):
         products = [
@@ -46,7 +46,7 @@ def test_gates_of_many_rows(
     assert together is not None and together.shape == (num + padding, WIDTH)
     plain = base.gated(x, "silu")
     assert torch.equal(together[:num][slots < 0], plain[:num][slots < 0])
-    for n in {0, 1, num - 1, min(num, PIECE) - 1, min(num - 1, PIECE)}:
+    for n in {0, 1, num - 1, min(num, 128) - 1, min(num - 1, 128)}:
         step.fill(slots[n : n + 1], None, num_threads=1)
         alone = layer.gated(x[n : n + 1], "silu")
         assert alone is not None and torch.equal(alone[0], together[n])

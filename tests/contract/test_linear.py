@@ -1,7 +1,5 @@
 """Linear layers: right for every shape, one copy of the weights, damage kept to its row."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -140,18 +138,3 @@ def test_a_quantization_that_cannot_be_is_named() -> None:
         make_linear(torch.zeros(2, 2), quantization="int3")
     with pytest.raises(ConfigError, match=r"'fp8'.*'cuda'.*'cpu'.*quantization='int8'"):
         make_linear(torch.zeros(2, 2), quantization="fp8")
-
-
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_of_unrounded_outputs_have_the_bits_of_gated_products(
-    quantization: str | None, activation: str, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    linear: Any = make_linear(0.1 * torch.randn(256, 128).bfloat16(), quantization=quantization)
-    if not hasattr(linear, "gated"):
-        pytest.skip("this processor has no such product")
-    for num in (1, 3, 17):
-        x = torch.randn(num, 128).bfloat16()
-        gated, outputs = linear.gated(x, activation), linear.unrounded(x, activation)
-        assert torch.equal(linear.activated(outputs, activation, torch.empty_like(gated)), gated)

@@ -48,9 +48,9 @@ def table_of(case: tuple, dtype: torch.dtype, rng: torch.Generator) -> ProductTa
     return table
 
 
-def rows_of(slots: torch.Tensor, num_threads: int = 1) -> AdaptedRows:
+def rows_of(slots: torch.Tensor, num_threads: int = 1, num_ranks: int = 0) -> AdaptedRows:
     rows = AdaptedRows(len(slots))
-    rows.fill(slots.numpy(), num_threads)
+    rows.fill(slots.numpy(), num_threads, num_ranks)
     return rows
 
 

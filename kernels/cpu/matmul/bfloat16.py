@@ -26,7 +26,7 @@ from kernels.cpu.cells import read_cells
 from kernels.cpu.matmul.blocks import PANEL as HALF
 from kernels.cpu.matmul.dequantized import fill_pairs
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
-from kernels.cpu.matmul.outputs import Target, finish, gate, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, finish, gate, largest_ids
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -41,7 +41,7 @@ from kernels.cpu.vectors import (
 )
 
 STEP = 32  # inputs are padded to a multiple of this
-NUM_PARAMETERS = 14
+NUM_PARAMETERS = 17
 Weights = torch.Tensor | NDArray[np.int64]
 """A packed weight, or the table of a packed weight in blocks."""
 _ROWS = 6  # rows per register tile; with four vectors of outputs they fill the registers
@@ -108,16 +108,23 @@ def packed_product(
 
 
 def gated_product(
-    x: torch.Tensor, packed: Weights, num_out: int, act: str, *, body: str | None = None
+    x: torch.Tensor,
+    packed: Weights,
+    num_out: int,
+    act: str,
+    *,
+    body: str | None = None,
+    change: Change = NO_CHANGE,
 ) -> torch.Tensor:
     """Return act(x @ gate) * (x @ up), [N, num_out / 2], rounded once. packed: gate and up as one
     matrix of `num_out` outputs, a multiple of two panels; x: [N, in] contiguous bfloat16; act: a
-    key of ``kernels.cpu.pointwise.ACTS``."""
+    key of ``kernels.cpu.pointwise.ACTS``; change: of both before the activation."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
     plan = _plan(x, half, body)
     panels = half // width_of(plan.body)
-    target = Target(out.data_ptr(), out.element_size(), gates=panels, act=ACTS[act])
+    size = out.element_size()
+    target = Target(out.data_ptr(), size, gates=panels, act=ACTS[act], change=change)
     _run(plan, x, packed, target)
     return out
 
@@ -183,6 +190,7 @@ def _run(plan: _Plan, x: torch.Tensor, packed: Weights, target: Target) -> None:
         target.ids,
         target.gates,
         target.act,
+        *target.change,
     )
 
 
@@ -254,7 +262,7 @@ def _vector_body(how: int, is_table: int = 0):
                 if p[13]:
                     others = panel + p[13], has_next, scratch.ctypes.data
                     _panel_pairs(p, a, sums[most:], count, others, how, is_table)
-                    gate(p, sums, sums[most:], count)
+                    gate(p, (sums, sums[most:]), (first, count), panel, 15)
                 finish(p, sums, first, count, panel)
 
     return body
@@ -336,7 +344,7 @@ def _tile_body(soft: int, is_table: int = 0):
                 if p[13]:
                     others = panel + p[13], place[1], place[2]
                     _panel_tiles(p, own, rows, sums[high:], others, soft, is_table)
-                    gate(p, sums, sums[high:], count)
+                    gate(p, (sums, sums[high:]), (first, count), panel, 15)
                 finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
 

@@ -78,12 +78,12 @@ from kernels.cpu.matmul.block_rows import (
 from kernels.cpu.matmul.block_tiles import ROWS, tile_panel_body
 from kernels.cpu.matmul.blocks import PANEL, BlockWeight
 from kernels.cpu.matmul.float32 import panels_an_item
-from kernels.cpu.matmul.outputs import Target, finish, gate, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, finish, gate, largest_ids
 from kernels.cpu.native import EXACT, Kernel, f32, i64, next_item
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
 
-NUM_PARAMETERS = 17
+NUM_PARAMETERS = 20
 _ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _FEW = 8  # up to this many rows, each thread quantises them itself
 _MOST, _BYTES = 288, 3 << 18  # maximum rows of an item, and bytes of them, which stay in the cache
@@ -113,14 +113,20 @@ def block_product(
 
 
 def gated_block_product(
-    x: torch.Tensor, weight: BlockWeight, act: str, *, body: str | None = None
+    x: torch.Tensor,
+    weight: BlockWeight,
+    act: str,
+    *,
+    body: str | None = None,
+    change: Change = NO_CHANGE,
 ) -> torch.Tensor:
     """Return act(x @ gate) * (x @ up), [M, N / 2] of x's dtype, rounded once. weight: gate and up
     as one matrix of N outputs, a multiple of 64; x, body: as in `block_product`; act: a key of
-    ``kernels.cpu.pointwise.ACTS``."""
+    ``kernels.cpu.pointwise.ACTS``; change: of both before the activation."""
     half = weight.num_outputs // 2
     out = x.new_empty((len(x), half))
-    target = Target(out.data_ptr(), out.element_size(), gates=half // PANEL, act=ACTS[act])
+    size, gates = out.element_size(), half // PANEL
+    target = Target(out.data_ptr(), size, gates=gates, act=ACTS[act], change=change)
     _run(_plan(x, weight, half, body), x, weight, target)
     return out
 
@@ -184,6 +190,7 @@ def _run(plan: _Plan, x: torch.Tensor, weight: BlockWeight, target: Target) -> N
         tile_bytes(weight) if is_tiles else row_bytes(weight.units, weight.halves),
         panel_function(form, plan.way).address,
         int(is_tiles),
+        *target.change,
     )
 
 
@@ -223,7 +230,7 @@ def _product_body(row):
             if p[13]:
                 job[JOB_OUT] = sums[high:].ctypes.data
                 _panel(p, t, job, panel + p[13])
-                gate(p, sums, sums[high:], count)
+                gate(p, (sums, sums[high:]), (first, count), panel, 18)
             finish(p, sums, first, count, panel)
     # Numba frees an array that is not named any more.
     decoded[0] = scratch[0] = 0

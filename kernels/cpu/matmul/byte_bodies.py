@@ -13,7 +13,7 @@ from numba import njit
 from kernels.cpu import amx
 from kernels.cpu.cells import write_cells
 from kernels.cpu.matmul.float32 import PANEL
-from kernels.cpu.matmul.outputs import keep_largest
+from kernels.cpu.matmul.outputs import change, keep_largest
 from kernels.cpu.matmul.scaled_sums import write_activated, write_gated, write_scaled
 from kernels.cpu.native import EXACT, INLINE, f32, float_of_bits, i32, i64, next_item, u8, u16
 from kernels.cpu.vectors import LANES, LINE, byte_tile_product, prefetch
@@ -21,7 +21,7 @@ from kernels.cpu.vectors import LANES, LINE, byte_tile_product, prefetch
 DEEP = 4  # inputs per lane and instruction
 STEP = 64  # inputs are padded to a multiple of this
 ZERO_POINT = 128
-NUM_PARAMETERS = 16
+NUM_PARAMETERS = 19
 HALF = PANEL // 2  # outputs that are converted to floats together
 _ROWS = 6  # rows per register tile of "dots"
 _LINE = PANEL * DEEP  # bytes of a panel per four inputs, and of a row of sums
@@ -136,6 +136,9 @@ def _write_some(p, totals, rows, start):
 def _gate_half(p, gates, ups, first, count, start):
     """Write activation(gate) * up, as bfloat16, for 32 outputs from `start` on. gates, ups:
     addresses of their sums, in rows of 64."""
+    if p[17]:
+        _gate_changed(p, gates, ups, (first, count), start)
+        return
     num_out, row_scales = p[10], f32(p[5] + first * 4, (count,))
     at, above = start * 4, (start + num_out) * 4
     for i in range(count):
@@ -148,23 +151,34 @@ def _gate_half(p, gates, ups, first, count, start):
             write_gated(gate, up, row_scales[i], out, 2, 1)
 
 
-def activate_body(row):
-    """Compute activation(gates) * ups of float32 outputs, as `_gate_half` does of sums.
-
-    Parameters: 1 gates and ups, 2 target, 3 rows, 4 gates of a row, a multiple of 16, 5 activation.
-    """
-    p = i64(row, (6,))
-    half = p[4]
-    while True:
-        n = next_item(row)
-        if n >= p[3]:
-            break
-        for j in range(0, half, LANES):
-            gate, out = p[1] + (n * 2 * half + j) * 4, p[2] + (n * half + j) * 2
-            if p[5] == 0:
-                write_activated(gate, gate + half * 4, out, 0)
+@njit(**EXACT)
+def _gate_changed(p, gates, ups, rows, start):
+    """Write what `_gate_half` writes, of sums that a function changes before."""
+    first, count = rows
+    floats = np.empty((2 * count, HALF), np.float32)
+    _changed(p, gates, floats, rows, start)
+    _changed(p, ups, floats[count:], rows, start + p[10])
+    for i in range(count):
+        out = p[4] + ((first + i) * p[10] + start) * 2
+        for j in range(0, HALF, LANES):
+            gate, up = floats[i, j:].ctypes.data, floats[count + i, j:].ctypes.data
+            if p[16] == 0:
+                write_activated(gate, up, out + j * 2, 0)
             else:
-                write_activated(gate, gate + half * 4, out, 1)
+                write_activated(gate, up, out + j * 2, 1)
+
+
+@njit(**EXACT)
+def _changed(p, totals, floats, rows, start):
+    """Convert integer sums of 32 outputs from `start` on to floats, and let the function change
+    them."""
+    first, count = rows
+    row_scales = f32(p[5] + first * 4, (count,))
+    taken, scales = p[7] + start * 4, p[6] + start * 4
+    for i in range(count):
+        where = floats[i].ctypes.data
+        write_scaled(totals + i * _LINE, taken, scales, 0, row_scales[i], where, 2, 4, 0)
+    change((p[17], p[18], p[19]), (floats.ctypes.data, HALF), rows, start)
 
 
 @njit(**INLINE)

@@ -18,13 +18,12 @@ from kernels.cpu.matmul.byte_bodies import (
     DEEP,
     STEP,
     ZERO_POINT,
-    activate_body,
     dots_body,
     quantize_body,
     tiles_body,
 )
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
-from kernels.cpu.matmul.outputs import Target, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, largest_ids
 from kernels.cpu.native import Kernel
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -104,24 +103,20 @@ def int8_product(
 
 
 def gated_product(
-    x: torch.Tensor, weight: Int8Weight, act: str, *, body: str | None = None
+    x: torch.Tensor,
+    weight: Int8Weight,
+    act: str,
+    *,
+    body: str | None = None,
+    change: Change = NO_CHANGE,
 ) -> torch.Tensor:
     """Return act(x @ gate) * (x @ up), [N, out / 2] bfloat16, rounded once. weight: gate and up as
     one matrix, its outputs a multiple of two panels; x: [N, in] contiguous float32 or bfloat16;
-    act: a key of ``kernels.cpu.pointwise.ACTS``."""
+    act: a key of ``kernels.cpu.pointwise.ACTS``; change: of both before the activation."""
     half = weight.num_out // 2
     out = x.new_empty((len(x), half), dtype=torch.bfloat16)
-    target = Target(out.data_ptr(), 2, 0, gates=half // PANEL, act=ACTS[act])
+    target = Target(out.data_ptr(), 2, gates=half // PANEL, act=ACTS[act], change=change)
     _run(_plan(x, weight, half, body), x, weight, target)
-    return out
-
-
-def activated(outputs: torch.Tensor, act: str, out: torch.Tensor) -> torch.Tensor:
-    """Write act(gates) * ups to ``out`` [N, F] bfloat16, of float32 outputs [N, 2F] of a product
-    that ``gated_product`` would compute, bit for bit. Returns ``out``."""
-    num, half = len(outputs), outputs.shape[1] // 2
-    threads = num_threads() if num >= _ENOUGH_ROWS else 1
-    ACTIVATE.run(threads, outputs.data_ptr(), out.data_ptr(), num, half, ACTS[act])
     return out
 
 
@@ -189,11 +184,11 @@ def _run(plan: _Plan, x: torch.Tensor, weight: Int8Weight, target: Target) -> No
         target.ids,
         target.gates,
         target.act,
+        *target.change,
     )
 
 
 # By bytes of an element of x.
-ACTIVATE = Kernel(activate_body, exact=True)
 QUANTIZE = {cell: Kernel(quantize_body(cell)) for cell in (4, 2)}
 BODIES = {
     "dots": Kernel(dots_body, heavy=True),

@@ -14,11 +14,24 @@ import torch
 from numba import njit
 
 from kernels.cpu import sweeps
+from kernels.cpu.atomics import call_body, lay_out
 from kernels.cpu.cells import write_cells
 from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64
 
 _LOWEST, _INFINITY = np.float32(-np.inf), np.float32(np.inf)
+
+
+class Change(NamedTuple):
+    """What is done to the sums of gates and ups before the activation: a function, which `change`
+    calls, and two addresses for it. 0: nothing."""
+
+    function: int = 0
+    table: int = 0
+    rows: int = 0
+
+
+NO_CHANGE = Change()
 
 
 class Target(NamedTuple):
@@ -31,6 +44,7 @@ class Target(NamedTuple):
     ids: int = 0
     gates: int = 0  # number of gate panels; as many up panels follow them
     act: int = 0
+    change: Change = NO_CHANGE
 
 
 def largest_ids(num: int, groups: int, run: Callable[[Target], None]) -> torch.Tensor:
@@ -75,8 +89,23 @@ def finish(p, sums, first, count, panel):
 
 
 @njit(**INLINE)
-def gate(p, gates, ups, count):
-    """Compute gates[:count] = activation(gates) * ups, in place. p: the product's parameters."""
+def change(given, sums, rows, start):
+    """Let a function change float32 sums of the outputs from ``start`` on. given: a ``Change``
+    with a function; sums: (address, outputs of a row); rows: (first, number)."""
+    (function, table, places), (address, width), (first, count) = given, sums, rows
+    call_body(function, lay_out((table, places, address, width, first, count, start)))
+
+
+@njit(**INLINE)
+def gate(p, sides, rows, panel, at):
+    """Compute gates = activation(gates) * ups, in place, for the rows (first, number). p: the
+    product's parameters, with those of a ``Change`` from index ``at`` on; sides: sums of a panel of
+    gates and of one of ups."""
+    (gates, ups), (_, count) = sides, rows
+    if p[at]:
+        given, width = (p[at], p[at + 1], p[at + 2]), gates.shape[1]
+        change(given, (gates.ctypes.data, width), rows, panel * width)
+        change(given, (ups.ctypes.data, width), rows, (panel + p[13]) * width)
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
