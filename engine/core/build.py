@@ -21,6 +21,8 @@ from engine.config.env import use_kernel_cache
 from engine.config.kv_groups import FULL, max_concurrency, request_blocks, sized
 from engine.config.lora import LoRAConfig
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
+from engine.config.pooling import read_pooling
+from engine.config.pooling_steps import for_pooling
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
@@ -74,6 +76,7 @@ def build_core(
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     drafting = fetched_draft_model(config)
     info = read_model_info(config.model.model)
+    pooling = read_pooling(info, config.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
     if config.kernel_cache is not None:
@@ -83,16 +86,22 @@ def build_core(
         from engine.worker.worker import make_worker
 
     device = resolve_device(config.device)
-    resolved = resolve(config, info, device, products=cpu_products(config.model, info, device))
+    products = cpu_products(config.model, info, device)
+    if pooling is not None:
+        config = for_pooling(config, info, pooling, device, products=products)
+    resolved = resolve(config, info, device, products=products)
     failures = Failures()
     features = [*added, *computing_halves(resolved, info, drafting)]
-    worker = make_worker(resolved, info, features, failures)
+    worker = make_worker(resolved, info, features, failures, pooling)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
-    decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
+    capabilities = parts_of(chosen.resources)
+    if pooling is not None:
+        capabilities += ("pooling", "only_pooling")
+    decided = decide(resolved, info, facts, worker.measure, capabilities)
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)

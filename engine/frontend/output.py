@@ -17,6 +17,7 @@ from engine.frontend.logprobs import Position, position_logprobs, prompt_positio
 from engine.frontend.pace import QueuePace
 from engine.frontend.prompt import Submission
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PooledColumns, Vectors, as_vectors
 from engine.messages.requests import (
     CompletionOutput,
     CoreOutputs,
@@ -99,6 +100,8 @@ class OutputProcessor:
             num_tokens += self._start(batch.request_ids[started.index], started)
         for index in batch.prompt_logprobs:
             self._take_prompt_logprobs(batch, index)
+        if batch.pooled is not None:
+            self._take_pooled(batch, batch.pooled)
         moved: Moved = {}
         self._process_rows(batch, moved)
         if self._latencies is not None:
@@ -225,6 +228,16 @@ class OutputProcessor:
             return len(request.prompt_token_ids)
         return 0
 
+    def _take_pooled(self, batch: CoreOutputs, pooled: PooledColumns) -> None:
+        """Store the results of pooled requests, which end in this batch."""
+        for index, width, values in pooled.entries():
+            row = self._rows.get(batch.request_ids[index])
+            if row is None:
+                continue
+            request = row.request
+            request.pooled = as_vectors(values, width, by_token=request.pools_tokens)
+            self._note_first(request, batch.time)
+
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])
         if row is not None:
@@ -246,12 +259,7 @@ class OutputProcessor:
         if token_ids:
             metrics, last = request.metrics, request.metrics.last_token_time
             if metrics.first_token_time is None:
-                metrics.first_token_time = time
-                if self.pace is not None:
-                    self.pace.start(time)
-                self.counts.prompt_tokens += len(request.prompt_token_ids)
-                if self._latencies is not None:
-                    self._latencies.first_token.add(time - metrics.arrival_time)
+                self._note_first(request, time)
             elif self._latencies is not None and last is not None and last != time:
                 self._latencies.between_tokens.add(time - last)
             metrics.last_token_time = time
@@ -262,6 +270,15 @@ class OutputProcessor:
         if end is not None:
             request.note(sequence.index, end)
             request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
+
+    def _note_first(self, request: RequestState, time: float) -> None:
+        """Count a request's first token, or its pooled result."""
+        request.metrics.first_token_time = time
+        if self.pace is not None:
+            self.pace.start(time)
+        self.counts.prompt_tokens += len(request.prompt_token_ids)
+        if self._latencies is not None:
+            self._latencies.first_token.add(time - request.metrics.arrival_time)
 
     def _moved(
         self, core_id: str, row: Row, end: Finished | None, time: float, moved: Moved
@@ -346,8 +363,8 @@ class RequestState:
 
     __slots__ = (
         "_num_running", "_reports", "adapter", "core_ids", "is_single", "kind",
-        "kv_transfer_params", "metrics", "num_cached_tokens", "prompt", "prompt_logprobs",
-        "prompt_token_ids", "request_id", "sequences",
+        "kv_transfer_params", "metrics", "num_cached_tokens", "pooled", "pools_tokens", "prompt",
+        "prompt_logprobs", "prompt_token_ids", "request_id", "sequences",
     )  # fmt: skip
 
     def __init__(
@@ -376,6 +393,9 @@ class RequestState:
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
+        pooling = submission.requests[0].pooling
+        self.pools_tokens = pooling is not None and pooling.is_by_token
+        self.pooled: Vectors | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -440,6 +460,7 @@ class RequestState:
             self.num_cached_tokens,
             self.metrics.__copy__(),  # type: ignore[attr-defined] # copy() searches for it
             self.kv_transfer_params,
+            self.pooled,
         )
         if self.kind == "delta":
             self.prompt_logprobs = None  # sent once

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import WireError
+from engine.messages.pooling import PooledPart
 from engine.messages.step import DraftPart, MaskPart, Masks, SnapshotPart, StepPlan, StepResult
 
 Message = StepPlan | StepResult | Masks
@@ -67,7 +68,7 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 
 
 def _to_bytes(value: Any) -> bytes:
-    if isinstance(value, np.ndarray) and value.dtype.kind == "i":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "if":
         return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
     raise TypeError(f"{value!r:.80} ({type(value).__name__}) cannot be sent to a worker")
 
@@ -83,7 +84,7 @@ def _refuse_extension(code: int, data: memoryview) -> NoReturn:
     raise ValueError(f"extension type {code}")
 
 
-_WITH_COLUMNS = (StepPlan, StepResult, Masks, DraftPart, MaskPart, SnapshotPart)
+_WITH_COLUMNS = (StepPlan, StepResult, Masks, DraftPart, MaskPart, SnapshotPart, PooledPart)
 _COLUMNS: dict[Any, dict[str, np.dtype[Any] | None]] = {
     kind: _columns_of(kind) for kind in _WITH_COLUMNS
 }

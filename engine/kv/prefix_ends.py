@@ -19,7 +19,7 @@ OTHER_MEDIA = "other media"
 WINDOW_GONE = "window gone"
 NO_SNAPSHOT = "no snapshot there"
 CACHING_OFF = "prefix caching off"
-NOT_READ = "prompt_logprobs"
+NOT_READ = "every token wanted"  # prompt log-probabilities, results by token
 MOST_VARIANTS = 4  # remembered blocks of equal tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -54,6 +55,11 @@ class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
         """True if the result has a vector for each token."""
         return self.task in TOKEN_TASKS
 
+    @property
+    def reads_all(self) -> bool:
+        """True if every token is computed, so that no prefix is taken from the cache."""
+        return self.skip_reading_prefix_cache or self.is_by_token
+
 
 class PooledPart(msgspec.Struct, array_like=True):
     """Results of pooled requests in a step.
@@ -65,6 +71,31 @@ class PooledPart(msgspec.Struct, array_like=True):
     widths: NDArray[np.int32]
     values: Vectors  # of all rows, concatenated
 
+    @classmethod
+    def of(cls, results: Sequence[tuple[int, Vectors]]) -> PooledPart:
+        """Join the results of some rows, [width] or [vectors, width] each."""
+        rows, vectors = [row for row, _ in results], [each for _, each in results]
+        values = np.concatenate([each.reshape(-1) for each in vectors])
+        sizes, widths = [each.size for each in vectors], [each.shape[-1] for each in vectors]
+        places, counts, lengths = (
+            np.array(column, dtype=np.int32) for column in (rows, sizes, widths)
+        )
+        return cls(places, counts, lengths, values.astype(np.float32, copy=False))
+
+    @classmethod
+    def without_values(cls, rows: NDArray[np.int32]) -> PooledPart:
+        """Results of these rows that have no numbers, as in replays and simulations."""
+        nothing = np.zeros(len(rows), dtype=np.int32)
+        return cls(rows, nothing, nothing, np.empty(0, dtype=np.float32))
+
+    def entries(self) -> Iterator[tuple[int, int, Vectors]]:
+        """For each result: its row, the numbers in a vector, and its values."""
+        begin = 0
+        columns = (column.tolist() for column in (self.rows, self.sizes, self.widths))
+        for row, size, width in zip(*columns, strict=True):
+            yield row, width, self.values[begin : begin + size]
+            begin += size
+
 
 class PooledColumns(msgspec.Struct, array_like=True, gc=False):
     """Results of pooled requests for one client, as in ``PooledPart``.
@@ -75,6 +106,29 @@ class PooledColumns(msgspec.Struct, array_like=True, gc=False):
     sizes: list[int]
     widths: list[int]
     values: bytes
+
+    def pick(self, place_of: Mapping[int, int]) -> PooledColumns | None:
+        """The results of some rows only. ``place_of``: the new place of each row to keep; ``None``
+        if no row has a result."""
+        found = sorted((place_of[row], *entry) for row, *entry in self.entries() if row in place_of)
+        if not found:
+            return None
+        rows, widths, values = zip(*found, strict=True)
+        sizes = [len(each) // 4 for each in values]
+        return PooledColumns(list(rows), sizes, list(widths), b"".join(values))
+
+    def entries(self) -> Iterator[tuple[int, int, bytes]]:
+        """For each result: its row, the numbers in a vector, and its values."""
+        begin = 0
+        for row, size, width in zip(self.rows, self.sizes, self.widths, strict=True):
+            yield row, width, self.values[begin : begin + 4 * size]
+            begin += 4 * size
+
+
+def as_vectors(values: bytes, width: int, *, by_token: bool) -> Vectors:
+    """The numbers of a result: [width], or [tokens, width] for a task by token."""
+    vectors: Vectors = np.frombuffer(values, "<f4").astype(np.float32)
+    return vectors.reshape(-1, width) if by_token else vectors
 
 
 class PoolingOutput(msgspec.Struct, gc=False):

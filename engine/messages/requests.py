@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from engine.errors import RequestError, RequestTypeError
 from engine.messages.adapters import AdapterSource
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
+from engine.messages.pooling import PooledColumns, PoolingParams, Vectors
 
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -64,6 +65,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     end_deadline: float | None = None  # if not finished by then too (``deadline`` is for policies)
     tbt: float | None = None  # wanted seconds between output tokens, for policies
     adapter_source: AdapterSource | None = None  # where to find the adapter, if it is not loaded
+    pooling: PoolingParams | None = None  # its result is a vector; ``max_tokens`` must be 1
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -153,6 +155,7 @@ class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
     finished: list[Finished] = []
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    pooled: PooledColumns | None = None  # results of pooled requests, which end with them
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -182,7 +185,7 @@ class RequestMetrics(msgspec.Struct, gc=False):
     """Why no more of the prompt was found in the prefix cache when the request first started:
     ``never seen`` (or forgotten long ago), ``evicted``, ``another cache salt``, ``another
     adapter``, ``other media``, ``window gone``, ``no snapshot there``, ``prefix caching off`` or
-    ``prompt_logprobs``. Empty if all full blocks were found, and until it starts."""
+    ``every token wanted``. Empty if all full blocks were found, and until it starts."""
     prefix_evicted: float | None = None
     """Seconds before that start at which the missing blocks were evicted, if they were."""
     counters: dict[str, int] = {}
@@ -222,6 +225,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
     """Data from the KV connector for the engine that continues the request. Missing if the request
     ended at a stop string or was aborted: its last output does not wait for the core."""
+    pooled: Vectors | None = None
+    """The result of a pooled request that has not failed: [width], or [tokens, width]."""
 
 
 class FinishedRequest(msgspec.Struct, gc=False):
@@ -265,6 +270,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
         prompt_logprobs={
             place_of[row]: each for row, each in batch.prompt_logprobs.items() if row in place_of
         },
+        pooled=None if batch.pooled is None else batch.pooled.pick(place_of),
     )
 
 
@@ -323,6 +329,7 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
                 f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave {name} out",
                 param=name,
             )
+    check_kind(request, capabilities)
     if request.params.structured_outputs is not None:
         raise RequestError(
             "params.structured_outputs is set, but a core does not read it: set grammar to "
@@ -330,6 +337,29 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
             param="structured_outputs",
         )
     check_params_for_vocab(request.params, vocab_size)
+
+
+def check_kind(request: AddRequest, capabilities: Collection[str]) -> None:
+    """Raise ``RequestError`` for a pooled request to a core that generates text, or the other way
+    round."""
+    if request.pooling is None:
+        if "only_pooling" in capabilities:
+            raise RequestError(
+                "this model returns vectors or scores and generates no text: use embed, classify, "
+                'score or encode, or start it with runner="generate" if it can',
+                param="params",
+            )
+        return
+    if "pooling" not in capabilities:
+        raise RequestError(
+            'this model generates text and returns no vectors: start it with runner="pooling"',
+            param="pooling",
+        )
+    if request.max_tokens != 1:
+        raise RequestError(
+            f"max_tokens is {request.max_tokens}, must be 1 for a pooled request",
+            param="max_tokens",
+        )
 
 
 def in_use(request_id: str) -> RequestError:

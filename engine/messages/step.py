@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PooledPart, PoolingParams
 from engine.messages.requests import ErrorCode, MediaItem, TokenLogprobs
 
 Column = NDArray[np.int32]
@@ -23,8 +24,9 @@ NO_ADAPTER = -1  # stands for an adapter slot: the base model
 PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups", "snapshots")
 """The optional parts of a plan, by field name. Each is a capability of a worker."""
 
-CAPABILITIES = (*PARTS, "proposals")
-"""Capabilities of workers: computing these parts, and proposing drafts in results."""
+CAPABILITIES = (*PARTS, "proposals", "pooling", "only_pooling")
+"""Capabilities of workers: computing these parts, proposing drafts in results, returning vectors
+for pooled requests, and not sampling tokens for others."""
 
 
 class NewSeq(msgspec.Struct, array_like=True):
@@ -41,6 +43,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     seed: int
     stop_token_ids: list[int]  # masked while fewer than params.min_tokens outputs exist
     bad_words_ids: list[list[int]]
+    pooling: PoolingParams | None = None  # its result is a vector; None: tokens
 
 
 class DraftPart(msgspec.Struct, array_like=True):
@@ -125,12 +128,12 @@ class SnapshotPart(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, array_like=True):
     """What the worker computes in one step. Columns have one entry per scheduled request.
 
-    Request i computes ``counts[i]`` tokens from position ``starts[i]`` on, and samples a token
-    after them if ``samples[i]`` is 1. It is identified by its slot in the worker (``slots[i]``),
-    its row in the scheduler's table (``rows[i]``), and the generation of that row, since rows are
-    reused. Entry ``block_indices[k]`` of the block table of slot ``block_slots[k]`` becomes
-    ``block_ids[k]``. A worker applies ``freed_slots`` first, then ``new``, then the changes of
-    block tables.
+    Request i computes ``counts[i]`` tokens from position ``starts[i]`` on. If ``samples[i]`` is 1,
+    it samples a token after them or, if it is pooled, returns its result. It is identified by its
+    slot in the worker (``slots[i]``), its row in the scheduler's table (``rows[i]``), and the
+    generation of that row, since rows are reused. Entry ``block_indices[k]`` of the block table of
+    slot ``block_slots[k]`` becomes ``block_ids[k]``. A worker applies ``freed_slots`` first, then
+    ``new``, then the changes of block tables.
     """
 
     step: int
@@ -204,6 +207,7 @@ class StepResult(msgspec.Struct, array_like=True):
     floor_seconds: float = 0.0  # least time of these steps, by memory and arithmetic speed
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
     lost_snapshots: Column | None = None  # indices in the plan's ``save_slots`` that failed
+    pooled: PooledPart | None = None  # results of pooled requests, whose ``counts`` are 0
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
         """Record an error for row ``index``, so that its request fails. It replaces any earlier

@@ -175,11 +175,13 @@ def check_not_quantized_again(config: ModelConfig, checkpoint: Checkpoint, devic
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:
     """The spec for the native decoder; ``None`` if it does not support this model."""
-    family = FAMILIES.get(info.architecture) or MAMBA_FAMILIES.get(info.architecture)
+    name = of_text(info.architecture)
+    family = FAMILIES.get(name) or MAMBA_FAMILIES.get(name)
     reason = f"{info.architecture or info.model_type} is not a native family"
     if family is not None:
         try:
-            return family(info.hf)
+            spec = family(info.hf)
+            return spec if name == info.architecture else without_output_layer(spec)
         except NotNative as error:
             reason = str(error)
         except ModelError:
@@ -191,6 +193,23 @@ def native_spec(info: ModelInfo) -> DecoderSpec | None:
             ) from error
     logger.info("%s: using transformers' module with paged attention", reason)
     return None
+
+
+def of_text(architecture: str) -> str:
+    """The architecture that generates text from the layers of this one, which may lack an output
+    layer."""
+    for ending in ("ForSequenceClassification", "ForTokenClassification", "Model"):
+        if architecture.endswith(ending):
+            return f"{architecture.removesuffix(ending)}ForCausalLM"
+    return architecture
+
+
+def without_output_layer(spec: DecoderSpec) -> DecoderSpec:
+    """The spec of a decoder whose checkpoint has no output layer, and whose tensors may be stored
+    without the prefix that the whole model gives them."""
+    bare = tuple(root.rpartition(".")[0] for root in spec.names.roots)
+    names = replace(spec.names, roots=tuple(dict.fromkeys((*spec.names.roots, *bare))))
+    return replace(spec, tied=True, names=names)
 
 
 def load_decoder(

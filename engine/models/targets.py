@@ -70,10 +70,11 @@ def targets(spec: DecoderSpec) -> Iterator[Target]:
 def renamed(
     ways: tuple[tuple[TargetPart, ...], ...], roots: tuple[str, ...]
 ) -> tuple[tuple[TargetPart, ...], ...]:
-    """The ways to fill a target with each root in place of "model"."""
+    """The ways to fill a target with each root in place of "model"; "": without a root."""
+    prefixes = [f"{root}." if root else "" for root in roots]
     return tuple(
-        tuple(part._replace(name=re.sub(r"^model\.", f"{root}.", part.name)) for part in way)
-        for root in roots
+        tuple(part._replace(name=re.sub(r"^model\.", prefix, part.name)) for part in way)
+        for prefix in prefixes
         for way in ways
     )
 

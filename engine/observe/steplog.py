@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError, reason_of
+from engine.messages.pooling import PooledPart
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 
@@ -134,6 +135,7 @@ class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
     kv_transfer: KVReport | None = None
     codes: dict[int, str] = {}
     lost_snapshots: bytes | None = None
+    pooled: bytes | None = None  # rows with results, which are not recorded themselves
 
 
 Record = (
@@ -228,6 +230,7 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRec
         result.kv_transfer,
         result.codes,
         None if result.lost_snapshots is None else result.lost_snapshots.tobytes(),
+        None if result.pooled is None else result.pooled.rows.tobytes(),
     )
 
 
@@ -243,6 +246,7 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
         kv_transfer=record.kv_transfer,
         codes=record.codes,
         lost_snapshots=None if record.lost_snapshots is None else _column(record.lost_snapshots),
+        pooled=None if record.pooled is None else PooledPart.without_values(_column(record.pooled)),
     )
 
 

@@ -99,13 +99,16 @@ class Request:
         self.tokens = as_array(add.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.cache_salt = add.cache_salt
-        self.reads_cache = add.params.prompt_logprobs is None
+        self.reads_cache = add.params.prompt_logprobs is None and not (
+            add.pooling is not None and add.pooling.reads_all
+        )
         self.status = Status.WAITING
         self.own_rank: tuple[Any, ...] | None = ()
         self.history = RequestHistory()
         self.row = table.take(self.num_prompt)
         table.facts.enter(self.row, arrival, add)
-        table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
+        longest = max_model_len if add.pooling is None else self.num_prompt + 1
+        table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, longest)
         table.client.at[self.row] = add.client_index
         self.stop_ids = stops = list(dict.fromkeys(add.eos_token_ids + add.params.stop_token_ids))
         table.stop_id.at[self.row] = -2 if stops else -1

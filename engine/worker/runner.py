@@ -48,6 +48,7 @@ from engine.worker.steps import (
     MixedGraph,
     Pending,
     PendingStep,
+    StepPart,
     collect,
     record,
     record_mixed,
@@ -56,7 +57,7 @@ from engine.worker.steps import (
 from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")
-Compute = Callable[[PlanRows, int], PendingStep]
+Compute = Callable[[PlanRows, int], StepPart]
 """Computes some rows of a plan; the second argument is the index of the first of them."""
 
 
@@ -93,9 +94,7 @@ class Driver:
             self._finish(
                 pending,
                 rows,
-                lambda part, first: runner.draw(
-                    runner.forward(staged.pop() if staged else runner.stage(part))
-                ),
+                lambda part, first: runner.compute(staged.pop() if staged else runner.stage(part)),
             )
         elif len(plan.rows):
             try:
@@ -191,9 +190,7 @@ class Driver:
             for row in part.prompt_logprobs:
                 self.runner.forget_scored(int(rows.slots[part.first + row]))
 
-    def _isolated(
-        self, rows: PlanRows, first: int, compute: Compute
-    ) -> list[PendingStep | FailedStep]:
+    def _isolated(self, rows: PlanRows, first: int, compute: Compute) -> list[StepPart]:
         """Compute rows; if that raises, compute each half of them by itself, down to single rows.
         ``first``: the index of the first row in the plan.
 
@@ -201,7 +198,7 @@ class Driver:
         plan order keeps the writer of a shared block before its readers."""
         num, message = len(rows.counts), ""
         try:
-            return [compute(rows, first)._replace(first=first)]
+            return [compute(rows, first).placed(first)]
         except torch.AcceleratorError:  # the device is lost, and with it every request
             raise
         except Advanced as error:
@@ -287,11 +284,15 @@ class ForwardedBatch(NamedTuple):
 
 
 class Runner:
-    """Runs one model on one device.
+    """Runs one model on one device. The subclass ``PoolingRunner`` returns vectors in place of
+    tokens.
 
     Steps are launched without waiting for the device: sampled tokens stay in the slots, where the
     next step reads them. The host reads them when the step is collected.
     """
+
+    samples = True
+    """False for the runner of a model whose requests are all pooled."""
 
     def __init__(self, machine: Machine, max_model_len: int) -> None:
         self.machine = machine
@@ -333,16 +334,17 @@ class Runner:
             feature.fill(staged)
         return staged
 
+    def compute(self, staged: Staged, *, is_made_up: bool = False) -> StepPart:
+        """Compute staged rows and sample their tokens. ``is_made_up``: see ``forward``."""
+        return self.draw(self.forward(staged, is_made_up=is_made_up))
+
     def forward(
         self, staged: Staged, *, is_made_up: bool = False, is_masked: bool = False
     ) -> ForwardedBatch:
         """Run the forward pass and compute the logits. ``is_made_up``: the rows are dummies for
         profiling; ``is_masked``: masks will be applied to the logits. Raises ``Unfit`` if a feature
         has refused one of the rows."""
-        if self._unfit:
-            for slot in staged.rows.slots.tolist():
-                if slot in self._unfit:
-                    raise Unfit(self._unfit[slot])
+        self._check_fit(staged.rows)
         step = self._step_for(staged, is_made_up, is_masked)
         return ForwardedBatch(staged, step, step.forward())
 
@@ -377,7 +379,7 @@ class Runner:
         try:
             step.notify(drawn)
             for feature in machine.features:
-                _follow(feature, staged.rows)
+                follow(feature, staged.rows)
             scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
             wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
             fetched = machine.platform.fetch(wanted + columns_of(scores))
@@ -430,11 +432,18 @@ class Runner:
         counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len - context)
         rows = PlanRows(slots, slots * 0 + context, counts.astype(np.int32), slots * 0 + 1)
         try:
-            self.draw(self.forward(self.machine.batches.stage(rows), is_made_up=True))
+            self.compute(self.machine.batches.stage(rows), is_made_up=True)
         finally:
             num_computed.zero_()
 
     # -- helpers
+
+    def _check_fit(self, rows: PlanRows) -> None:
+        """Raise ``Unfit`` if a feature has refused one of the rows."""
+        if self._unfit:
+            for slot in rows.slots.tolist():
+                if slot in self._unfit:
+                    raise Unfit(self._unfit[slot])
 
     def _logits_alone(self, hidden: torch.Tensor, slot: int) -> torch.Tensor:
         """Logits [n, V] of hidden states [n, H] of the sequence in a slot, which are not those that
@@ -516,7 +525,7 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
         return dict.fromkeys(plan.slots.tolist(), message)
 
 
-def _follow(feature: Feature, rows: PlanRows) -> None:
+def follow(feature: Feature, rows: PlanRows) -> None:
     """Run a feature's hook after sampling. An error is logged, and the sampled tokens stay
     valid."""
     try:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class EagerStep:
     """A step that is launched kernel by kernel. With a ``MixedGraph``, all layers but the last are
     replayed instead. The last layer computes only the tokens whose logits are needed."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         machine: Machine,
         scores: PromptScores,
@@ -75,9 +75,10 @@ class EagerStep:
         graph: MixedGraph | None = None,
         is_made_up: bool = False,
         may_take_largest: bool = False,
+        reads_all: bool = False,
     ) -> None:
         """may_take_largest: True if only the sampler reads the logits; greedy sampling then needs
-        just their argmax."""
+        just their argmax. reads_all: the hidden states of all tokens are needed."""
         self._machine = machine
         self._graph = graph
         only_largest = may_take_largest and machine.wants_largest_only
@@ -89,14 +90,18 @@ class EagerStep:
         self._staged = staged
         self._picked = picked
         self._is_made_up = is_made_up
-        self._is_scored = machine.live.has_scored(staged.rows.slots)
+        self._is_scored = reads_all or machine.live.has_scored(staged.rows.slots)
         self.prompt_logprobs = NO_SCORES
+
+    def hidden(self) -> torch.Tensor:
+        """Compute the hidden states of the rows that sample a token, or of all tokens."""
+        with section("forward"):
+            return self._forward()
 
     def forward(self) -> Rows:
         """Compute the logits of the rows that sample a token."""
         machine, picked, live = self._machine, self._picked, self._machine.live
-        with section("forward"):
-            hidden = self._forward()
+        hidden = self.hidden()
         if self._is_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
         if picked.read is not None and self._is_scored:
@@ -294,6 +299,15 @@ class FailedStep(NamedTuple):
     message: str
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
+    def placed(self, first: int) -> FailedStep:
+        """The same failure of plan row ``first``."""
+        return self._replace(first=first)
+
+    def read(self, result: StepResult) -> tuple[Column, Column]:
+        """Enter the error into ``result``. Returns no token, see ``PendingStep.read``."""
+        result.fail(self.first, self.message)
+        return EMPTY, EMPTY
+
 
 class PendingStep(NamedTuple):
     """A range of plan rows whose sampled tokens are being copied to the host. ``first``: index of
@@ -309,6 +323,54 @@ class PendingStep(NamedTuple):
     barred: Collection[int] = ()  # rows with an error whose own parameters forbid all tokens
     tokens: Column | None = None  # the sampled tokens, if they are on the host already
 
+    def placed(self, first: int) -> PendingStep:
+        """The same rows, from plan row ``first`` on."""
+        return self._replace(first=first)
+
+    def read(self, result: StepResult) -> tuple[Column, Column]:
+        """Enter the results of these rows into ``result``, except their tokens. Returns two arrays,
+        with one entry per accepted token: its row in the plan, and the token."""
+        self.fetched.done.synchronize()
+        draws, columns = self.draws, iter(self.fetched.tensors)
+        rows = draws.rows + np.int32(self.first) if self.first else draws.rows
+        drawn = next(columns).numpy() if self.tokens is None else self.tokens
+        valid = next(columns).tolist() if self.checked else []
+        accepted = drawn >= 0
+        all_accepted = np.count_nonzero(accepted) == len(accepted)
+        if draws.is_padded:
+            accepted &= draws.slots >= 0
+        if not all_accepted:
+            _fail(self, drawn, valid, rows, result)
+        for scored in self.scored:
+            entries = Scored(*(next(columns) for _ in range(3))).entries()
+            for row, entry in zip(scored, entries, strict=True):
+                if accepted[row] and int(rows[row]) not in result.errors:
+                    result.logprobs.setdefault(int(rows[row]), []).append(entry)
+        for row, scores in self.prompt_logprobs.items():
+            result.prompt_logprobs[row + self.first] = scores
+        if all_accepted and not draws.is_padded:
+            return rows, drawn
+        return rows[accepted], drawn[accepted]
+
+
+class StepPart(Protocol):
+    """The computed rows of a plan, from index ``first`` on, whose results are being copied to the
+    host."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs: ...
+
+    def placed(self, first: int) -> StepPart:
+        """The same rows, from plan row ``first`` on."""
+        ...
+
+    def read(self, result: StepResult) -> tuple[Column, Column]:
+        """Enter the results into ``result``, see ``PendingStep.read``."""
+        ...
+
 
 @dataclass(slots=True)
 class Pending:
@@ -320,14 +382,14 @@ class Pending:
 
     plan: StepPlan
     spans: list[tuple[Mark, Mark]]
-    parts: list[PendingStep | FailedStep] = field(default_factory=list)
+    parts: Sequence[StepPart] = field(default_factory=list)
 
 
 def collect(pending: Pending) -> StepResult:
     """Block until a step is done and return its results."""
     plan = pending.plan
     result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
-    found = [_read(part, result) for part in pending.parts]
+    found = [part.read(result) for part in pending.parts]
     pending.spans[-1][1].synchronize()
     result.seconds = sum(began.elapsed_time(ended) for began, ended in pending.spans) / 1e3
     if len(found) == 1:
@@ -388,35 +450,6 @@ def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[
 
 def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
     place.copy_(made())
-
-
-def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, Column]:
-    """Enter the results of a part of a step into ``result``. Returns two arrays, with one entry per
-    accepted token: its row in the plan, and the token."""
-    if isinstance(part, FailedStep):
-        result.fail(part.first, part.message)
-        return EMPTY, EMPTY
-    part.fetched.done.synchronize()
-    draws, columns = part.draws, iter(part.fetched.tensors)
-    rows = draws.rows + np.int32(part.first) if part.first else draws.rows
-    drawn = next(columns).numpy() if part.tokens is None else part.tokens
-    valid = next(columns).tolist() if part.checked else []
-    accepted = drawn >= 0
-    all_accepted = np.count_nonzero(accepted) == len(accepted)
-    if draws.is_padded:
-        accepted &= draws.slots >= 0
-    if not all_accepted:
-        _fail(part, drawn, valid, rows, result)
-    for scored in part.scored:
-        entries = Scored(*(next(columns) for _ in range(3))).entries()
-        for row, entry in zip(scored, entries, strict=True):
-            if accepted[row] and int(rows[row]) not in result.errors:
-                result.logprobs.setdefault(int(rows[row]), []).append(entry)
-    for row, scores in part.prompt_logprobs.items():
-        result.prompt_logprobs[row + part.first] = scores
-    if all_accepted and not draws.is_padded:
-        return rows, drawn
-    return rows[accepted], drawn[accepted]
 
 
 def _fail(

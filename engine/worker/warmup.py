@@ -90,7 +90,7 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
         driver.execute(_plan(0, 0, block_size, freed=[0]))
         if is_long:
             break
-    if machine.platform.compiles:
+    if machine.platform.compiles and driver.runner.samples:
         _run_all_edits(driver, num_prompt)
     for layer in tensors_of(machine.kv):
         layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0

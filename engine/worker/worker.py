@@ -21,6 +21,7 @@ from engine.config.gpu import MOST_RECORDED, graph_sizes, mixed_sizes
 from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
+from engine.config.pooling_spec import PoolingSpec
 from engine.errors import ConfigError
 from engine.kv.layout import (
     KVLayout,
@@ -36,6 +37,7 @@ from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
+from engine.models.pooling import load_head
 from engine.observe.guard import Failures
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
@@ -54,6 +56,7 @@ from engine.worker.memory import (
     tensors_of,
 )
 from engine.worker.platform import Platform
+from engine.worker.pooling import PoolingRunner
 from engine.worker.profiler import TorchProfiler
 from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
@@ -81,6 +84,7 @@ from kernels.cpu.recording import MOST_MIXED, Recorder
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks", "block_groups")  # computed without a feature
+POOLING_PARTS = ("block_groups", "pooling", "only_pooling")  # the same, in place of sampling
 
 logger = logging.getLogger("engine.worker")
 
@@ -89,7 +93,8 @@ class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Executor``.
 
     ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's part of each
-    feature."""
+    feature. ``pooling``: how results are computed from hidden states, ``None`` for a model that
+    generates."""
 
     def __init__(
         self,
@@ -98,14 +103,17 @@ class ModelWorker:
         platform: Platform,
         features: Sequence[Feature] = (),
         failures: Failures | None = None,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         self._failures = failures or Failures()
+        self._pooling = pooling
         self.config = config
         self.platform = platform
         self._info = info
         self._features = tuple(features)
         self._profiler = TorchProfiler(config.torch_profiler_dir, self._failures)
-        self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
+        own = OWN_PARTS if pooling is None else POOLING_PARTS
+        self.capabilities = frozenset([*own, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
         self._most_mixed = MOST_RECORDED  # tokens of the largest mixed step to record
         self._layers: list[LayerCache] = []
@@ -157,9 +165,11 @@ class ModelWorker:
         with explain_shortage(platform, "room was made for the requests"):
             parts = self._layers, self._layout
             machine = make_machine(model, platform, config, *parts, self._features)
+            if self._pooling is not None:
+                machine = machine._replace(recorder=None)
             for feature in self._features:
                 feature.attach(machine)
-        self._driver = Driver(Runner(machine, sched.max_model_len), self._failures)
+        self._driver = Driver(self._make_runner(machine, model), self._failures)
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
         return ModelFacts(
@@ -223,7 +233,7 @@ class ModelWorker:
         seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
             model, is_quiet = runner.machine.model, seconds < SLOW_SECONDS
-            if isinstance(model, NativeDecoder):
+            if isinstance(model, NativeDecoder) and self._pooling is None:
                 self.driver.roofline = self.driver.watching.run(
                     make_roofline,
                     config.model,
@@ -291,6 +301,13 @@ class ModelWorker:
 
     # -- helpers
 
+    def _make_runner(self, machine: Machine, model: Model) -> Runner:
+        config, longest = self.config, self.config.scheduler.max_model_len
+        if self._pooling is None:
+            return Runner(machine, longest)
+        head = load_head(self._pooling, self._info, config.model, str(self.platform.device))
+        return PoolingRunner(machine, longest, head)
+
     def _lay_out(self, model: Model) -> tuple[list[LayerCache], KVLayout]:
         """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
         config, sched = self.config, self.config.scheduler
@@ -354,13 +371,15 @@ class ModelWorker:
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
         """Sizes of the graphs to record: rows of decode steps, tokens of steps with prompts."""
         gpu, sched = self.config.gpu, self.config.scheduler
-        if not self.driver.runner.machine.model.can_be_recorded:
+        if self._pooling is not None or not self.driver.runner.machine.model.can_be_recorded:
             return [], []
         sizes = graph_sizes(gpu, sched.max_num_seqs)
         return sizes, mixed_sizes(gpu, sched.max_num_batched_tokens, self._most_mixed)
 
     def _record(self, runner: Runner) -> None:
         sizes, mixed = self._graph_sizes()
+        if self._pooling is not None:
+            return
         if not runner.machine.model.can_be_recorded and not self.config.gpu.enforce_eager:
             logger.info(
                 "steps of this model are launched kernel by kernel, without graphs: its experts or "
@@ -406,10 +425,11 @@ def make_worker(
     info: ModelInfo,
     features: Sequence[Feature] = (),
     failures: Failures | None = None,
+    pooling: PoolingSpec | None = None,
 ) -> ModelWorker:
     """Create the worker of the configured device. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
-    return ModelWorker(config, info, platform, features, failures)
+    return ModelWorker(config, info, platform, features, failures, pooling)
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:

@@ -26,6 +26,7 @@ from engine.sched.predict.headroom import Judgement
 from engine.sched.predict.profile import Profile
 from policylab.sim.job import FILLER, Job, Span
 from policylab.sim.kv_groups import KVPeaks, size_of
+from policylab.sim.pooled import PooledSlots
 from policylab.sim.records import Seen, totals_of
 from policylab.sim.run import FORMAT, Engine, Run
 from policylab.sim.worker import StepCost
@@ -286,15 +287,17 @@ class _AsRecorded:
 class _EndingWorker(FakeExecutor):
     """A worker that computes nothing; requests end as in the log, by length and stop token."""
 
-    capabilities = frozenset()
+    capabilities = frozenset({"pooling"})
 
     def __init__(self, num_slots: int, ends: dict[str, RecordedEnd]) -> None:
         self._ends = ends
         self._length = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot: known tokens
         self._last = np.full(num_slots, FILLER, dtype=np.int32)
         self._filler = np.full(num_slots, FILLER, dtype=np.int32)
+        self._pooled = PooledSlots()
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, Column]:
+        self._pooled.follow(plan)
         for new in plan.new:
             end = self._ends.get(new.request_id)
             self._length[new.slot] = 2**31 - 1
@@ -311,7 +314,9 @@ class _EndingWorker(FakeExecutor):
 
     def collect(self, ticket: tuple[StepPlan, Column]) -> StepResult:
         plan, tokens = ticket
-        return StepResult(plan.step, tokens, plan.samples.copy())
+        result = StepResult(plan.step, tokens, plan.samples.copy())
+        self._pooled.end(plan, result)
+        return result
 
     def sample(self, ticket: Any, masks: Any) -> None:
         raise ConfigError(f"a log with grammars has no masks ({NOTHING}) and cannot be simulated")

@@ -17,6 +17,7 @@ from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from policylab.sim.job import END, FILLER
 from policylab.sim.jumps.stretch import Stretch, Times
+from policylab.sim.pooled import PooledSlots
 from policylab.verify.fake import FakeExecutor
 
 
@@ -123,6 +124,7 @@ class TimedWorker(FakeExecutor):
         self._cost_each: CostEach | None = getattr(cost, "seconds_each", None)
         self._lengths = lengths  # output tokens by request id
         self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at the end
+        self._pooled = PooledSlots()
         self._free_at = 0.0
         self.copy_seconds = 0.0
         """Seconds to copy a LoRA adapter into a slot, in the step that first uses it."""
@@ -134,6 +136,7 @@ class TimedWorker(FakeExecutor):
 
     def launch(self, plan: StepPlan) -> Launched:
         """Launch a step; it begins when all steps launched before it have ended."""
+        self._pooled.follow(plan)
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
@@ -144,6 +147,7 @@ class TimedWorker(FakeExecutor):
         if not plan.samples.all():
             tokens = tokens[plan.samples == 1]
         result = StepResult(plan.step, tokens, plan.samples, seconds=seconds)
+        self._pooled.end(plan, result)
         self.busy_seconds += seconds
         self._free_at = max(self._free_at, self._clock.now) + seconds
         return Launched(result, self._free_at)

@@ -11,13 +11,15 @@ from typing import Any
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
+from engine.messages.pooling import Vectors, as_vectors
 from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.request import Request
 from policylab.verify.case import VOCAB_SIZE
-from policylab.verify.fake import EMPTY_DIGEST, NONE_LEFT, mix
+from policylab.verify.fake import NONE_LEFT, digest_of, mix, pooled_after
 from policylab.verify.halves import Guide, guided
 
 DEAD_END = ("error", None)  # end of a text that its grammar does not allow to continue
@@ -38,6 +40,8 @@ class LiveRequest:
     num_cached: int | None = None  # cached tokens at its first start
     has_new_seat: bool = False  # started since its last output
     adapter: str | None = None  # the content for which the answer is expected
+    pooled: Vectors | None = None  # the expected result of a pooled request
+    num_results: int = 0
 
 
 class Clients:
@@ -88,12 +92,16 @@ class Clients:
         """Compute the answer to a request with this adapter."""
         add = msgspec.structs.replace(live.req.add, adapter=adapter)
         guide = None if self._guide is None or add.grammar is None else self._guide(add)
-        most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
+        most = min(add.max_tokens, max(self._max_model_len - len(add.prompt_token_ids), 0))
         live.adapter, live.extras = adapter, extras_of(add)
         live.answer, live.end = answer_to(
             add, live.extras, most, num_tokens_used=self._num_tokens_used, guide=guide
         )
         last = len(add.prompt_token_ids) + len(live.answer) - 2  # the last token has no KV
+        if add.pooling is not None:
+            live.answer, live.end = [], ("stop", None)
+            live.pooled = pooled_after(seen_by(add, live.extras), add.pooling)
+            last = len(add.prompt_token_ids) - 1
         live.fails = live.fails_at is not None and live.fails_at <= last
 
     def answers(self, request_id: str) -> Sequence[int]:
@@ -151,6 +159,9 @@ class Clients:
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
             assert sum(counts) == len(out.token_ids), "token columns"
             starts = {started.index: started for started in out.started}
+            pooled = (
+                {} if out.pooled is None else {row: each for row, *each in out.pooled.entries()}
+            )
             place = 0
             for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
                 live = self._find(name, client)
@@ -158,7 +169,8 @@ class Clients:
                 place += count
                 right = live.answer[live.num_heard : live.num_heard + count]
                 assert tokens == right, f"{name}: {tokens} after {live.num_heard}, expected {right}"
-                check_start(live, count, starts.get(index))
+                check_pooled(live, pooled.get(index))
+                check_start(live, count > 0 or index in pooled, starts.get(index))
                 live.num_heard += count
             self._hear_ends(out, now)
 
@@ -191,10 +203,23 @@ class Clients:
         return live
 
 
-def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
+def check_pooled(live: LiveRequest, result: list[Any] | None) -> None:
+    """Check the result of a pooled request, numbers per vector and values; ``None`` if it got
+    none."""
+    if result is None:
+        return
+    width, values = result
+    assert live.pooled is not None, f"{live.req}: a result for a request that is not pooled"
+    by_token = live.pooled.ndim > 1
+    vectors = as_vectors(values, width, by_token=by_token)
+    assert np.array_equal(vectors, live.pooled), f"{live.req}: {vectors}, expected {live.pooled}"
+    live.num_results += 1
+
+
+def check_start(live: LiveRequest, has_output: bool, started: Started | None) -> None:
     """Check that a request reports cached tokens, preemptions, waits and events with its first
     output after each start, and with no other output."""
-    req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
+    req, history, is_due = live.req, live.req.history, live.has_new_seat and has_output
     assert (started is not None) == is_due, f"{req}: started is {started}, expected: {is_due}"
     if started is not None:
         live.has_new_seat = False
@@ -222,6 +247,7 @@ def check_end(live: LiveRequest, end: Finished, now: float, *, may_fail: bool) -
         )
     else:
         assert (end.reason, end.stop_reason) == live.end, f"{text}, not {live.end}"
+        assert live.num_results == (live.pooled is not None), f"{text}: {live.num_results} results"
         assert live.num_heard == len(live.answer), f"{text} after {live.num_heard} tokens"
         assert not live.fails, f"{text}, but it should have failed at a position"
 
@@ -248,6 +274,11 @@ def extras_of(add: AddRequest) -> dict[int, int]:
     return extras
 
 
+def seen_by(add: AddRequest, extras: dict[int, int]) -> list[int]:
+    """The numbers that the fake model reads for a prompt."""
+    return [token + extras.get(at, 0) for at, token in enumerate(add.prompt_token_ids)]
+
+
 def answer_to(
     add: AddRequest,
     extras: dict[int, int],
@@ -258,9 +289,7 @@ def answer_to(
 ) -> tuple[list[int], tuple[str, int | None]]:
     """The tokens, at most ``most``, that a request must get, and the reason for its end with the
     stop token, if any. ``extras``: numbers added to the prompt's token ids, by position."""
-    digest = EMPTY_DIGEST
-    for position, token in enumerate(add.prompt_token_ids):
-        digest = mix(digest, token + extras.get(position, 0))
+    digest = digest_of(seen_by(add, extras))
     stops = {*add.eos_token_ids, *add.params.stop_token_ids}
     answer: list[int] = []
     for _ in range(most):

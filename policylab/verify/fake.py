@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
+from engine.messages.pooling import PooledPart, PoolingParams, Vectors
 from engine.messages.step import (
     EMPTY,
     PARTS,
@@ -57,6 +58,19 @@ def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
     return digest_of(tokens) % vocab_size
 
 
+def as_floats(digests: Sequence[int]) -> Vectors:
+    """Two numbers for each digest that float32 represents exactly, [digests, 2]."""
+    halves = [(digest & 0xFFFFFF, digest >> 24 & 0xFFFFFF) for digest in digests]
+    return np.array(halves, dtype=np.float32)
+
+
+def pooled_after(tokens: Sequence[int], params: PoolingParams) -> Vectors:
+    """The result of the fake model for a pooled request with these tokens."""
+    if not params.is_by_token:
+        return as_floats([digest_of(tokens)]).reshape(-1)
+    return as_floats([digest_of(tokens[: at + 1]) for at in range(len(tokens))])
+
+
 @dataclass(slots=True)
 class FakeSeq:
     """A running sequence in the fake worker: its tokens, and a block table for each group of
@@ -66,6 +80,7 @@ class FakeSeq:
     tables: list[list[int]]  # block tables, one per group
     digests: list[int] = field(default_factory=list)  # digests of its prefixes, to check windows
     states: list[int] = field(default_factory=list)  # states after its prefixes, to check states
+    computed: list[int] = field(default_factory=list)  # digests that its own steps have computed
 
     def digest_at(self, position: int) -> int:
         """The digest that the KV at this position should hold, in all groups of layers."""
@@ -85,7 +100,7 @@ class FakeSeq:
 class FakeExecutor:
     """Base class of executors without a model."""
 
-    capabilities = frozenset(PARTS) - {"masks"}
+    capabilities = frozenset([*PARTS, "pooling"]) - {"masks"}
     methods: tuple[str, ...] = ()
 
     def preview(self, ticket: Any) -> Column | None:
@@ -136,7 +151,7 @@ class DigestWorker(FakeExecutor):
     ``carry_out``, called before a plan is computed, executes KV transfers; ``offer`` proposes draft
     tokens for the next step. ``keep_states`` gives the model recurrent states."""
 
-    capabilities = frozenset(PARTS)
+    capabilities = frozenset([*PARTS, "pooling"])
 
     def __init__(
         self,
@@ -286,13 +301,16 @@ class DigestWorker(FakeExecutor):
         of the batch, the mask of the next token and those after each draft; [] if unmasked."""
         tokens: list[int] = []
         counts = [0] * len(rows)
+        results: list[tuple[int, Vectors]] = []
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
             if error:
                 result.fail(index, error)
             step = StateStep(work.new.slot, work.num_tokens, len(work.drafts))
-            if not work.samples:
+            if not work.samples or work.new.pooling is not None:
                 if self.states is not None:
                     self.states.advance(step, 1)
+                if work.samples and not error:
+                    results.append((index, self._pooled(work, digests[0])))
                 continue
             drawn = [digest % self.vocab_size for digest in digests]
             if own:
@@ -309,6 +327,14 @@ class DigestWorker(FakeExecutor):
                 counts[index] = len(sampled)
         result.token_ids = np.array(tokens, dtype=np.int32)
         result.counts = np.array(counts, dtype=np.int32)
+        result.pooled = PooledPart.of(results) if results else None
+
+    def _pooled(self, work: FakeWork, digest: int) -> Vectors:
+        """The result of a pooled request, see ``pooled_after``."""
+        assert work.new.pooling is not None
+        if not work.new.pooling.is_by_token:
+            return as_floats([digest]).reshape(-1)
+        return as_floats(work.seq.computed)
 
     def apply(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
@@ -333,8 +359,10 @@ class DigestWorker(FakeExecutor):
         """Write the KV of ``count`` tokens from position ``start``; returns the digest after the
         last one."""
         digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
+        del seq.computed[start:]
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
+            seq.computed.append(digest)
             self._write(seq, position, digest)
         return digest
 
@@ -466,6 +494,8 @@ class LateWorker(DigestWorker):
 
 class CountingWorker(FakeExecutor):
     """Returns the same token for every row that samples, at almost no cost."""
+
+    capabilities = FakeExecutor.capabilities - {"pooling"}
 
     def __init__(self, token: int = 7) -> None:
         self.token = token

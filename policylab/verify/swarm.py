@@ -244,6 +244,7 @@ def reproduction(case: Case) -> str:
         "from engine.messages.requests import AddRequest, MediaItem",
         "from engine.sched.interface import PauseState",
         "from engine.messages.adapters import AdapterSource",
+        "from engine.messages.pooling import PoolingParams",
         "from policylab.verify.case import Abort, Add, Case, Jump, Load, Pause, Reset, Setup",
         "from policylab.verify.case import Unload, Wake, Write",
         "from policylab.verify.simulation import Simulation",

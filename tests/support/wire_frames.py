@@ -10,6 +10,7 @@ import msgspec
 
 from engine.messages.adapters import AdapterSource
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PooledColumns, PoolingParams
 from engine.messages.requests import (
     AddRequest,
     CoreOutputs,
@@ -70,6 +71,7 @@ FULL_REQUEST = AddRequest(
     end_deadline=4.0,
     tbt=0.5,
     adapter_source=AdapterSource("/adapters/l", 3, True),
+    pooling=PoolingParams(task="embed", dimensions=2),
 )
 BATCH = CoreOutputs(
     ["a", "b"],
@@ -82,6 +84,7 @@ BATCH = CoreOutputs(
         Finished(0, "error", None, "it fell over", code="request_failed"),
     ],
     logprobs={0: [TokenLogprobs([1, 2], [-0.5, -1.0], 1)]},
+    pooled=PooledColumns([1], [2], [2], b"\x00\x00\x80?\x00\x00\x00\xc0"),
 )
 TO_CORE: dict[str, Any] = {
     "hello": Hello(PROTOCOL_VERSION, TOKEN, "me"),

@@ -21,6 +21,7 @@ from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PooledPart
 from engine.messages.requests import AddRequest, MediaItem, TokenLogprobs
 from engine.messages.step import (
     PARTS,
@@ -89,6 +90,7 @@ def full_result() -> StepResult:
         drafts=DraftPart(ints(1, 0), ints(13)),
         kv_transfer=KVReport([Received("r", 16, "lost")], ["s"]),
         lost_snapshots=ints(0),
+        pooled=PooledPart.of([(1, np.array([0.5, -2.0], dtype=np.float32))]),
     )
 
 

@@ -176,7 +176,7 @@ def test_the_other_salt_is_named_even_if_the_request_evicts_its_blocks():
 def test_a_request_that_may_not_read_the_cache():
     kv = KVManager(40, 4)
     served(kv, PROMPT)
-    assert end_of(kv, PROMPT, reads_cache=False) == (0, "prompt_logprobs", None)
+    assert end_of(kv, PROMPT, reads_cache=False) == (0, "every token wanted", None)
     without = KVManager(40, 4, enable_prefix_caching=False)
     served(without, PROMPT)
     assert end_of(without, PROMPT) == (0, "prefix caching off", None)
@@ -274,7 +274,7 @@ def test_metrics_of_a_request_have_the_reason_and_the_seconds():
         "c": (0, "another cache salt", None),
         "d": (0, "never seen", None),
         "e": (0, "evicted", 2.0),
-        "f": (0, "prompt_logprobs", None),
+        "f": (0, "every token wanted", None),
         "g": (0, "", None),
     }
     missed = run.scheduler.make_stats().prefix_missed
@@ -282,7 +282,7 @@ def test_metrics_of_a_request_have_the_reason_and_the_seconds():
         "never seen": 16 + 36,
         "another cache salt": 16,
         "evicted": 16,
-        "prompt_logprobs": 16,
+        "every token wanted": 16,
     }
 
 

@@ -151,6 +151,7 @@ def new_seq(req: Request) -> NewSeq:
         seed=req.add.seed,
         stop_token_ids=req.stop_ids,
         bad_words_ids=req.add.bad_words_ids,
+        pooling=req.add.pooling,
     )
 
 

@@ -108,15 +108,16 @@ class Intake:
 
 def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> None:
     """Raise ``RequestError`` for a request that could never finish, not even alone."""
-    num_prompt = len(add.prompt_token_ids)
-    if not 0 < num_prompt < config.max_model_len:
+    num_prompt, is_pooled = len(add.prompt_token_ids), add.pooling is not None
+    most = config.max_model_len - (not is_pooled)
+    if not 0 < num_prompt <= most:
         raise (PromptTooLongError if num_prompt else RequestError)(
-            f"the prompt has {num_prompt} tokens; it must have 1 to {config.max_model_len - 1} "
-            "(max_model_len minus one for the output)",
+            f"the prompt has {num_prompt} tokens; it must have 1 to {most} "
+            f"(max_model_len{'' if is_pooled else ' minus one for the output'})",
             param="prompt_token_ids",
         )
     # The KV of the last token is never needed.
-    longest = min(num_prompt + add.max_tokens, config.max_model_len) - 1
+    longest = num_prompt if is_pooled else min(num_prompt + add.max_tokens, most + 1) - 1
     needed = kv.blocks_for(longest)
     if needed > kv.num_usable:
         raise RequestError(

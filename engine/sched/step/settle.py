@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from engine.kv.manager import KVManager
+from engine.messages.pooling import PooledColumns, PooledPart, Vectors
 from engine.messages.requests import CoreOutputs, Finished, FinishReason
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.plugins.resources import Resources
@@ -58,6 +59,8 @@ class Settler:
             self._roll_back(plan, plan.drafts.counts, result)
         may_have_ended = self.appender.append(plan, result, outputs)
         self.policy.on_tokens(outputs.reqs, self.view)
+        if result.pooled is not None:
+            self._end_pooled(plan, result.pooled, outputs)
         for index in may_have_ended:
             req = outputs.reqs[index]
             if (stop := stopped_by(req, req.tokens[-1], req.num_tokens)) is not None:
@@ -186,6 +189,20 @@ class Settler:
             self.counters.num_failed += 1
             failed.append(End(req, "error", message, result.codes.get(index)))
         return failed
+
+    def _end_pooled(self, plan: StepPlan, pooled: PooledPart, outputs: OutputColumns) -> None:
+        """End the requests whose results the step has, unless they ended or restarted during it."""
+        table = self.roster.table
+        for place, width, values in pooled.entries():
+            row = int(plan.rows[place])
+            req = self.roster.by_row[row]
+            is_current = table.generation.at[row] == plan.generations[place]
+            if req is None or req.is_finished or not is_current:
+                continue
+            table.facts.stamp_one(row, outputs.now)
+            index = outputs.add_pooled(req, place, values, width)
+            self.finish(req)
+            outputs.finish(index, "stop", None)
 
     def restart(self, row: int) -> None:
         """Return the request in this row to the queue, to compute all tokens again. Its results in
@@ -444,11 +461,13 @@ class OutputColumns:
         self.reqs: list[Request] = []
         self._ids: list[str] = []
         self._only_client: int | None = None
+        self._are_own = False
         self._tokens: list[int] = []  # of all requests, concatenated
         self._counts: list[int] | None = None  # tokens per request; None: one each
         self._places: list[int] = []  # index of each request in the plan
         self._started: set[int] = set()
         self._finished: dict[int, Finished] = {}
+        self._pooled: dict[int, tuple[Vectors, int]] = {}  # values, numbers in a vector
 
     def add_members(
         self,
@@ -491,11 +510,24 @@ class OutputColumns:
 
     def end(self, end: End) -> None:
         """Add a request that has ended without a token."""
-        # Lists of Members are shared with later steps, so they are copied, not changed.
-        self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
-        self._places = self._places or [NOWHERE] * len(self.reqs)
+        self._own_lists()
         index = self.add(end.req, [], NOWHERE, is_first=False)
         self._finished[index] = end_of(end.req, index, end.reason, end=end)
+
+    def add_pooled(self, req: Request, place: int, values: Vectors, width: int) -> int:
+        """Add the result of a pooled request, in vectors of ``width`` numbers. Returns the
+        request's index in the outputs; ``place``: its index in the plan."""
+        self._own_lists()
+        index = self.add(req, [], place, is_first=True)
+        self._pooled[index] = values, width
+        return index
+
+    def _own_lists(self) -> None:
+        """Copy the lists that ``Members`` shares with later steps, so that they can grow."""
+        if self._only_client is not None or not self._are_own:
+            self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
+            self._places = self._places or [NOWHERE] * len(self.reqs)
+            self._are_own = True
 
     def by_client(self) -> dict[int, CoreOutputs]:
         """One ``CoreOutputs`` for each client that has outputs in this step."""
@@ -518,6 +550,8 @@ class OutputColumns:
             time=self.now,
         )
         result = self.result
+        if self._pooled:
+            out.pooled = self._pooled_of(picked)
         if not (self._started or self._finished or result.logprobs or result.prompt_logprobs):
             return out
         places = {i: index for index, i in enumerate(picked)} if not whole else None
@@ -527,6 +561,15 @@ class OutputColumns:
             elif i in places:
                 self._details(out, places[i], i)
         return out
+
+    def _pooled_of(self, picked: Sequence[int]) -> PooledColumns | None:
+        rows = [place for place, index in enumerate(picked) if index in self._pooled]
+        if not rows:
+            return None
+        results = [self._pooled[picked[row]] for row in rows]
+        values = b"".join(each.astype("<f4", copy=False).tobytes() for each, _ in results)
+        sizes, widths = [len(each) for each, _ in results], [width for _, width in results]
+        return PooledColumns(rows, sizes, widths, values)
 
     def _tokens_of(self, picked: Sequence[int]) -> list[int]:
         if self._counts is None:
