@@ -22,7 +22,7 @@ from engine.config.kv_groups import FULL, max_concurrency, request_blocks, sized
 from engine.config.lora import LoRAConfig
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.pooling import read_pooling
-from engine.config.pooling_steps import for_pooling
+from engine.config.pooling.steps import for_pooling
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor

@@ -21,7 +21,7 @@ from engine.config.gpu import MOST_RECORDED, graph_sizes, mixed_sizes
 from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
-from engine.config.pooling_spec import PoolingSpec
+from engine.config.pooling import PoolingSpec
 from engine.errors import ConfigError
 from engine.kv.layout import (
     KVLayout,

@@ -8,8 +8,7 @@ from dataclasses import replace
 from engine.config.decide import CPU_STEPS, Products, decide_max_model_len
 from engine.config.engine import Device, EngineConfig
 from engine.config.model import ModelInfo
-from engine.config.pooling import is_bidirectional
-from engine.config.pooling_spec import PoolingSpec
+from engine.config.pooling import PoolingSpec, is_bidirectional
 from engine.errors import ConfigError
 
 logger = logging.getLogger("engine.config")
