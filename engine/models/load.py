@@ -46,15 +46,17 @@ def load_model(
     device: str,
     max_model_len: int,
     takes_adapters: bool = False,
+    pools: bool = False,
 ) -> Model:
     """Load the model of a directory. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: length of the longest sequence, in tokens.
     takes_adapters: requests may use LoRA adapters, for which only native decoders have layers.
+    pools: the model needs no output layer.
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
-    spec = native_spec(info)
+    spec = native_spec(info, pools=pools)
     check_form(info, form, is_native=spec is not None)
     if spec is not None:
         # On a CPU, products and attention always sum in the same order.
@@ -173,9 +175,10 @@ def check_not_quantized_again(config: ModelConfig, checkpoint: Checkpoint, devic
         raise ConfigError(quantized_again(stored, requested))
 
 
-def native_spec(info: ModelInfo) -> DecoderSpec | None:
-    """The spec for the native decoder; ``None`` if it does not support this model."""
-    name = of_text(info.architecture)
+def native_spec(info: ModelInfo, *, pools: bool = False) -> DecoderSpec | None:
+    """The spec for the native decoder; ``None`` if it does not support this model. ``pools``: the
+    model needs no output layer."""
+    name = of_text(info.architecture) if pools else info.architecture
     family = FAMILIES.get(name) or MAMBA_FAMILIES.get(name)
     reason = f"{info.architecture or info.model_type} is not a native family"
     if family is not None:

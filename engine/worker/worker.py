@@ -153,6 +153,7 @@ class ModelWorker:
                 device=device,
                 max_model_len=sched.max_model_len,
                 takes_adapters=config.lora.enable_lora,
+                pools=self._pooling is not None,
             )
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
