@@ -15,11 +15,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
 from engine.config.model import GGUF_LINK, ModelConfig, read_json, read_model_info
+from engine.config.pooling.sentence_files import lowers_case
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.chat import Messages, read_templates, render_chat
 from engine.text.token_bytes import TokenBytes
@@ -41,6 +42,20 @@ class ChatInputs(NamedTuple):
     values: dict[str, Any]
 
 
+class PairLayout(NamedTuple):
+    """The special tokens around two texts that are joined to one sequence."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    second: int | None
+    """Index of the first token of type 1 if the first text is empty; ``None``: all have type 0."""
+
+    @property
+    def num_special(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+
 class AddedId(NamedTuple):
     """The id of a token added to the vocabulary, and whether it is a special token."""
 
@@ -57,6 +72,8 @@ class Tokenizer:
         special_tokens: dict[str, str],
         templates: dict[str, str],
         response_template: dict[str, Any] | None = None,
+        *,
+        cuts_left: bool = False,
     ) -> None:
         self.backend = backend
         self.special_tokens = special_tokens
@@ -64,6 +81,7 @@ class Tokenizer:
         self.templates = templates
         self.response_template = response_template
         """The format of the model's answers, from tokenizer_config.json."""
+        self._cuts_left = cuts_left
         self._texts: dict[int, str] = {}
 
     @property
@@ -114,6 +132,28 @@ class Tokenizer:
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """Encode several texts on all processors. An invalid text may raise any exception."""
         return self.backend.encode(texts, True)
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of texts without special tokens, on all processors. Raises the error
+        of ``encode`` for the first text that cannot be tokenised."""
+        try:
+            return self.backend.encode(texts, False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # one of them is invalid
+            return [self.encode(text, add_special_tokens=False) for text in texts]
+
+    @cached_property
+    def pair_layout(self) -> PairLayout | None:
+        """How two texts are joined; ``None`` if the tokenizer does not reveal it."""
+        return self.backend.pair_layout()
+
+    def cut(self, token_ids: list[int], num_kept: int) -> list[int]:
+        """Keep ``num_kept`` tokens: the first ones, or the last ones if tokenizer_config.json has
+        truncation_side left."""
+        if self._cuts_left:
+            return token_ids[max(0, len(token_ids) - num_kept) :]
+        return token_ids[:num_kept]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; incomplete characters become U+FFFD."""
@@ -204,18 +244,19 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
             f"tokenizer directory {str(root)!r} does not exist; give the path of a local "
             "directory, or the name of a repository on a hub"
         )
+    is_lower = lowers_case(Path(config.model).expanduser())
     if (root / "tokenizer.json").is_file():
-        return _read_tokenizer(root)
+        return _read_tokenizer(root, is_lower)
     if not any((root / name).is_file() for name in OTHER_FILES):
         reason = (read_json(root / GGUF_LINK) or {}).get("no_tokenizer")
         raise ModelError(
             f"{reason or f'{root} has no tokenizer.json'}; set tokenizer to the directory of the "
             "tokenizer, or skip_tokenizer_init=True to work with token ids only"
         )
-    return _convert_tokenizer(root, config.trust_remote_code)
+    return _convert_tokenizer(root, is_lower, config.trust_remote_code)
 
 
-def _read_tokenizer(root: Path) -> Tokenizer:
+def _read_tokenizer(root: Path, is_lower: bool) -> Tokenizer:
     options = _tokenizer_options(root)
     path = root / "tokenizer.json"
     try:
@@ -237,7 +278,27 @@ def _read_tokenizer(root: Path) -> Tokenizer:
         ) from error
     tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
     templates = read_templates(root, options)
-    return Tokenizer(RustBackend(tokenizer), named, templates, options.get("response_template"))
+    if is_lower:
+        _convert_to_lower_case(tokenizer)
+    return Tokenizer(
+        RustBackend(tokenizer),
+        named,
+        templates,
+        options.get("response_template"),
+        cuts_left=options.get("truncation_side") == "left",
+    )
+
+
+def _convert_to_lower_case(tokenizer: RustTokenizer) -> None:
+    """Convert texts, but not the names of special tokens in them, to lower case."""
+    own = tokenizer.normalizer
+    parts: list[Any] = [own]
+    if isinstance(own, normalizers.Sequence):
+        parts = [own[index] for index in range(len(own))]
+    if any(isinstance(part, normalizers.Lowercase) for part in parts):
+        return
+    following = [part for part in parts if part is not None]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *following])
 
 
 def _tokenizer_options(root: Path) -> dict[str, Any]:
@@ -286,7 +347,7 @@ def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
+def _convert_tokenizer(root: Path, is_lower: bool, trust_remote_code: bool) -> Tokenizer:
     logger.info("%s has no tokenizer.json: transformers converts what is there", root)
     transformers = importlib.import_module("transformers")  # takes seconds, so only here
     try:
@@ -299,11 +360,19 @@ def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
             "tokenizer.json, or set skip_tokenizer_init=True to work with token ids only"
         ) from error
     rust = getattr(loaded, "backend_tokenizer", None)
+    if is_lower and rust is not None:
+        _convert_to_lower_case(rust)
     backend: Backend = PythonBackend(loaded) if rust is None else RustBackend(rust)
     options = {**_tokenizer_options(root), "chat_template": loaded.chat_template}
     templates = read_templates(root, options)
     named = dict(loaded.special_tokens_map)
-    return Tokenizer(backend, named, templates, options.get("response_template"))
+    return Tokenizer(
+        backend,
+        named,
+        templates,
+        options.get("response_template"),
+        cuts_left=options.get("truncation_side") == "left",
+    )
 
 
 class Backend(Protocol):
@@ -313,6 +382,9 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Return the ids of each text. Lets other threads run meanwhile, if possible."""
+
+    def pair_layout(self) -> PairLayout | None:
+        """Return how two texts are joined; ``None`` if it is unknown."""
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text; the names of special tokens in it are plain text."""
@@ -364,6 +436,18 @@ class RustBackend:
                 texts, add_special_tokens=add_special_tokens
             )
         ]
+
+    def pair_layout(self) -> PairLayout | None:
+        probe = self._tokenizer.encode("a", "b")
+        parts = probe.sequence_ids
+        if 0 not in parts or 1 not in parts:
+            return None
+        begin, end = parts.index(0), len(parts) - parts[::-1].index(1)
+        middle = [index for index in range(begin, end) if parts[index] is None]
+        num_first = parts.count(0)
+        second = probe.type_ids.index(1) - num_first if 1 in probe.type_ids else None
+        ids = probe.ids
+        return PairLayout(ids[:begin], [ids[index] for index in middle], ids[end:], second)
 
     def encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
@@ -418,6 +502,9 @@ class PythonBackend:
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         return [list(encode(text)) for text in texts]
+
+    def pair_layout(self) -> PairLayout | None:
+        return None
 
     def encode_plain(self, text: str) -> list[int]:
         encode = self._tokenizer.encode

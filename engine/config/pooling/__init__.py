@@ -334,7 +334,6 @@ def _spec(
         default_prompt_name=texts.default_prompt_name,
         max_seq_length=texts.max_seq_length,
         lower_case=texts.lower_case,
-        uses_chat_template=texts.uses_chat_template,
         labels=found.labels,
         similarity=texts.similarity or ("maxsim" if found.task == "token_embed" else None),
     )

@@ -40,6 +40,4 @@ def _texts(spec: PoolingSpec) -> list[str]:
         parts.append(f"texts are cut at {spec.max_seq_length} tokens")
     if spec.lower_case:
         parts.append("texts in lower case")
-    if spec.uses_chat_template:
-        parts.append("texts as messages of the chat template")
     return parts

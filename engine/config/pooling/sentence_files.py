@@ -69,8 +69,6 @@ class SentenceFiles(NamedTuple):
     """Tokens after which an input is cut; ``None``: never."""
     lower_case: bool = False
     """Inputs are converted to lower case."""
-    uses_chat_template: bool = False
-    """Inputs are rendered by the chat template."""
     similarity: str | None = None
     """How embeddings are compared."""
     dimensions: int | None = None
@@ -152,6 +150,16 @@ def _module(root: Path, entry: dict[str, Any]) -> Module:
         if config is not None:
             return Module(name, folder, config, root / folder / each)
     return Module(name, folder, {}, root / folder / SENTENCE_CONFIGS[0])
+
+
+def lowers_case(root: Path) -> bool:
+    """Whether the files of sentence-transformers in a directory say that texts are converted to
+    lower case."""
+    if not (root / MODULES).is_file():
+        return False
+    found = (read_json(root / name) for name in SENTENCE_CONFIGS)
+    config: Mapping[str, Any] = next((each for each in found if each is not None), {})
+    return bool(config.get("do_lower_case", False))
 
 
 def _transformer_output(module: Module) -> str:
@@ -370,14 +378,17 @@ def _texts(info: ModelInfo, module: Module, tokenizer: Path) -> dict[str, Any]:
         raise ModelError(
             f"{module.file} is damaged: max_seq_length is {longest!r:.80}, must be a whole number"
         )
-    modalities = module.config.get("modality_config") or {}
+    if "message" in (module.config.get("modality_config") or {}):
+        raise ModelError(
+            f"{module.file} renders texts by the chat template ('message' in modality_config), "
+            "which is not supported for pooling: delete that key, and render texts before"
+        )
     for key in ("query_expansion", "query_length", "document_length"):
         if module.config.get(key) is not None:
             logger.warning("%s has %s, which has no effect here", module.file, key)
     return {
         "max_seq_length": longest or stated_length(info, tokenizer),
         "lower_case": bool(module.config.get("do_lower_case", False)),
-        "uses_chat_template": "message" in modalities,
     }
 
 

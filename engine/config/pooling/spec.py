@@ -86,8 +86,6 @@ class PoolingSpec:
     """Tokens after which an input is cut, special tokens included; ``None``: never."""
     lower_case: bool = False
     """Inputs are converted to lower case."""
-    uses_chat_template: bool = False
-    """Inputs are messages of the user, rendered by the chat template."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
     similarity: str | None = None
