@@ -189,19 +189,22 @@ def paged_attention(  # noqa: PLR0913
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    causal: bool = True,
     sinks: torch.Tensor | None = None,
     alibi: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a step's tokens over the cache, which already contains their K and V.
+    """Attention of a step's tokens over the cache, which already contains their K and V.
 
     q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or prompt chunks with
     any context. window: the query at position p attends to keys p - window + 1 .. p; 0: all.
-    softcap: scores become cap * tanh(score / cap); 0: unchanged. sinks: [Hq], for each head the
-    logit of a key without a value. alibi: [Hq] slopes; slope * distance is subtracted from scores.
-    kv_scales: as in qkv_rope_write. Rows after the last sequence are zeros.
+    softcap: scores become cap * tanh(score / cap); 0: unchanged. causal: False lets a query attend
+    to later keys, too: with a window to p - window + 1 .. p + window - 1, else to all; sequences
+    must then be computed in one step. sinks: [Hq], for each head the logit of a key without a
+    value. alibi: [Hq] slopes; slope * (query position - key position) is subtracted from scores;
+    only causal. kv_scales: as in qkv_rope_write. Rows after the last sequence are zeros.
     """
-    options = reference.AttentionOptions(scale, window, softcap, sinks, alibi, kv_scales)
+    options = reference.AttentionOptions(scale, window, softcap, causal, sinks, alibi, kv_scales)
     return _bodies(q).paged_attention(q, kv_layer, meta, options)
 
 

@@ -168,7 +168,7 @@ class AttentionStep:
         """Attention of queries [N, Hq, D] over a layer's cache. Returns [N, Hq * D]."""
         window = cache.window
         if cache.is_chunked and window % meta.block_size:
-            given = AttentionOptions(options.scale, 0, options.softcap, options.sinks)
+            given = AttentionOptions(options.scale, 0, options.softcap, sinks=options.sinks)
             return attend_in_chunks(queries, kv_layer, meta, window, given)
         if cache.is_chunked:
             if meta.group not in self._chunked:

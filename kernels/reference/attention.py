@@ -1,4 +1,4 @@
-"""Causal attention over the paged cache, one sequence at a time."""
+"""Attention over the paged cache, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class AttentionOptions(NamedTuple):
     scale: float
     window: int = 0
     softcap: float = 0.0
+    causal: bool = True
     sinks: torch.Tensor | None = None
     alibi: torch.Tensor | None = None
     kv_scales: torch.Tensor | None = None
@@ -53,7 +54,7 @@ def gather(
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionOptions
 ) -> torch.Tensor:
-    """Causal attention of a sequence's last T of L positions: q [T, Hq, D]; keys, values: [Hkv, L,
+    """Attention of a sequence's last T of L positions: q [T, Hq, D]; keys, values: [Hkv, L,
     D]. Returns [T, Hq, D]."""
     num_new, num_heads, _ = q.shape
     group, length = num_heads // keys.shape[0], keys.shape[1]
@@ -67,9 +68,10 @@ def attend(
     key_pos = torch.arange(length, device=q.device)[None, :]
     if variant.alibi is not None:
         scores = scores + variant.alibi.to(q.dtype)[:, None, None] * (key_pos - query_pos)
-    hidden = key_pos > query_pos
+    distance = query_pos - key_pos
+    hidden = distance < 0 if variant.causal else torch.zeros_like(distance, dtype=torch.bool)
     if variant.window:
-        hidden |= key_pos <= query_pos - variant.window
+        hidden |= distance.abs() >= variant.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if variant.sinks is not None:
         sinks = variant.sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_new, 1)

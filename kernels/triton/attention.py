@@ -20,9 +20,9 @@ from kernels.triton.repeated import again
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> torch.Tensor:
-    """Causal attention of a step over the paged cache; see kernels.ops.paged_attention."""
+    """Attention of a step over the paged cache; see kernels.ops.paged_attention."""
     out = _room_for_output(q, meta)
-    options, extras = variant[:3], variant[3:]
+    options, extras = variant[:4], variant[4:]
     forms = [None if one is None else (one.shape, one.dtype) for one in extras]
     shapes = (q.shape, q.stride(), kv_layer.shape, kv_layer.stride())
     again(

@@ -64,7 +64,7 @@ def decode_kernel(  # noqa: PLR0913
     # A sequence without keys is padding; its output is zeros.
     end_key = tl.load(seq_lens + seq)
     first_pos = end_key - num_tokens
-    bounds = visible_tiles(first_pos, end_key - 1, S)
+    bounds = visible_tiles(first_pos, end_key - 1, end_key, S)
     tiles = (bounds[0] + 0, bounds[3])
     if items is not None:
         tiles = (tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2))

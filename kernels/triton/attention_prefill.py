@@ -60,11 +60,16 @@ def prefill_kernel(  # noqa: PLR0913
     token, head, is_ours = rows
     head = tl.where(is_ours, head, first_head)
     first_pos = tl.load(seq_lens + seq) - query_len + token0
-    end_key = first_pos + num_tokens
+    last_pos = first_pos + num_tokens - 1
+    end_key = last_pos + 1
+    if not S.CAUSAL:
+        end_key = tl.load(seq_lens + seq)
+        if S.WINDOW > 0:
+            end_key = tl.minimum(last_pos + S.WINDOW, end_key)
     first_key = 0
     if S.WINDOW > 0:
         first_key = first_pos - S.WINDOW + 1
-    bounds = visible_tiles(first_pos, end_key - 1, S)
+    bounds = visible_tiles(first_pos, last_pos, end_key, S)
     split = tl.program_id(2)
     tiles = split_of(split, bounds, num_splits, min_tiles)
     if split > 0 and tiles[0] >= bounds[3]:

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     SCALE: float
     WINDOW: int  # 0: none
     SOFTCAP: float  # 0: none
+    CAUSAL: bool
 
     @classmethod
     def of(
@@ -56,6 +57,7 @@ class Shape(NamedTuple):
             SCALE=variant.scale,
             WINDOW=variant.window,
             SOFTCAP=variant.softcap,
+            CAUSAL=variant.causal,
         )
 
 
@@ -116,17 +118,23 @@ def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
 
 
 @triton.jit
-def visible_tiles(first_pos, last_pos, S: tl.constexpr):
+def visible_tiles(first_pos, last_pos, end_key, S: tl.constexpr):
     """Returns which tiles of keys the rows at positions first_pos .. last_pos attend to: (first
-    tile, first tile that needs no mask, end of the tiles that need none, end)."""
-    end = (last_pos + S.KEYS) // S.KEYS
+    tile, first tile that needs no mask, end of the tiles that need none, end). end_key: end of the
+    keys to which any of these rows attends."""
+    end = (end_key + S.KEYS - 1) // S.KEYS
     first = 0
     whole_from = 0
     if S.WINDOW > 0:
         first = tl.maximum(first_pos - S.WINDOW + 1, 0) // S.KEYS
         whole_from = (tl.maximum(last_pos - S.WINDOW + 1, 0) + S.KEYS - 1) // S.KEYS
         whole_from = tl.minimum(whole_from, end)
-    whole_to = tl.maximum((first_pos + 1) // S.KEYS, whole_from)
+    seen_by_first = first_pos + 1
+    if not S.CAUSAL:
+        seen_by_first = end_key
+        if S.WINDOW > 0:
+            seen_by_first = tl.minimum(first_pos + S.WINDOW, end_key)
+    whole_to = tl.maximum(seen_by_first // S.KEYS, whole_from)
     return first, whole_from, whole_to, end
 
 
@@ -215,7 +223,11 @@ def attend_tiles(  # noqa: PLR0913
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores, factor = scores_of(products, scale, slopes, row_pos, key_pos, S)
         if MASKED:
-            seen = is_seen[None, :] & (key_pos[None, :] <= row_pos[:, None])
+            seen = is_seen[None, :]
+            if S.CAUSAL:
+                seen = seen & (key_pos[None, :] <= row_pos[:, None])
+            elif S.WINDOW > 0:
+                seen = seen & (key_pos[None, :] < row_pos[:, None] + S.WINDOW)
             if S.WINDOW > 0:
                 seen = seen & (key_pos[None, :] > row_pos[:, None] - S.WINDOW)
             scores = tl.where(seen, scores, float("-inf"))

@@ -15,6 +15,8 @@ VARIANTS = {
     "softcap": {"softcap": 20.0},
     "sinks": {"sinks": True},
     "all": {"window": 33, "softcap": 30.0, "sinks": True},
+    "both ways": {"causal": False},
+    "window both ways": {"causal": False, "window": 33},
 }
 
 

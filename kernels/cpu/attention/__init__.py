@@ -20,6 +20,7 @@ from kernels.reference.kv_rows import scale_bytes
 
 # With fewer pairs of query head and key, one thread is faster.
 _ENOUGH = 512
+_ALL = 1 << 30  # keys, more than any sequence has
 
 PAIRED = chosen()
 USUAL_BLOCK = 16  # block size for which kernels are prepared at start
@@ -96,6 +97,13 @@ def paired_kernel(head_dim: int, group: int, how: str, cell: int = 2) -> Kernel:
     return Kernel(paired_body(head_dim, group, HOW[how], cell), heavy=True)
 
 
+def keys_ahead(variant: AttentionOptions) -> int:
+    """The number of keys after its own position to which a query attends, at most."""
+    if variant.causal:
+        return 0
+    return variant.window - 1 if variant.window else _ALL
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -110,7 +118,7 @@ def paged_attention(
     _, _, kv_heads, block, width = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
     sizes = q.element_size(), kv_layer.element_size()
-    key = variant.window, Heads(num_heads, group, head_dim)
+    key = variant.window, keys_ahead(variant), Heads(num_heads, group, head_dim)
     plan = meta.scratch.get(key)
     if plan is None:
         plan = meta.scratch[key] = AttentionPlan(*key, tokens_an_item(group))
@@ -127,7 +135,7 @@ def paged_attention(
     factors = 0 if variant.kv_scales is None else variant.kv_scales.data_ptr()
     row_bytes = width * kv_layer.element_size()
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
-    rows = (variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype))
+    rows = (variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype), keys_ahead(variant))
     # A recorded launch is replayed with longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.num_singles:

@@ -200,11 +200,11 @@ def _weigh(p, item, group, span, softcap, scores, sums):
     """Convert the scores of a work item for 256 keys (a stretch) to softmax weights, zero for
     masked keys. Writes each row's sum of weights and largest score to `sums`. span: positions of
     (the stretch, the item's first key in it, the end of its keys)."""
-    window, before = p[12], item[4] - item[2]
+    window, ahead = p[12], p[16]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
-        position = before + r // group
-        first, end = low - start, min(position + 1, high) - start
+        position = item[6] + r // group
+        first, end = low - start, min(position + 1 + ahead, high) - start
         if window:
             first = max(position + 1 - window - start, first)
         soften(scores[r], (first, end, high - start), softcap, (total, largest), r)

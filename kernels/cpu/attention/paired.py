@@ -193,7 +193,7 @@ def _weigh(row, span, positions, room, is_tiled):
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
     low, high = span[1] // LANES * LANES, -(-span[2] // LANES) * LANES
-    all_seen = _see(positions, span, low, p[12], bounds)
+    all_seen = _see(positions, span, low, (p[12], p[16]), bounds)
     for v in range(scores.shape[0]):
         column = scores[v, low:high].reshape(-1)
         if softcap > 0:
@@ -217,7 +217,7 @@ def _begin(p, item, head, group, targets, head_dim):
     """Copy a work item's queries to `targets`, with the positions of their tokens. targets:
     (scratch memory, queries in pairs [head size / 2, rows, 2], positions [rows])."""
     flat, q, positions = targets
-    width, before = group * head_dim, item[4] - item[2]
+    width, before = group * head_dim, item[6]
     for i in range(item[2]):
         address = p[1] + row_address(item[1], i, head, p, width * _CELL)
         source = u16(address, (group, head_dim))
@@ -227,7 +227,7 @@ def _begin(p, item, head, group, targets, head_dim):
                 target[d] = source[g, d]
             positions[i * group + g] = before + i
     for r in range(item[2] * group, flat.shape[0]):
-        positions[r] = item[4] - 1
+        positions[r] = before + item[2] - 1
     stride = flat.shape[1] * _CELL
     for r in range(0, flat.shape[0], LANES):
         for k in range(0, q.shape[0], LANES):
@@ -288,16 +288,17 @@ def gather_pairs(place, span, arrays, head_dim, cell):
 
 
 @njit(**INLINE)
-def _see(positions, span, low, window, bounds):
+def _see(positions, span, low, reach, bounds):
     """Write to `bounds` the first and the end of the keys that each row attends to, counted from
-    index `low` of a stretch. Returns True if all rows attend to all 256 keys."""
-    start, first, end = span
+    index `low` of a stretch. reach: (window, keys after its own position to which a query
+    attends). Returns True if all rows attend to all 256 keys."""
+    (start, first, end), (window, ahead) = span, reach
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
         for i in range(LANES):
             position = positions[v * LANES + i] - start
             begin = max(position + 1 - window, first) if window else first
-            stop = min(position + 1, end)
+            stop = min(position + 1 + ahead, end)
             bounds[v, 0, i], bounds[v, 1, i] = begin - low, stop - low
             latest, soonest = max(latest, begin - low), min(soonest, stop - low)
     return latest == 0 and soonest == STRETCH

@@ -11,7 +11,9 @@ from kernels.cpu.attention.softmax import STRETCH, TAIL
 from kernels.cpu.native import Kernel, i32, i64
 from kernels.meta import AttentionMeta
 
-ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
+# Sequence, first row, rows, first key, end of keys, items that share the row, position of the first
+# row.
+ITEM_FIELDS = 7
 _MUCH = 1 << 26  # bytes of partial sums; only written pages take memory
 
 # Indices in the header, the int64 addresses and numbers that bodies read. The address of a plan's
@@ -44,12 +46,13 @@ class AttentionPlan:
 
     The plan owns the memory of its items. `renew` makes it the plan of another step."""
 
-    def __init__(self, window: int, heads: Heads, tokens: int) -> None:
-        """window: 0 for full attention; tokens: query tokens of an item of a chunk."""
+    def __init__(self, window: int, ahead: int, heads: Heads, tokens: int) -> None:
+        """window: 0 for full attention; ahead: keys after its own position to which a query
+        attends; tokens: query tokens of an item of a chunk."""
         self.header = np.zeros(_HEADER, np.int64)
         self.header[_WINDOW] = window
         self.chunk_work = 0
-        self._window, self._heads, self._tokens = window, heads, tokens
+        self._window, self._ahead, self._heads, self._tokens = window, ahead, heads, tokens
         self._bytes_an_item = heads.num * (heads.size + TAIL) * 4  # of partial sums
         self._num_items = self._num_seqs = 0  # for which there is memory
         self._owned: tuple[NDArray[np.generic], ...] = ()
@@ -99,7 +102,7 @@ class AttentionPlan:
             if needed > self._num_items or num_seqs > self._num_seqs:
                 self._grow(needed, num_seqs)
         if meta.max_query_len > 1 or len(self._chunks):
-            self._chunks = _chunks(meta, self._window, self._tokens)
+            self._chunks = _chunks(meta, (self._window, self._ahead), self._tokens)
             header[CHUNKS], header[CHUNKS + 1] = self._chunks.ctypes.data, len(self._chunks)
             self.chunk_work = _work(self._chunks)
 
@@ -151,7 +154,7 @@ def _singles_body(row):
             item = i32(header[SINGLES] + num * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             item[0], item[1], item[2] = seq, starts[seq], 1
             item[3], item[4] = max(begin, low), min(begin + STRETCH, length)
-            item[5] = parts
+            item[5], item[6] = parts, length - 1
             num, begin = num + 1, begin + STRETCH
     header[SINGLES + 1], header[_WORK], header[_NUM_ROWS] = num, work, num_rows
 
@@ -164,8 +167,10 @@ def _work(items: NDArray[np.int32]) -> int:
     return int((items[:, 2] * (items[:, 4] - items[:, 3])).sum())
 
 
-def _chunks(meta: AttentionMeta, window: int, tokens: int) -> NDArray[np.int32]:
-    """Work items of the sequences with several query tokens, those with most keys first."""
+def _chunks(meta: AttentionMeta, seen: tuple[int, int], tokens: int) -> NDArray[np.int32]:
+    """Work items of the sequences with several query tokens, those with most keys first. seen:
+    (window, keys after its own position to which a query attends)."""
+    window, ahead = seen
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
     who = np.flatnonzero(counts > 1)
@@ -179,6 +184,7 @@ def _chunks(meta: AttentionMeta, window: int, tokens: int) -> NDArray[np.int32]:
     before = (lens - counts)[who][each] + first
     low = np.maximum(before + 1 - window, 0) if window else np.zeros_like(before)
     items[:, 3] = low - low % meta.block_size
-    items[:, 4] = before + items[:, 2]
+    items[:, 4] = np.minimum(before + items[:, 2] + ahead, lens[who][each])
     items[:, 5] = 1
+    items[:, 6] = before
     return np.ascontiguousarray(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")])

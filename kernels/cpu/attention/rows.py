@@ -3,7 +3,8 @@
 `p` is always the array of a kernel body's parameters: p[2] is the address of the cache, p[3] that
 of the block tables, p[5] the number of KV heads, p[6] the length of a block table, p[7] the block
 size, p[13] the address of the factors of 8-bit floats (see `factor_of`), p[14] the bytes of a row,
-and p[15] those of its scale: 0 for 8-bit floats."""
+p[15] those of its scale (0 for 8-bit floats), and p[16] the number of keys after its own position
+to which a query attends."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from numba import njit
 from kernels.cpu.eight_bits import factor_of, widen
 from kernels.cpu.native import INLINE, i32
 
-NUM_PARAMETERS = 15
+NUM_PARAMETERS = 16
 
 
 @njit(**INLINE)
