@@ -46,6 +46,36 @@ def add_rms_norm(
     return _bodies(x).add_rms_norm(x, residual, weight, eps, add_one=add_one)
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(y - mean(y)) / std(y) * weight + bias over the last axis, for y = x, or x + residual.
+
+    x, residual: [N, H]; weight, bias: [H] float32. Returns a new tensor of x's shape and dtype.
+    """
+    return _bodies(x).layer_norm(x, weight, bias, eps, residual)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (layer_norm(x + residual), x + residual), both new tensors [N, H]."""
+    return _bodies(x).add_layer_norm(x, residual, weight, bias, eps)
+
+
+def activate(x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(x), a new tensor: x [N, F]. act: "silu", "gelu_tanh", "gelu" or "relu"."""
+    return _bodies(x).activate(x, act)
+
+
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     """act(first half of the last axis) * second half: [N, 2F] -> [N, F].
 

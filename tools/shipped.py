@@ -59,6 +59,7 @@ OTHERS = (
     "logprobs",
     "low_rank",
     "moe",
+    "layer_norms",
     "norm",
     "penalties",
     "quant",

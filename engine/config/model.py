@@ -140,6 +140,10 @@ def name_of_gguf(file: str | Path) -> str:
     return PART_OF_NAME.sub("", Path(file).stem)
 
 
+# Model types whose table of position embeddings begins with rows for padding.
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """The contents of a model directory's JSON files."""
@@ -186,8 +190,16 @@ class ModelInfo:
                     f"{self.path / 'config.json'} is damaged: {key} is {value!r}, must be a number"
                 )
             if value:
-                return int(value)
+                return int(value) - self._first_position
         return None
+
+    @property
+    def _first_position(self) -> int:
+        """The row of the table of position embeddings for a text's first token."""
+        if self.model_type not in POSITIONS_AFTER_PADDING:
+            return 0
+        padding = self.hf.get("pad_token_id", 1) if self.model_type != "mpnet" else 1
+        return padding + 1 if isinstance(padding, int) else 0
 
     @property
     def name(self) -> str:

@@ -45,6 +45,8 @@ class ForwardBatch:
     attn: tuple[LayerMeta, ...]
     wanted: Wanted | None = None  # None: hidden states of all tokens
     embeds: Embeds | None = None
+    # [N] int64, for encoders with token types: 1 in the second text of a pair. None: all are 0.
+    token_types: torch.Tensor | None = None
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
     recorder: Recorder | None = None  # records or replays this step on a CPU
     output: Output | None = None  # compute this, too, if the step is recorded or replayed

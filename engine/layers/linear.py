@@ -191,6 +191,11 @@ class Float32Linear:
             x.float().contiguous(), self.packed, self.bias, self.out_features
         )
 
+    def then(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(outputs) [N, out] by one kernel. activation: one of ``kernels.activate``."""
+        x = x.float().contiguous()
+        return float32.packed_product(x, self.packed, self.bias, self.out_features, activation)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.packed.dtype is torch.float32:
             return gathered_rows(self.packed, ids, self.in_features)
@@ -232,6 +237,17 @@ class BFloat16Linear:
         x, num_out = x.bfloat16().contiguous(), self.out_features
         return bfloat16.gated_product(x, self.packed, num_out, activation, change=change)
 
+    def then(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(outputs) [N, out] by one kernel. activation: one of ``kernels.activate``."""
+        return bfloat16.packed_product(
+            x.bfloat16().contiguous(),
+            self.packed,
+            self.bias,
+            self.out_features,
+            out_dtype=self._out_dtype,
+            act=activation,
+        )
+
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
         only -inf); ``None`` if there is a bias, which the kernel does not support."""
@@ -272,7 +288,8 @@ class Int8Linear:
 
     def has_gates(self, x: torch.Tensor, activation: str) -> bool:
         """True if one kernel computes ``gated``."""
-        is_known = activation in ACTS and x.dtype is torch.bfloat16 and not self._keeps_float32
+        is_rounded = x.dtype is torch.bfloat16 and not self._keeps_float32
+        is_known = activation in int8.ACTS and is_rounded
         return self.bias is None and is_known and not self.out_features % (2 * float32.PANEL)
 
     def gated(

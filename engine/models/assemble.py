@@ -159,7 +159,12 @@ class Assembly:
             "norm_eps": spec.norm.eps,
             "norm_add_one": spec.norm.add_one,
         }
-        attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
+        attend = {
+            "scale": a.scale,
+            "window": layer.window,
+            "softcap": a.softcap,
+            "causal": spec.is_causal,
+        }
         return Attention(qkv, out, write, attend, gate)
 
     def short_conv(self, index: int) -> ShortConv:

@@ -114,6 +114,7 @@ class NativeDecoder:
         self.cache_spec = cache_spec
         self.spec = spec
         self.adapted = adapted
+        self.is_causal = spec.is_causal
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
         self.weight_dtype = embedding.dtype  # of weights that are not quantised
@@ -122,8 +123,11 @@ class NativeDecoder:
 
     @property
     def can_be_recorded(self) -> bool:
-        """True unless tokens are grouped by expert on the host, which no graph can record."""
-        return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
+        """True unless tokens are grouped by expert on the host, which no graph can record, or a
+        sequence must be computed in one step."""
+        return self.is_causal and all(
+            getattr(block.mlp, "can_be_recorded", True) for block in self.blocks
+        )
 
     def group_experts(self) -> None:
         """Stack each layer's experts in one tensor for grouped GPU kernels, where possible."""
@@ -196,9 +200,11 @@ class NativeDecoder:
         """Compute ``forward`` from the embeddings x [N, H]."""
         residual = None
         aux: dict[int, torch.Tensor] = {}
-        # The last layer computes only wanted rows, unless its full output is requested.
+        # The last layer computes only wanted rows, unless its full output is requested. (A query
+        # alone would be its sequence's last one, which sees no later tokens.)
         last = len(self.blocks) - 1
-        narrowed = None if last in batch.aux_layers else batch.wanted
+        is_whole = last in batch.aux_layers or not self.is_causal
+        narrowed = None if is_whole else batch.wanted
         for index, block in enumerate(self.blocks):
             wanted = narrowed if index == last else None
             x, residual = block(x, residual, batch.attn, kv, wanted)

@@ -59,6 +59,7 @@ class GeneralModel:
 
     can_be_recorded = False
     has_largest = False
+    is_causal = True
 
     def __init__(
         self,

@@ -15,6 +15,8 @@ from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import NativeDecoder
+from engine.models.encoder_families import encoder_family
+from engine.models.encoder_load import EncoderPlace, load_encoder
 from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.kv_scales import kv_scales
@@ -56,6 +58,10 @@ def load_model(
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
+    family = encoder_family(info.architecture)
+    if family is not None:
+        place = EncoderPlace(device, quantization, max_model_len, takes_adapters)
+        return load_encoder(family, config, info, form, place)
     spec = native_spec(info, pools=pools)
     check_form(info, form, is_native=spec is not None)
     if spec is not None:

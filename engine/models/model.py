@@ -14,7 +14,8 @@ LayerCaches = list[Any]
 
 
 class Model(Protocol):
-    """A decoder over a paged KV cache. N tokens, R wanted tokens, H hidden size, V vocabulary."""
+    """A decoder or an encoder over a paged KV cache. N tokens, R wanted tokens, H hidden size, V
+    vocabulary."""
 
     cache_spec: tuple[LayerCache, ...]
     """The KV cache of each layer, in forward order."""
@@ -23,6 +24,9 @@ class Model(Protocol):
     """Dtype of activations."""
     has_own_products: bool
     """True if its large CPU products use our compiled kernels and not torch's."""
+    is_causal: bool
+    """False if tokens attend to later ones, too. Then a sequence is computed in one step, and
+    shares no blocks."""
 
     @property
     def can_be_recorded(self) -> bool:
@@ -64,5 +68,5 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [R, V] float32 of hidden states [R, H]. out: where to write them, if the model can
-        be recorded."""
+        be recorded. Raises ``NotImplementedError`` for an encoder."""
         ...

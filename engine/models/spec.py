@@ -292,6 +292,8 @@ class DecoderSpec:
     """Factor on the outputs of attention and MLP before the residual addition."""
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
+    is_causal: bool = True
+    """False if tokens attend to later ones, too; a layer's window then limits both directions."""
 
     def state(self, kind: MixerKind) -> tuple[StateShape, ...]:
         """The recurrent state of a mixer of this kind, () for attention."""

@@ -90,12 +90,18 @@ class StoredWeights:
     """Reads the decoder's tensors (targets) from a checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: Iterable[Target], form: Format | None = None
+        self,
+        checkpoint: Checkpoint,
+        targets: Iterable[Target],
+        form: Format | None = None,
+        unread: re.Pattern[str] = UNREAD,
     ) -> None:
         """Match targets with the checkpoint's tensors, before any is read. Raises ``ModelError``
         for tensors that are missing, unused or of another shape.
 
-        form: the format of quantised modules, if there are any."""
+        form: the format of quantised modules, if there are any; unread: names of tensors that the
+        model does not use."""
+        self._unread = unread
         self._checkpoint = checkpoint
         self._modules = None if form is None else QuantizedModules(checkpoint, form)
         targets = tuple(targets)
@@ -212,7 +218,7 @@ class StoredWeights:
     def _may_be_left(self, name: str) -> bool:
         if self._modules is not None and self._modules.may_be_left(name):
             return True
-        is_unread = any(pattern.search(name) for pattern in (DERIVED, UNREAD))
+        is_unread = any(pattern.search(name) for pattern in (DERIVED, self._unread))
         return is_unread or is_kv_scale(name)
 
 

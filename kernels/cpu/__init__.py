@@ -13,7 +13,17 @@ from collections.abc import Sequence
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, delta_rule, low_rank, pointwise, rope, selective_scan
+from kernels.cpu import (
+    activation,
+    attention,
+    cells,
+    delta_rule,
+    layer_norms,
+    low_rank,
+    pointwise,
+    rope,
+    selective_scan,
+)
 from kernels.cpu import causal_conv as convolution
 from kernels.cpu.state_cells import STATE_TYPES
 from kernels.low_rank import AdaptedRows, ProductTable
@@ -61,6 +71,37 @@ def rms_norm(
     if _is_plain(x, weight):
         return pointwise.rms_norm(x, weight, eps, add_one)
     return reference.rms_norm(x, weight, eps, add_one=add_one)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if _is_plain(x, residual) and x.dim() == 2 and all(map(_is_float32, (weight, bias))):
+        return layer_norms.layer_norm((x, residual), weight, bias, eps)
+    return reference.layer_norm(x, weight, bias, eps, residual)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _is_plain(x, residual) and x.dim() == 2 and all(map(_is_float32, (weight, bias))):
+        total = torch.empty_like(x)
+        return layer_norms.layer_norm((x, residual), weight, bias, eps, total), total
+    return reference.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def activate(x: torch.Tensor, act: str) -> torch.Tensor:
+    if act in activation.CODES and _is_plain(x):
+        return activation.activate(x, act)
+    return reference.activate(x, act)
 
 
 def add_rms_norm(

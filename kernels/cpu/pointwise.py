@@ -9,7 +9,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.cells import elements, get, put, read_cells, write_cells
-from kernels.cpu.mathlib import gelu_tanh, sigmoid, silu
+from kernels.cpu.mathlib import gelu, gelu_tanh, sigmoid, silu
 from kernels.cpu.native import INLINE, Kernel, bits, f64, i64, next_item
 from kernels.cpu.norm_vectors import scale_row, widen_row
 from kernels.cpu.threads import num_threads
@@ -19,7 +19,7 @@ from kernels.cpu.vectors import LANES
 _ENOUGH = 16384
 _ROWS = 4  # rows per item
 _CHUNK = 1024  # elements per item
-ACTS = {"silu": 0, "gelu_tanh": 1}
+ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _ZERO = np.float32(0)
 
 
@@ -352,9 +352,12 @@ def _act_mul_body(cell: int):
             if act == 0:
                 for i in range(count):
                     put(out, i, silu(get(gates, i)) * get(ups, i))
-            else:
+            elif act == 1:
                 for i in range(count):
                     put(out, i, gelu_tanh(get(gates, i)) * get(ups, i))
+            else:
+                for i in range(count):
+                    put(out, i, gelu(get(gates, i)) * get(ups, i))
 
     return body
 

@@ -14,9 +14,12 @@ from kernels.reference.delta_rule import gated_delta_rule
 from kernels.reference.low_rank import add_low_rank
 from kernels.reference.pointwise import (
     act_mul,
+    activate,
+    add_layer_norm,
     add_rms_norm,
     apply_gate,
     grouped_gated_norm,
+    layer_norm,
     relu_squared,
     rms_norm,
 )
@@ -28,6 +31,8 @@ __all__ = [
     "HeadNorm",
     "Rope",
     "act_mul",
+    "activate",
+    "add_layer_norm",
     "add_low_rank",
     "add_rms_norm",
     "apply_gate",
@@ -38,6 +43,7 @@ __all__ = [
     "gather",
     "grouped_gated_norm",
     "head_scan",
+    "layer_norm",
     "paged_attention",
     "qkv_rope_write",
     "relu_squared",

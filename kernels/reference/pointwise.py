@@ -76,6 +76,50 @@ def grouped_gated_norm(
     return (y * opened if norm_first else y).to(x.dtype)
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Layer norm of x, or of x + residual, over the last axis, rounded once."""
+    y = wide(x) if residual is None else wide(x) + wide(residual)
+    shift = None if bias is None else bias.to(y.dtype)
+    return F.layer_norm(y, y.shape[-1:], weight.to(y.dtype), shift, eps).to(x.dtype)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer norm of x + residual [N, H], and the sum itself, which is rounded to x's dtype before
+    it is normalised."""
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
+def activate(x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(x) of x [N, F]; act: "silu", "gelu_tanh", "gelu" or "relu"."""
+    y = wide(x)
+    if act == "silu":
+        y = F.silu(y)
+    elif act == "gelu_tanh":
+        y = F.gelu(y, approximate="tanh")
+    elif act == "gelu":
+        y = F.gelu(y)
+    elif act == "relu":
+        y = F.relu(y)
+    else:
+        raise ValueError(
+            f"activation {act!r} is unknown; use 'silu', 'gelu_tanh', 'gelu' or 'relu'"
+        )
+    return y.to(x.dtype)
+
+
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) ** 2 of x [N, F]."""
     return F.relu(x).square()

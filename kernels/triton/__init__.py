@@ -2,7 +2,7 @@
 :mod:`kernels.reference`."""
 
 from kernels.reference.logits import are_sound
-from kernels.triton.activation import act_mul, apply_gate, relu_squared
+from kernels.triton.activation import act_mul, activate, apply_gate, relu_squared
 from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.causal_conv import causal_conv
@@ -13,6 +13,7 @@ from kernels.triton.index import advance, grow_block_tables, preparation, rememb
 from kernels.triton.invariant import invariant_linear
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
+from kernels.triton.layer_norms import add_layer_norm, layer_norm
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.low_rank import add_low_rank
 from kernels.triton.moe import mixture
@@ -24,6 +25,8 @@ from kernels.triton.selective_scan import channel_scan, head_scan
 
 __all__ = [
     "act_mul",
+    "activate",
+    "add_layer_norm",
     "add_low_rank",
     "add_rms_norm",
     "advance",
@@ -43,6 +46,7 @@ __all__ = [
     "head_scan",
     "invariant_linear",
     "is_interpreting",
+    "layer_norm",
     "matvec",
     "mixture",
     "paged_attention",

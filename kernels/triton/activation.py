@@ -14,6 +14,7 @@ from kernels.triton.repeated import Forms, again
 TILE = 1024
 FORMS = Forms()
 ACTS = ("silu", "gelu_tanh", "gelu")
+SINGLE_ACTS = (*ACTS, "relu")  # without a gate
 
 
 @triton.jit
@@ -30,14 +31,17 @@ def softplus(x):
 
 
 @triton.jit
-def activate(gate, ACT: tl.constexpr):
-    """Returns ACT(gate) of float32 values; ACT: "silu", "gelu_tanh" or "gelu", a literal."""
+def activated(gate, ACT: tl.constexpr):
+    """Returns ACT(gate) of float32 values; ACT: "silu", "gelu_tanh", "gelu" or "relu", a
+    literal."""
     if ACT == "silu":
         result = gate / (1.0 + tl.exp(-gate))
     elif ACT == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # A form of tanh that saturates instead of overflowing.
         result = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    elif ACT == "relu":
+        result = tl.where(gate < 0.0, 0.0, gate)  # NaN stays
     else:
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     return result
@@ -54,7 +58,7 @@ def act_mul_kernel(
     mask = column < F
     gate = tl.load(gate_up + row * stride + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * stride + F + column, mask=mask, other=0.0)
-    active = activate(gate.to(tl.float32), ACT).to(gate.dtype)
+    active = activated(gate.to(tl.float32), ACT).to(gate.dtype)
     product = active.to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * F + column, product.to(gate.dtype), mask=mask)
 
@@ -160,6 +164,37 @@ def relu_squared_launch(x: torch.Tensor, out: torch.Tensor) -> Launch:
     return Launch(relu_squared_kernel, (triton.cdiv(x.numel(), TILE),), args, 4, 1)
 
 
+@triton.jit(do_not_specialize=["num"])
+def activate_kernel(x, out, num, ACT: tl.constexpr, TILE: tl.constexpr):
+    """One program per block of TILE elements: out = ACT(x)."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    values = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
+    tl.store(out + place, activated(values, ACT).to(out.dtype.element_ty), mask=place < num)
+
+
+def activate(x: torch.Tensor, act: str) -> torch.Tensor:
+    """See kernels.ops.activate."""
+    if act not in SINGLE_ACTS:
+        known = ", ".join(map(repr, SINGLE_ACTS))
+        raise ValueError(f"activation {act!r} is unknown; use one of {known}")
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        again(
+            FORMS,
+            ("activate", x.shape, x.dtype, act, x.get_device()),
+            (x, out),
+            lambda: [activate_launch(x, out, act)],
+        )
+    return out
+
+
+def activate_launch(x: torch.Tensor, out: torch.Tensor, act: str) -> Launch:
+    """The launch of `activate_kernel` for contiguous tensors."""
+    args = {"x": x, "out": out, "num": x.numel(), "ACT": act, "TILE": TILE}
+    return Launch(activate_kernel, (triton.cdiv(x.numel(), TILE),), args, 4, 1)
+
+
 def configurations() -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for act in ACTS:
@@ -167,5 +202,7 @@ def configurations() -> Iterator[Launch]:
             yield act_mul_launch(gate_up, gate_up[:, :3072], act)
         rows = torch.empty((64, 3072), dtype=dtype, device="meta")
         yield relu_squared_launch(rows, rows)
+        for act in SINGLE_ACTS:
+            yield activate_launch(rows, rows, act)
         for gate, activation in ((rows, ""), (rows, "sigmoid"), (rows[:, :1], "sigmoid")):
             yield gate_launch(rows, gate, activation, rows)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.meta import StateMeta
 from kernels.reference.causal_conv import check_activation
-from kernels.triton.activation import activate
+from kernels.triton.activation import activated
 from kernels.triton.launch import Launch
 from kernels.triton.states import count_states, example_step, step_arguments
 
@@ -71,7 +71,7 @@ def conv_kernel(  # noqa: PLR0913
             place = state + row[:, None] * width + channel[None, :]
             tl.store(place, value, mask=mask & is_written[:, None])
     if ACT != "":
-        total = activate(total, ACT)
+        total = activated(total, ACT)
     target = out + token.to(tl.int64)[:, None] * width + channel[None, :]
     result = tl.where(mask, total, 0.0).to(out.dtype.element_ty)
     tl.store(target, result, mask=(token < num_tokens)[:, None] & is_channel[None, :])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.cpu import isa, pointwise
+from kernels.cpu import isa
 from kernels.cpu.matmul import int8
 from kernels.cpu.threads import num_threads, set_threads
 
@@ -67,7 +67,7 @@ def test_products(
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("act", pointwise.ACTS)
+@pytest.mark.parametrize("act", int8.ACTS)
 @pytest.mark.parametrize(("half", "num_in"), [(64, 70), (128, 1100)])
 def test_gates_are_applied_in_the_same_pass(
     half: int, num_in: int, act: str, tiles: str, rng: torch.Generator

@@ -5,13 +5,14 @@ import torch
 from torch.testing import assert_close
 
 from kernels import cpu, reference
-from kernels.triton import activation, norm
+from kernels.triton import activation, layer_norms, norm
 
 # NumPy warns of infinities, devices do not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NORMS = {"reference": reference, "cpu": cpu, "triton": norm}
 ACTS = {"reference": reference, "cpu": cpu, "triton": activation}
+LAYER_NORMS = {"reference": reference, "cpu": cpu, "triton": layer_norms}
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SIZES = {torch.float32: (7, 96), torch.float16: (1, 1000), torch.bfloat16: (33, 64)}
 
@@ -131,9 +132,40 @@ def test_scaling_in_place(dtype: torch.dtype) -> None:
 
 
 @by_body
+@by_dtype
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norms(body: str, dtype: torch.dtype, has_bias: bool) -> None:
+    size = SIZES[dtype]
+    x, residual = random(*size, dtype=dtype, scale=3) + 2, random(*size, dtype=dtype)
+    weight, bias = random(size[1]), random(size[1]) if has_bias else None
+    exact = weight.double(), None if bias is None else bias.double(), 1e-5
+    norms = LAYER_NORMS[body]
+    close(norms.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x.double(), *exact), dtype)
+    wanted = reference.layer_norm(x.double() + residual.double(), *exact)
+    close(norms.layer_norm(x, weight, bias, 1e-5, residual), wanted, dtype)
+    got, total = norms.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(got, reference.layer_norm(total.double(), *exact), dtype)
+
+
+@by_dtype
+@pytest.mark.parametrize("body", ACTS)
+@pytest.mark.parametrize("act", activation.SINGLE_ACTS)
+def test_activations(body: str, dtype: torch.dtype, act: str) -> None:
+    x = random(3, 700, dtype=dtype, scale=3)
+    x[0, :5] = torch.tensor([0.0, -0.0, 40.0, -40.0, -6.0])
+    wanted = reference.activate(x.double(), act)
+    close(ACTS[body].activate(x, act), wanted, dtype)
+    if dtype is torch.float32:
+        assert_close(ACTS[body].activate(x, act).double(), wanted, rtol=1e-6, atol=2e-6)
+
+
+@by_body
 def test_unknown_activation_is_named(body: str) -> None:
     with pytest.raises(ValueError, match="'swish'"):
         ACTS[body].act_mul(torch.zeros(1, 4), "swish")
+    with pytest.raises(ValueError, match="'swish'"):
+        ACTS[body].activate(torch.zeros(1, 4), "swish")
 
 
 @by_body
@@ -145,5 +177,9 @@ def test_what_is_not_finite_stays_in_its_row(body: str, bad: float) -> None:
         got = ACTS[body].act_mul(x, act)
         assert got[1].isfinite().all()
         assert not got[0, 1].isfinite() or bad < 0  # silu(-inf) may be a zero
+    got = ACTS[body].activate(x, "gelu")
+    assert got[1].isfinite().all() and (not got[0, 1].isfinite() or bad < 0)
     got = NORMS[body].rms_norm(x, torch.ones(8), 1e-6)
+    assert not got[0].isfinite().all() and got[1].isfinite().all()
+    got = LAYER_NORMS[body].layer_norm(x, torch.ones(8), None, 1e-6)
     assert not got[0].isfinite().all() and got[1].isfinite().all()

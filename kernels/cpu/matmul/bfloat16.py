@@ -22,6 +22,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kernels.cpu import amx, isa
+from kernels.cpu.activation import CODES
 from kernels.cpu.cells import read_cells
 from kernels.cpu.matmul.blocks import PANEL as HALF
 from kernels.cpu.matmul.dequantized import fill_pairs
@@ -94,15 +95,17 @@ def packed_product(
     num_out: int,
     *,
     out_dtype: torch.dtype | None = None,
+    act: str = "",
     body: str | None = None,
 ) -> torch.Tensor:
-    """Return x @ weights + bias, [N, num_out], in bfloat16 or float32 (``out_dtype``). x: [N, in]
+    """Return act(x @ weights + bias), [N, num_out], in bfloat16 or float32 (``out_dtype``). act: a
+    key of ``kernels.cpu.activation.CODES``, or "" for none. x: [N, in]
     contiguous bfloat16; packed: as `pack` returned it, or the table of a packed weight in blocks
     (see ``kernels.cpu.matmul.dequantized``); bias: [num_out] float32; body (for tests): a key of
     BODIES. A weight in blocks gives the same bits as the dequantised weight."""
     out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
-    target = Target(out.data_ptr(), out.element_size(), added)
+    target = Target(out.data_ptr(), out.element_size(), added, act=CODES[act] + 1 if act else 0)
     _run(_plan(x, num_out, body), x, packed, target)
     return out
 

@@ -12,6 +12,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from kernels.cpu.activation import CODES, activate_row
 from kernels.cpu.matmul.blocks import PANEL as HALF
 from kernels.cpu.matmul.blocks import UNIT
 from kernels.cpu.matmul.dequantized import fill_floats
@@ -20,7 +21,7 @@ from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LINE, panel_product
 
 PANEL = 64  # outputs per panel
-NUM_PARAMETERS = 9
+NUM_PARAMETERS = 10
 
 _ROWS = 6  # rows per register tile; with four vectors of outputs they fill the registers
 _BLOCK = 288  # maximum rows per item, so that x stays in the cache for all panels
@@ -45,11 +46,17 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_product(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, num_out: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_out: int,
+    act: str = "",
 ) -> torch.Tensor:
-    """x @ weight.T + bias: x [N, in] contiguous float32 -> [N, num_out] float32; packed: as `pack`
-    returned it; bias: [num_out] float32."""
-    return _product(PACKED[packed.element_size()], x, packed.data_ptr(), bias, num_out)
+    """act(x @ weight.T + bias): x [N, in] contiguous float32 -> [N, num_out] float32; packed: as
+    `pack` returned it; bias: [num_out] float32; act: a key of ``kernels.cpu.activation.CODES``, or
+    "" for none."""
+    kernel = PACKED[packed.element_size()]
+    return _product(kernel, x, packed.data_ptr(), bias, num_out, CODES[act] + 1 if act else 0)
 
 
 def dequantized_product(
@@ -61,9 +68,15 @@ def dequantized_product(
 
 
 def _product(
-    kernel: Kernel, x: torch.Tensor, weights: int, bias: torch.Tensor | None, num_out: int
+    kernel: Kernel,
+    x: torch.Tensor,
+    weights: int,
+    bias: torch.Tensor | None,
+    num_out: int,
+    act: int = 0,
 ) -> torch.Tensor:
-    """Run a product. weights: address of the packed weights or of their table."""
+    """Run a product. weights: address of the packed weights or of their table; act: 0 for none,
+    else a number of ``CODES`` plus 1."""
     num, num_in = x.shape
     out, panels = x.new_empty((num, num_out)), -(-num_out // PANEL)
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
@@ -80,6 +93,7 @@ def _product(
         num_out,
         rows,
         panels_an_item(panels, items, threads),
+        act,
     )
     return out
 
@@ -191,6 +205,9 @@ def _panel_rows(p, rows, place, edge, size, is_table):
             right = scratch
             _fill(p[2], (panel, k, span[1]), num_out, scratch)
         ahead = _add_rows(left, right, (out, stride), span, ahead, size)
+    if p[10]:
+        for i in range(count):
+            activate_row(f32(out + i * stride, (width,)), p[10] - 1)
     if width < PANEL:
         for i in range(count):
             values = f32(p[4] + ((first + i) * num_out + start) * 4, (width,))

@@ -25,11 +25,11 @@ from kernels.cpu.matmul.byte_bodies import (
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
 from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, largest_ids
 from kernels.cpu.native import Kernel
-from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT
 
 IS_SUPPORTED = HAS_BYTE_PRODUCT
+ACTS = {"silu": 0, "gelu_tanh": 1}
 
 _ENOUGH = 262144  # with fewer multiplications, one thread is faster
 _ENOUGH_ROWS = 8  # rows for which quantisation uses several threads
@@ -112,7 +112,7 @@ def gated_product(
 ) -> torch.Tensor:
     """Return act(x @ gate) * (x @ up), [N, out / 2] bfloat16, rounded once. weight: gate and up as
     one matrix, its outputs a multiple of two panels; x: [N, in] contiguous float32 or bfloat16;
-    act: a key of ``kernels.cpu.pointwise.ACTS``; change: of both before the activation."""
+    act: a key of ACTS; change: of both before the activation."""
     half = weight.num_out // 2
     out = x.new_empty((len(x), half), dtype=torch.bfloat16)
     target = Target(out.data_ptr(), 2, gates=half // PANEL, act=ACTS[act], change=change)

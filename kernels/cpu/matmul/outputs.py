@@ -1,7 +1,8 @@
 """Writes the sums of one panel of a matrix product: all outputs, or each row's largest one.
 
 `p` holds the parameters of the product's kernel (indices: 3 bias, 4 outputs, 5 rows, 8 outputs per
-row, 10 panels per item, 11 bytes of an output, 12 indices of the largest outputs, 14 activation).
+row, 10 panels per item, 11 bytes of an output, 12 indices of the largest outputs, 13 gate panels,
+14 activation).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from numba import njit
 
 from kernels.cpu import sweeps
+from kernels.cpu.activation import activate_row
 from kernels.cpu.atomics import call_body, lay_out
 from kernels.cpu.cells import write_cells
-from kernels.cpu.mathlib import gelu_tanh, silu
+from kernels.cpu.mathlib import gelu, gelu_tanh, silu
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64
 
 _LOWEST, _INFINITY = np.float32(-np.inf), np.float32(np.inf)
@@ -43,7 +45,7 @@ class Target(NamedTuple):
     bias: int = 0
     ids: int = 0
     gates: int = 0  # number of gate panels; as many up panels follow them
-    act: int = 0
+    act: int = 0  # without gates 0 for none, else a number of kernels.cpu.activation.CODES plus 1
     change: Change = NO_CHANGE
 
 
@@ -111,9 +113,12 @@ def gate(p, sides, rows, panel, at):
         if p[14] == 0:
             for j in range(gate.shape[0]):
                 gate[j] = silu(gate[j]) * up[j]
-        else:
+        elif p[14] == 1:
             for j in range(gate.shape[0]):
                 gate[j] = gelu_tanh(gate[j]) * up[j]
+        else:
+            for j in range(gate.shape[0]):
+                gate[j] = gelu(gate[j]) * up[j]
 
 
 @njit(**INLINE)
@@ -144,7 +149,8 @@ def _compare(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _write(p, sums, first, count, panel):
-    """Write a panel's sums, plus the bias, for `count` rows from row `first` on."""
+    """Write a panel's sums, plus the bias and then activated, for `count` rows from row `first`
+    on."""
     num_out, size, start = p[8], p[11], panel * sums.shape[1]
     width = min(sums.shape[1], num_out - start)
     if p[3]:
@@ -152,6 +158,9 @@ def _write(p, sums, first, count, panel):
         for i in range(count):
             for j in range(width):
                 sums[i, j] += bias[j]
+    if p[14] and not p[13]:
+        for i in range(count):
+            activate_row(sums[i, :width], p[14] - 1)
     for i in range(count):
         out = p[4] + ((first + i) * num_out + start) * size
         if size == 4:
