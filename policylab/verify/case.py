@@ -14,6 +14,7 @@ from engine.messages.requests import AddRequest
 from engine.sched.interface import PauseState
 
 VOCAB_SIZE = 61
+WILD = "policylab.verify.wild.Wild"  # the policy that answers at random
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,6 +18,7 @@ from engine.sched.policies import POLICIES
 from engine.sched.policy import Policy
 from policylab.verify.case import (
     VOCAB_SIZE,
+    WILD,
     Abort,
     Add,
     Case,
@@ -32,7 +33,6 @@ from policylab.verify.draw_adapters import with_adapters
 from policylab.verify.draw_halves import with_halves
 from policylab.verify.draw_pooled import with_pooled
 
-WILD = "policylab.verify.wild.Wild"
 WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
 SNAPSHOT_POLICIES = ("cost", "cost", "interval", "marconi")
 CROWDED = 0.15  # share of engines with many running requests

@@ -23,6 +23,7 @@ from engine.states.decide import StateSnapshots
 from engine.states.policies import find_snapshot_policy
 from policylab.verify.adapters import MOST_TICKS, Adapters
 from policylab.verify.case import (
+    WILD,
     Abort,
     Add,
     Case,
@@ -310,7 +311,9 @@ class Simulation:
         steps [10]."""
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
-        bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
+        patience = 4 / (1 - self._idle_share)
+        work = sum(map(self._work, self.clients.live.values()))
+        bound = self.num_steps + SLACK_STEPS + patience * work
         while self._has_work:
             num_steps = self.num_steps
             self.step()
@@ -403,6 +406,16 @@ class Simulation:
         due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due
+
+    @property
+    def _idle_share(self) -> float:
+        """The share of a random policy's answers that may leave a request without tokens."""
+        config = self.case.setup.config
+        return (
+            float(config.policy_options.get("rate", 0.2))
+            if config.scheduling_policy == WILD
+            else 0.0
+        )
 
     def _work(self, live: LiveRequest) -> int:
         """The largest number of steps that the request would take if it were alone."""
