@@ -32,6 +32,9 @@ class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     a longer prompt is refused, unless the model's directory has a maximum length."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt."""
+    second_text_start: int | None = None
+    """Index of the first token of the second text of a pair, for models that distinguish the two;
+    set by the front end."""
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in get_args(PoolingTask):

@@ -54,6 +54,7 @@ class PoolingRunner(Runner):
             staged.picked,
             is_made_up=is_made_up,
             reads_all=bool(by_token) or self._gathered.reads_all,
+            token_types=self._token_types(staged, wishes),
         )
         hidden = step.hidden()
         with section("pool"):
@@ -82,7 +83,17 @@ class PoolingRunner(Runner):
         seq = None if is_made_up else self.machine.live.seqs[slot]
         params = PoolingParams() if seq is None or seq.pooling is None else seq.pooling
         task = params.task or self._head.spec.task
-        return Wish(task, params.use_activation, params.dimensions)
+        return Wish(task, params.use_activation, params.dimensions, params.second_text_start)
+
+    def _token_types(self, staged: Staged, wishes: Sequence[Wish]) -> torch.Tensor | None:
+        """The type of each token [N]: 1 in the second text of a pair; ``None``: all are 0."""
+        if all(wish.second_text is None for wish in wishes):
+            return None
+        never = self._max_model_len
+        seconds = [never if w.second_text is None else w.second_text for w in wishes]
+        begins = np.repeat(np.array(seconds), staged.rows.counts)
+        types = (staged.tokens.positions >= begins).astype(np.int64)
+        return self.machine.platform.upload(types)
 
     def _chunks(
         self, staged: Staged, hidden: torch.Tensor, wishes: Sequence[Wish], places: Sequence[int]
@@ -106,6 +117,7 @@ class Wish(NamedTuple):
     task: PoolingTask
     use_activation: bool | None
     dimensions: int | None
+    second_text: int | None = None  # index of its first token, in a pair of texts
 
     @property
     def is_by_token(self) -> bool:
@@ -136,7 +148,7 @@ class PooledStep(NamedTuple):
             if wish.is_by_token:
                 found.append((self.first + row, self._activated(next(left), wish)))
             else:
-                alike[wish].append((place, self.first + row))
+                alike[wish._replace(second_text=None)].append((place, self.first + row))
         for wish, pairs in alike.items():
             places, rows = zip(*pairs, strict=True)
             found += zip(rows, self._activated(pooled[list(places)], wish), strict=True)

@@ -76,9 +76,11 @@ class EagerStep:
         is_made_up: bool = False,
         may_take_largest: bool = False,
         reads_all: bool = False,
+        token_types: torch.Tensor | None = None,
     ) -> None:
         """may_take_largest: True if only the sampler reads the logits; greedy sampling then needs
-        just their argmax. reads_all: the hidden states of all tokens are needed."""
+        just their argmax. reads_all: the hidden states of all tokens are needed. token_types: see
+        ``ForwardBatch``."""
         self._machine = machine
         self._graph = graph
         only_largest = may_take_largest and machine.wants_largest_only
@@ -90,6 +92,7 @@ class EagerStep:
         self._staged = staged
         self._picked = picked
         self._is_made_up = is_made_up
+        self._token_types = token_types
         self._is_scored = reads_all or machine.live.has_scored(staged.rows.slots)
         self.prompt_logprobs = NO_SCORES
 
@@ -153,6 +156,7 @@ class EagerStep:
         machine, staged = self._machine, self._staged
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
+        batch.token_types = self._token_types
         if self._graph is not None:
             stream = self._graph.replay(len(staged.tokens.slots))
             return machine.model.last_layer(stream, batch, machine.kv)
