@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from engine.config.pooling.spec import PoolingSpec
 from engine.errors import RequestError
-from engine.text.tokenizer import PairLayout, Tokenizer
+from engine.text.pair_layout import PairLayout
+from engine.text.tokenizer import Tokenizer
 
 
 class EncodedPair(NamedTuple):

@@ -23,6 +23,7 @@ from engine.config.model import GGUF_LINK, ModelConfig, read_json, read_model_in
 from engine.config.pooling.sentence_files import lowers_case
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.chat import Messages, read_templates, render_chat
+from engine.text.pair_layout import PairLayout, has_token_types, read_layout
 from engine.text.token_bytes import TokenBytes
 from engine.text.token_lengths import max_chars_per_token
 from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
@@ -40,20 +41,6 @@ class ChatInputs(NamedTuple):
     template: str
     messages: Messages
     values: dict[str, Any]
-
-
-class PairLayout(NamedTuple):
-    """The special tokens around two texts that are joined to one sequence."""
-
-    before: list[int]
-    between: list[int]
-    after: list[int]
-    second: int | None
-    """Index of the first token of type 1 if the first text is empty; ``None``: all have type 0."""
-
-    @property
-    def num_special(self) -> int:
-        return len(self.before) + len(self.between) + len(self.after)
 
 
 class AddedId(NamedTuple):
@@ -74,6 +61,7 @@ class Tokenizer:
         response_template: dict[str, Any] | None = None,
         *,
         cuts_left: bool = False,
+        has_types: bool = False,
     ) -> None:
         self.backend = backend
         self.special_tokens = special_tokens
@@ -82,6 +70,7 @@ class Tokenizer:
         self.response_template = response_template
         """The format of the model's answers, from tokenizer_config.json."""
         self._cuts_left = cuts_left
+        self._has_types = has_types
         self._texts: dict[int, str] = {}
 
     @property
@@ -146,7 +135,10 @@ class Tokenizer:
     @cached_property
     def pair_layout(self) -> PairLayout | None:
         """How two texts are joined; ``None`` if the tokenizer does not reveal it."""
-        return self.backend.pair_layout()
+        layout = self.backend.pair_layout()
+        if layout is None or self._has_types:
+            return layout
+        return layout._replace(second=None)
 
     def cut(self, token_ids: list[int], num_kept: int) -> list[int]:
         """Keep ``num_kept`` tokens: the first ones, or the last ones if tokenizer_config.json has
@@ -286,6 +278,7 @@ def _read_tokenizer(root: Path, is_lower: bool) -> Tokenizer:
         templates,
         options.get("response_template"),
         cuts_left=options.get("truncation_side") == "left",
+        has_types=has_token_types(root, options),
     )
 
 
@@ -372,6 +365,7 @@ def _convert_tokenizer(root: Path, is_lower: bool, trust_remote_code: bool) -> T
         templates,
         options.get("response_template"),
         cuts_left=options.get("truncation_side") == "left",
+        has_types=has_token_types(root, options),
     )
 
 
@@ -438,16 +432,7 @@ class RustBackend:
         ]
 
     def pair_layout(self) -> PairLayout | None:
-        probe = self._tokenizer.encode("a", "b")
-        parts = probe.sequence_ids
-        if 0 not in parts or 1 not in parts:
-            return None
-        begin, end = parts.index(0), len(parts) - parts[::-1].index(1)
-        middle = [index for index in range(begin, end) if parts[index] is None]
-        num_first = parts.count(0)
-        second = probe.type_ids.index(1) - num_first if 1 in probe.type_ids else None
-        ids = probe.ids
-        return PairLayout(ids[:begin], [ids[index] for index in middle], ids[end:], second)
+        return read_layout(self._tokenizer)
 
     def encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids

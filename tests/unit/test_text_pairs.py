@@ -37,6 +37,7 @@ def made(root: Path, template: str, **options: str) -> PreTrainedTokenizerFast:
         *TEMPLATES[template], [("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])]
     )
     names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "sep_token": "[SEP]"}
+    names["model_input_names"] = ["input_ids", "token_type_ids"]
     fast = PreTrainedTokenizerFast(tokenizer_object=rust, **names, **options)
     fast.save_pretrained(str(root))
     (root / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
