@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.config.pooler import Activation, PoolerOptions, PoolingMode, pooler_options
@@ -316,10 +316,11 @@ def _spec(
     if texts is None:
         texts = SentenceFiles(TOKENS if is_by_token else SENTENCE)
     sizes = _sizes(info, options)
-    task = f"token_{found.task}" if options.is_by_token and not is_by_token else found.task
+    if options.is_by_token and not is_by_token:
+        found = _of_tokens(found)
     activated = options.is_activated
     spec = PoolingSpec(
-        task=cast(PooledTask, task),
+        task=found.task,
         mode=options.mode or found.mode,
         layers=found.layers,
         hidden_size=hidden_size(info),
@@ -339,6 +340,14 @@ def _spec(
     )
     _check_dimensions(spec, options)
     return spec
+
+
+def _of_tokens(found: _Pipeline) -> _Pipeline:
+    """The pipeline for results of tokens, of a model for results of texts. Embeddings of tokens are
+    hidden states, since the layers were made for texts."""
+    if found.task == "embed":
+        return found._replace(task="token_embed", layers=(), is_activated=False)
+    return found._replace(task="token_classify")
 
 
 def _sizes(info: ModelInfo, options: PoolerOptions) -> tuple[int, ...]:
