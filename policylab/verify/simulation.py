@@ -206,8 +206,10 @@ class Simulation:
         use."""
         scheduler, config = self.scheduler, self.scheduler.config
         num_prompt = len(request.prompt_token_ids)
-        longest = min(num_prompt + request.max_tokens, config.max_model_len) - 1
-        can_run = 0 < num_prompt < config.max_model_len
+        num_output = request.max_tokens if request.pooling is None else 1
+        most = config.max_model_len + (request.pooling is not None)
+        longest = min(num_prompt + num_output, most) - 1
+        can_run = 0 < num_prompt < most
         can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
