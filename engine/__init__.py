@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine as LLMEngine
     from engine.messages.adapters import LoRARequest as LoRARequest
     from engine.messages.params import SamplingParams as SamplingParams
+    from engine.messages.pooling import ClassificationRequestOutput as ClassificationRequestOutput
+    from engine.messages.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from engine.messages.pooling import PoolingParams as PoolingParams
+    from engine.messages.pooling import PoolingRequestOutput as PoolingRequestOutput
+    from engine.messages.pooling import ScoringRequestOutput as ScoringRequestOutput
     from engine.messages.requests import CompletionOutput as CompletionOutput
     from engine.messages.requests import FinishedRequest as FinishedRequest
     from engine.messages.requests import Logprob as Logprob
@@ -43,8 +48,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLMEngine": "engine.async_engine",
+    "ClassificationRequestOutput": "engine.messages.pooling",
     "CompletionOutput": "engine.messages.requests",
     "ConfigError": "engine.errors",
+    "EmbeddingRequestOutput": "engine.messages.pooling",
     "EngineArgs": "engine.config.args",
     "EngineCoreClient": "engine.rpc.zmq_client",
     "EngineDeadError": "engine.errors",
@@ -57,6 +64,8 @@ _HOMES = {
     "ModelError": "engine.errors",
     "Policy": "engine.sched.policy",
     "PolicyError": "engine.errors",
+    "PoolingParams": "engine.messages.pooling",
+    "PoolingRequestOutput": "engine.messages.pooling",
     "RefusedError": "engine.errors",
     "Request": "engine.sched.request",
     "RequestError": "engine.errors",
@@ -67,6 +76,7 @@ _HOMES = {
     "SamplingParams": "engine.messages.params",
     "Scheduler": "engine.sched.scheduler",
     "SchedulerInterface": "engine.sched.interface",
+    "ScoringRequestOutput": "engine.messages.pooling",
     "StructuredOutputsParams": "engine.messages.structured",
     "WireError": "engine.errors",
 }

@@ -17,10 +17,10 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.client import NumCores
@@ -28,11 +28,13 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
 from engine.frontend.encoding import Prompt, TextPrompt
 from engine.frontend.pace import QueueLimits, QueuePace
+from engine.frontend.pooling import PooledTexts, checked_params, pooled_output
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.streams import OutputReader, Stream
 from engine.messages.adapters import AdapterInfo, LoRARequest
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from engine.messages.requests import (
     FinishedRequest,
     RequestOutput,
@@ -117,10 +119,26 @@ class AsyncLLMEngine:
             async for output in outputs:
                 yield output
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Run a pooled request and yield its only output. A text gets the model's default prompt.
+        Otherwise like ``generate``."""
+        params = self.pooled.resolved(checked_params(pooling_params))
+        (prompt,) = self.pooled.with_prompts([prompt])
+        reader = await self.open(prompt, params, request_id, **options)
+        async with contextlib.aclosing(reader.outputs()) as outputs:
+            async for output in outputs:
+                yield pooled_output(output, PoolingOutput)
+
     async def open(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | PoolingParams | None,
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> OutputReader:
@@ -139,9 +157,26 @@ class AsyncLLMEngine:
             request = options["lora_request"]
             await self._load(partial(self._session.adapters.needed_for, request))
         submission = inputs.process(request_id, prompt, sampling_params, options, started)
-        stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
-        self._open_stream(submission, stream)
-        return OutputReader(stream, self._close_stream)
+        (reader,) = self._open_streams([submission])
+        return reader
+
+    async def open_together(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        **options: Unpack[RequestOptions],
+    ) -> list[OutputReader]:
+        """Submit several pooled requests at once, or none if one of them is wrong. They count as
+        one request for ``limit_queue``. Close every reader. Otherwise like ``open``."""
+        self._check_alive()
+        self.check_room()
+        inputs = self._session.inputs
+        options.setdefault("arrival_time", self._session.clock())
+        process = partial(inputs.process_together, request_id, prompts, params, options)
+        if inputs.texts.takes_long(prompts):
+            return self._open_streams(await inputs.texts.elsewhere(process))
+        return self._open_streams(process())
 
     async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
         """Render a conversation to a prompt without blocking other tasks. ``options``: as for
@@ -321,6 +356,17 @@ class AsyncLLMEngine:
         return await self._session.inputs.texts.elsewhere(decode, token_ids, skip_special_tokens)
 
     @property
+    def pooled(self) -> PooledTexts:
+        """Prepares the texts of pooled requests."""
+        return self._session.inputs.pooled
+
+    @property
+    def runner(self) -> Literal["generate", "pooling"]:
+        """Whether requests return text, or vectors and scores."""
+        is_pooling = "only_pooling" in self._session.client.decided.capabilities
+        return "pooling" if is_pooling else "generate"
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; ``None`` if none was loaded."""
         return self._session.tokenizer
@@ -419,12 +465,16 @@ class AsyncLLMEngine:
 
     # Called in tasks.
 
-    def _open_stream(self, submission: Submission, stream: Stream) -> None:
+    def _open_streams(self, submissions: Sequence[Submission]) -> list[OutputReader]:
+        loop = asyncio.get_running_loop()
+        streams = [Stream(loop, each.request_id, each.params.output_kind) for each in submissions]
         with self._changed:
             self._check_alive()
-            self._open.add(stream)
-            self._num_arriving += 1
-            self._command(Arrival(submission, stream))
+            self._open.update(streams)
+            self._num_arriving += len(streams)
+            self._commands += map(Arrival, submissions, streams)
+            self._wake()
+        return [OutputReader(stream, self._close_stream) for stream in streams]
 
     def _close_stream(self, stream: Stream) -> None:
         with self._changed:
@@ -461,6 +511,9 @@ class AsyncLLMEngine:
 
     def _command(self, command: Command) -> None:
         self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.notify()
         self._session.wake()  # the thread may be waiting for outputs
 

@@ -34,9 +34,11 @@ class RequestError(EngineError, ValueError):
 
     ``param``: the field that is wrong, by its name in the engine (a field of ``SamplingParams`` or
     ``AddRequest``, an option of a request, ``prompt``, ``messages``); ``None``: no single field.
-    ``code``: a stable identifier of the kind of error for programs; messages may change."""
+    ``code``: a stable identifier of the kind of error for programs; messages may change.
+    ``index``: which of several inputs is wrong; ``None``: unknown, or there is one."""
 
     code: str | None = None
+    index: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -52,10 +54,11 @@ class RequestTypeError(RequestError, TypeError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt that leaves no room for output.
+    """A prompt that does not fit, or leaves no room for output.
 
     ``length``: the prompt's length as a text ("5000 tokens"), "" if unknown; ``limit``: the maximum
-    number of tokens of prompt and output together, 0 if unknown."""
+    number of tokens of prompt and output together, 0 if unknown; ``num_output``: tokens of output
+    that must fit, 0 for a request whose result is a vector."""
 
     code = "context_length_exceeded"
 
@@ -67,10 +70,12 @@ class PromptTooLongError(RequestError):
         code: str | None = None,
         length: str = "",
         limit: int = 0,
+        num_output: int = 1,
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.length = length
         self.limit = limit
+        self.num_output = num_output
 
 
 class RefusedError(RequestError):

@@ -18,12 +18,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.config.args import EngineArgs
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.default_model import with_default_model
-from engine.frontend.encoding import Prompt
+from engine.frontend.encoding import Params, Prompt
+from engine.frontend.pooling import (
+    checked_params,
+    classes_of,
+    embedding_of,
+    pooled_output,
+    with_result,
+)
 from engine.frontend.prompt import RequestOptions, Submission
+from engine.frontend.scoring import compare
 from engine.frontend.session import HeldInterrupt
 from engine.llm_engine import LLMEngine
 from engine.messages.adapters import LoRARequest
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ScoringRequestOutput,
+)
 from engine.messages.requests import RequestOutput
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
@@ -71,22 +88,13 @@ class LLM:
         todo = _as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", given, len(todo), SamplingParams)
-        ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
-        options: RequestOptions = {}
-        if timeout is not None:
-            options["timeout"] = timeout
-        if queue_timeout is not None:
-            options["queue_timeout"] = queue_timeout
-        adapters = _adapters_for(lora_request, len(todo))
-        own: list[RequestOptions] = [
-            {**options, "priority": rank, **({} if lora is None else {"lora_request": lora})}
-            for rank, lora in zip(ranks, adapters, strict=True)
-        ]
-        with self._turn:
-            self.llm_engine.prepare_loras(adapters)
-        submissions = self._process(todo, params, own)
-        with self._turn:
-            return self._run(submissions, use_tqdm)
+        own = _options(len(todo), priority, lora_request)
+        for options in own:
+            if timeout is not None:
+                options["timeout"] = timeout
+            if queue_timeout is not None:
+                options["queue_timeout"] = queue_timeout
+        return self._compute(todo, [_only_final(each) for each in params], own, use_tqdm)
 
     def chat(  # noqa: PLR0913
         self,
@@ -113,6 +121,116 @@ class LLM:
         }
         prompts = self.llm_engine.session.inputs.render(_as_conversations(messages), options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def encode(  # noqa: PLR0913
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_task: PoolingTask | None = None,
+        prompt_name: str | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Compute the result of each prompt with a model that pools: a vector [width], or for a
+        task by token [tokens, width].
+
+        ``pooling_task``, ``truncate_prompt_tokens``: replace those of ``pooling_params``, of which
+        there are one for all prompts or one for each. ``prompt_name``: which of the model's prompts
+        to put in front of each text; ``None``: its default one, if it has one. The error of a wrong
+        prompt has its ``index``; a request that fails later has an ``error`` in its output.
+        Otherwise like ``generate``."""
+        todo = _as_prompts(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = [
+            _with(each, task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens)
+            for each in _one_each("pooling_params", given, len(todo), PoolingParams)
+        ]
+        own = _options(len(todo), priority, lora_request)
+        texts = self.llm_engine.session.inputs.pooled
+        todo = texts.with_prompts(todo, prompt_name)
+        outputs = self._compute(todo, [texts.resolved(each) for each in params], own, use_tqdm)
+        return [pooled_output(output, PoolingOutput) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_name: str | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Compute the embedding of each prompt. Otherwise like ``encode``."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            prompt_name=prompt_name,
+            priority=priority,
+        )
+        return [with_result(output, embedding_of) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_name: str | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Compute the probabilities of the classes, or a reward model's score, for each prompt.
+        Otherwise like ``encode``."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            prompt_name=prompt_name,
+            priority=priority,
+        )
+        return [with_result(output, classes_of) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Compute how well each text of ``data_1`` and its text of ``data_2`` fit together; a
+        single text in ``data_1`` is compared with each of ``data_2``.
+
+        A cross-encoder reads both texts at once. With other models, the embeddings of both are
+        compared: by the similarity that the model names, else the cosine; vectors of each token by
+        the sum of the best match of each token of ``data_1``. The model's prompts for queries and
+        documents are put in front. Otherwise like ``encode``."""
+        params = _with(
+            checked_params(pooling_params), truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        texts = self.llm_engine.session.inputs.pooled
+        comparison = compare(
+            texts, _as_texts("data_1", data_1), _as_texts("data_2", data_2), params
+        )
+        own = _options(len(comparison.prompts), None, lora_request)
+        outputs = self._compute(comparison.prompts, comparison.params, own, use_tqdm)
+        return comparison.outputs(outputs)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those in the model's generation_config.json, and for
@@ -144,24 +262,39 @@ class LLM:
         """Free the model and its memory. A second call does nothing."""
         self.llm_engine.shutdown()
 
-    def _process(
+    def _compute(
         self,
         prompts: list[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[Params],
         options: list[RequestOptions],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run requests and return their last outputs in the same order."""
+        with self._turn:
+            self.llm_engine.prepare_loras([each.get("lora_request") for each in options])
+        submissions = self._process(prompts, params, options)
+        with self._turn:
+            return self._run(submissions, use_tqdm)
+
+    def _process(
+        self, prompts: list[Prompt], params: Sequence[Params], options: list[RequestOptions]
     ) -> list[Submission]:
         """Check the requests and tokenise their texts in one batch, ready to be submitted."""
         inputs = self.llm_engine.session.inputs
         started = inputs.texts.start_all(prompts, params)
+        submissions: list[Submission] = []
         try:
-            return [
-                inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ids)
-                for prompt, own, option, ids in zip(prompts, params, options, started, strict=True)
-            ]
+            for prompt, own, option, ids in zip(prompts, params, options, started, strict=True):
+                name = str(next(self._counter))
+                submissions.append(inputs.process(name, prompt, own, option, ids))
+        except RequestError as error:
+            error.index = len(submissions)
+            raise
         finally:  # after an error the others are not needed
             for ids in started:
                 if ids is not None:
                     ids.cancel()
+        return submissions
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         session = self.llm_engine.session
@@ -271,13 +404,43 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
     return values
 
 
+def _options(
+    count: int,
+    priority: Sequence[int] | None,
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+) -> list[RequestOptions]:
+    """The options of each of ``count`` requests."""
+    ranks = _one_each("priority", 0 if priority is None else priority, count, int)
+    every: list[RequestOptions] = [{"priority": rank} for rank in ranks]
+    for options, adapter in zip(every, _adapters_for(lora_request, count), strict=True):
+        if adapter is not None:
+            options["lora_request"] = adapter
+    return every
+
+
+def _as_texts(name: str, given: str | Sequence[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else _items(name, given)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            message = f"{name}[{index}] is {text!r:.80} ({type(text).__name__}), must be a str"
+            raise RequestTypeError(message, param=name)
+    return texts
+
+
+def _with(params: PoolingParams, **values: Any) -> PoolingParams:
+    """The parameters with those of these values that are not ``None``."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return msgspec.structs.replace(params, **given) if given else params
+
+
 def _only_final(params: SamplingParams) -> SamplingParams:
     """A copy of the parameters with which a request returns only one output, at its end."""
     return msgspec.structs.replace(params, output_kind="final")
 
 
 class RequestProgress:
-    """Progress bar of finished requests, with output tokens per second."""
+    """Progress bar of finished requests, with output tokens per second (prompt tokens, if the
+    requests are pooled)."""
 
     def __init__(self, num_requests: int, console: Console | None = None) -> None:
         console = Console(stderr=True) if console is None else console
@@ -295,6 +458,8 @@ class RequestProgress:
 
     def advance(self, output: RequestOutput) -> None:
         """Count a finished request."""
+        if output.pooled is not None:
+            self._num_tokens += len(output.prompt_token_ids)
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = self._bar.tasks[0].elapsed or 0.0
         speed = self._num_tokens / elapsed if elapsed else 0.0

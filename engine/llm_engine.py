@@ -15,6 +15,7 @@ from engine.frontend.prompt import RequestOptions
 from engine.frontend.session import HeldInterrupt, PauseScope, Session
 from engine.messages.adapters import AdapterInfo, LoRARequest
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import RequestOutput, as_request_ids
 from engine.messages.stats import SchedulerStats
 from engine.observe.stats_log import TokenCounts
@@ -40,10 +41,11 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Add a request to the queue. ``step`` returns its outputs, which have this id.
+        """Add a request to the queue. ``step`` returns its outputs, which have this id. With
+        ``PoolingParams`` its only output has the result in ``pooled``.
 
         Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
         ``hints`` for the scheduling policy; ``lora_request``: the LoRA adapter; ``timeout``,
@@ -52,7 +54,10 @@ class LLMEngine:
         subclass ``RefusedError`` if the queue is full.
         """
         self.prepare_loras([options.get("lora_request")])
-        self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
+        inputs = self.session.inputs
+        if isinstance(params, PoolingParams):
+            (prompt,) = inputs.pooled.with_prompts([prompt])
+        self.session.submit(inputs.process(request_id, prompt, params, options))
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Abort one or several requests; unknown ids are ignored.

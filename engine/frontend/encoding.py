@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 from engine.errors import PromptTooLongError, RequestError, RequestTypeError, WireError
 from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PoolingParams
 from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class TextPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+Params = SamplingParams | PoolingParams
 PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
 
 
@@ -55,7 +57,7 @@ class PromptEncoder:
         if self._tokenizer is not None:
             self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
 
-    def start(self, prompt: Prompt, params: SamplingParams | None) -> StartedIds:
+    def start(self, prompt: Prompt, params: Params | None) -> StartedIds:
         """Start tokenising a prompt's text in a text process or a thread. Returns ``None`` if
         nothing was started: the prompt has token ids, or its text is short.
 
@@ -68,9 +70,7 @@ class PromptEncoder:
                 return self._threads.submit(self._tokenizer.encode, text)
         return self._begin(text)
 
-    def start_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[StartedIds]:
+    def start_all(self, prompts: Sequence[Prompt], params: Sequence[Params]) -> list[StartedIds]:
         """Start tokenising many prompts in text processes, or tokenise them here in batches.
         Returns one entry per prompt, to be passed to ``encode`` as ``started``."""
         requested = list(zip(prompts, params, strict=True))
@@ -89,9 +89,9 @@ class PromptEncoder:
         self._encode_together(texts, started)
         return started
 
-    def encode(self, text: str, is_cut: bool, started: StartedIds) -> list[int]:
-        """Tokenise a text. Raises ``RequestError`` if that fails, or if the text is too long.
-        is_cut: the request allows truncation, so a long text is no error.
+    def encode(self, text: str, most: int | None, started: StartedIds) -> list[int]:
+        """Tokenise a text. Raises ``RequestError`` if that fails, or if the text certainly has over
+        ``most`` tokens; ``None``: the request allows truncation, so a long text is no error.
 
         ``started``: what ``start`` returned for this text; unless ``None``, its result is
         returned."""
@@ -104,14 +104,21 @@ class PromptEncoder:
         if not isinstance(text, str):
             message = f"prompt must be a str, got {type(text).__name__}"
             raise RequestTypeError(message, param="prompt")
-        fewest, limit = self._fewest_tokens(text), self._max_model_len
-        if fewest >= limit and not is_cut:
-            raise too_long(f"at least {fewest} tokens", limit, f"{len(text)} characters, ")
+        fewest = self._fewest_tokens(text)
+        if most is not None and fewest > most:
+            limit, before = self._max_model_len, f"{len(text)} characters, "
+            raise too_long(f"at least {fewest} tokens", limit, limit - most, before)
         ids = self._begin(text) if started is None else started
         if ids is not None:
             with suppress(WireError):  # too long for a message: it is tokenised here
                 return ids.result()
         return self._tokenizer.encode(text)
+
+    def takes_long(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether tokenising these prompts should not block other tasks."""
+        texts = [each.get("prompt") if isinstance(each, dict) else each for each in prompts]
+        num_chars = sum(len(each) for each in texts if isinstance(each, str))
+        return num_chars > (INLINE_CHARS if self._pool is None else 0)  # the pool is waited for
 
     def elsewhere(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
         """Run a function in one of the tokenising threads."""
@@ -121,7 +128,7 @@ class PromptEncoder:
         """Shut the threads down. A second call does nothing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _text_of(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
+    def _text_of(self, prompt: Prompt, params: Params | None) -> str | None:
         """The text to tokenise; ``None`` if the prompt has token ids or is certainly too long."""
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
@@ -162,14 +169,15 @@ class PromptEncoder:
         return 0 if most_chars is None else -(-len(text) // most_chars)
 
 
-def too_long(length: str, limit: int, before: str = "") -> RequestError:
-    """The error for a prompt that leaves no room for output. ``length``: the prompt's length as a
-    text ("5000 tokens"); ``before``: words to show in front of ``length``."""
+def too_long(length: str, limit: int, num_output: int, before: str = "") -> RequestError:
+    """The error for a prompt with which ``num_output`` tokens of output do not fit. ``length``: the
+    prompt's length as a text ("5000 tokens"); ``before``: words to show in front of ``length``."""
+    together = ", prompt and at least one output token together" if num_output else ""
     return PromptTooLongError(
-        f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
-        "and at least one output token together; shorten the prompt, set "
-        "truncate_prompt_tokens=-1, or raise max_model_len",
+        f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}{together}; "
+        "shorten the prompt, set truncate_prompt_tokens=-1, or raise max_model_len",
         param="prompt",
         length=length,
         limit=limit,
+        num_output=num_output,
     )

@@ -232,11 +232,10 @@ class OutputProcessor:
         """Store the results of pooled requests, which end in this batch."""
         for index, width, values in pooled.entries():
             row = self._rows.get(batch.request_ids[index])
-            if row is None:
+            if row is None or (params := row.request.pooling) is None:
                 continue
-            request = row.request
-            request.pooled = as_vectors(values, width, by_token=request.pools_tokens)
-            self._note_first(request, batch.time)
+            row.request.pooled = as_vectors(values, width, by_token=params.is_by_token)
+            self._note_first(row.request, batch.time)
 
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])
@@ -363,7 +362,7 @@ class RequestState:
 
     __slots__ = (
         "_num_running", "_reports", "adapter", "core_ids", "is_single", "kind",
-        "kv_transfer_params", "metrics", "num_cached_tokens", "pooled", "pools_tokens", "prompt",
+        "kv_transfer_params", "metrics", "num_cached_tokens", "pooled", "pooling", "prompt",
         "prompt_logprobs", "prompt_token_ids", "request_id", "sequences",
     )  # fmt: skip
 
@@ -393,8 +392,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
-        pooling = submission.requests[0].pooling
-        self.pools_tokens = pooling is not None and pooling.is_by_token
+        self.pooling = submission.requests[0].pooling
         self.pooled: Vectors | None = None
 
     @property
@@ -436,6 +434,7 @@ class RequestState:
             sum(len(sequence.token_ids) for sequence in self.sequences),
             self.metrics.__copy__(),  # type: ignore[attr-defined]
             self.adapter,
+            self.pooling,
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:

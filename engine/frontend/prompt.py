@@ -6,7 +6,7 @@ import itertools
 import logging
 import types
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypedDict, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import msgspec
 
 from engine.config.near import did_you_mean
+from engine.config.pooling.spec import PoolingSpec
 from engine.errors import (
     RequestError,
     RequestTypeError,
@@ -27,10 +28,12 @@ from engine.frontend.encoding import (
     TextPrompt,
     too_long,
 )
+from engine.frontend.pooling import UNSAMPLED, PooledTexts
 from engine.frontend.text_workers import TextPool
 from engine.messages.adapters import AdapterSource, LoRARequest
 from engine.messages.finite import check_finite
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
 from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
 from engine.text.chat import Messages
@@ -92,6 +95,8 @@ class ModelLimits:
     """The engine's defaults for JSON objects in schemas, which a request may override."""
     has_adapters: bool = False
     """Whether requests may use LoRA adapters."""
+    pooling: PoolingSpec | None = None
+    """How the model pools, if it does and its directory is known."""
 
 
 class InputProcessor:
@@ -106,6 +111,7 @@ class InputProcessor:
         pool: TextPool | None = None,
     ) -> None:
         self.texts = PromptEncoder(tokenizer, pool, limits.max_model_len)
+        self.pooled = PooledTexts(limits.pooling, tokenizer, limits.max_model_len)
         self._tokenizer = tokenizer
         self._pool = pool
         self._limits = limits
@@ -119,49 +125,116 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         options: RequestOptions,
         started: StartedIds = None,
     ) -> Submission:
         """Check a request and build its messages. Raises ``RequestError``.
 
         ``started``: the result of ``PromptEncoder.start`` for the prompt, if it was called."""
-        if not isinstance(request_id, str):
-            raise RequestTypeError(
-                f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}",
-                param="request_id",
-            )
+        if isinstance(params, PoolingParams):
+            return self.process_pooled(request_id, prompt, params, options, started)
+        _check_request_id(request_id)
         arrival_time = self._arrival(options)
         params = _own_params(params)
         parts = self._parts(prompt)
-        token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, started)
+        num_kept, most = params.truncate_prompt_tokens, self._limits.max_model_len - 1
+        if num_kept is not None and num_kept < 0:
+            num_kept = most
+        token_ids = self._token_ids(parts, None if num_kept is not None else most, started)
+        if num_kept is not None:
+            token_ids = _last(token_ids, num_kept)
+        self._check_ids(parts, token_ids, num_output=1)
         self._check_params(params)
         grammar = self._grammar(params)
-        adapter, source = self._adapter(options)
-        first = AddRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
+        first = msgspec.structs.replace(
+            self._request(request_id, parts, token_ids, options, arrival_time),
             params=params if grammar is None else _without_schema(params),
             seed=self._seed(params),
-            arrival_time=arrival_time,
             max_tokens=self._max_tokens(params, len(token_ids)),
             eos_token_ids=[] if params.ignore_eos else list(self._limits.eos_token_ids),
+            bad_words_ids=self._bad_words_ids(params),
+            grammar=grammar,
+        )
+        requests = [self._sequence(first, index) for index in range(params.n)]
+        return Submission(
+            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
+        )
+
+    def process_pooled(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions,
+        started: StartedIds = None,
+    ) -> Submission:
+        """Check a pooled request and build its message. Its prompt may have ``max_model_len``
+        tokens, since no output token follows. Otherwise like ``process``."""
+        _check_request_id(request_id)
+        arrival_time = self._arrival(options)
+        params = self.pooled.resolved(params)
+        parts = self._parts(prompt)
+        num_kept = params.truncate_prompt_tokens
+        most = None if num_kept is not None else self._limits.max_model_len
+        token_ids = self._token_ids(parts, most, started)
+        if num_kept is not None:
+            token_ids = self.pooled.cut(token_ids, num_kept)
+        self._check_ids(parts, token_ids, num_output=0)
+        request = self._request(request_id, parts, token_ids, options, arrival_time)
+        pooling = msgspec.structs.replace(params, truncate_prompt_tokens=None)
+        request = self._sequence(msgspec.structs.replace(request, pooling=pooling), 0)
+        return Submission(
+            request_id, parts.get("prompt"), token_ids, UNSAMPLED, arrival_time, [request]
+        )
+
+    def process_together(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        options: RequestOptions,
+    ) -> list[Submission]:
+        """Check several pooled requests, whose ids are ``request_id`` with the index, and tokenise
+        their texts in one batch. Sets ``index`` of the ``RequestError`` that it raises."""
+        started = self.texts.start_all(prompts, params)
+        submissions = []
+        for index, (prompt, own, ids) in enumerate(zip(prompts, params, started, strict=True)):
+            name = f"{request_id}-{index}"
+            try:
+                submissions.append(self.process_pooled(name, prompt, own, options, ids))
+            except RequestError as error:
+                error.index = index
+                raise
+        return submissions
+
+    def _request(
+        self,
+        request_id: str,
+        parts: TextPrompt,
+        token_ids: list[int],
+        options: RequestOptions,
+        arrival_time: float,
+    ) -> AddRequest:
+        """The message for a request, without anything that concerns sampling."""
+        adapter, source = self._adapter(options)
+        return AddRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=UNSAMPLED,
+            seed=0,
+            arrival_time=arrival_time,
+            max_tokens=1,
             priority=options.get("priority", 0),
             user=options.get("user", ""),
             deadline=options.get("deadline"),
             cache_salt=parts.get("cache_salt"),
-            bad_words_ids=self._bad_words_ids(params),
             hints=options.get("hints"),
-            grammar=grammar,
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
             tbt=options.get("tbt"),
             adapter=adapter,
             adapter_source=source,
-        )
-        requests = [self._sequence(first, index) for index in range(params.n)]
-        return Submission(
-            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
         )
 
     @property
@@ -250,17 +323,17 @@ class InputProcessor:
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}", param=key)
         return prompt
 
-    def _checked_ids(
-        self, parts: TextPrompt, num_kept: int | None, started: StartedIds
-    ) -> list[int]:
+    def _token_ids(self, parts: TextPrompt, most: int | None, started: StartedIds) -> list[int]:
+        """The token ids of a prompt. most: as for ``PromptEncoder.encode``."""
         ids = parts.get("prompt_token_ids")
+        if ids is not None:
+            return _whole_numbers(ids)
+        return self.texts.encode(parts["prompt"], most, started)
+
+    def _check_ids(self, parts: TextPrompt, token_ids: list[int], *, num_output: int) -> None:
+        """Raise ``RequestError`` for ids that the model does not have, or for too many or none.
+        num_output: tokens that must fit after them."""
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
-        if ids is None:
-            token_ids = self.texts.encode(parts["prompt"], num_kept is not None, started)
-        else:
-            token_ids = _whole_numbers(ids)
-        if num_kept is not None:
-            token_ids = _last(token_ids, limit - 1 if num_kept < 0 else num_kept)
         if not token_ids:
             message = "the prompt is empty; it must have at least one token"
             raise RequestError(message, param="prompt")
@@ -268,11 +341,10 @@ class InputProcessor:
             wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
             raise RequestError(
                 f"token id {wrong} is not in the model's vocabulary; ids are 0..{vocab_size - 1}",
-                param="prompt" if ids is None else "prompt_token_ids",
+                param="prompt" if parts.get("prompt_token_ids") is None else "prompt_token_ids",
             )
-        if len(token_ids) >= limit:
-            raise too_long(f"{len(token_ids)} tokens", limit)
-        return token_ids
+        if len(token_ids) + num_output > limit:
+            raise too_long(f"{len(token_ids)} tokens", limit, num_output)
 
     def _check_params(self, params: SamplingParams) -> None:
         check_params_for_vocab(params, self._limits.vocab_size)
@@ -413,6 +485,14 @@ def _whole_numbers(ids: list[int]) -> list[int]:
         wrong = next((i for i in items if not isinstance(i, int)), ids)
         message = f"prompt_token_ids must be integers, got {wrong!r:.80}"
         raise RequestTypeError(message, param="prompt_token_ids") from error
+
+
+def _check_request_id(request_id: object) -> None:
+    if not isinstance(request_id, str):
+        raise RequestTypeError(
+            f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}",
+            param="request_id",
+        )
 
 
 def derive_seed(seed: int, number: int) -> int:

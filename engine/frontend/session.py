@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig, read_model_info
+from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.adapters import Adapters
@@ -53,13 +56,18 @@ class Session:
         clock: Callable[[], float],
         pool: TextPool | None = None,
         recommended: Mapping[str, Any] | None = None,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         """Set up the front end of ``client``. recommended: default values for
-        ``SamplingParams``."""
+        ``SamplingParams``; pooling: how the model pools."""
         self.client = client
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
-            tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
+            tokenizer,
+            replace(_limits(config, client.decided, tokenizer), pooling=pooling),
+            clock,
+            client.id_prefix,
+            pool,
         )
         self.adapters = Adapters(client)
         self.outputs = OutputProcessor(tokenizer)
@@ -101,7 +109,8 @@ class Session:
             if pool is not None:
                 pool.close()
             raise
-        return cls(config, client, tokenizer, time.monotonic, pool, recommended)
+        pooling = _pooling(model, client.decided.capabilities)
+        return cls(config, client, tokenizer, time.monotonic, pool, recommended, pooling)
 
     @property
     def has_unfinished(self) -> bool:
@@ -234,6 +243,15 @@ def _limits(
         object_rules=ObjectRules(config.additional_properties, config.property_order),
         has_adapters="adapters" in decided.capabilities,
     )
+
+
+def _pooling(model: ModelConfig, capabilities: Sequence[str]) -> PoolingSpec | None:
+    """How the model pools; ``None`` if it does not, or if its directory is not on this machine."""
+    if "pooling" not in capabilities or not Path(model.model).is_dir():
+        return None
+    if model.runner == "auto":  # the core may have been started with another value
+        model = replace(model, runner="pooling")
+    return read_pooling(read_model_info(model.model), model, logs=False)
 
 
 Handler = Callable[[int, FrameType | None], object]

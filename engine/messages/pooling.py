@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -145,24 +145,54 @@ class EmbeddingOutput(msgspec.Struct, gc=False):
 
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of the embedding."""
+        return len(self.embedding)
+
 
 class ClassificationOutput(msgspec.Struct, gc=False):
     """The probability, or the score, of each class."""
 
     probs: list[float]
 
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
 
 class ScoringOutput(msgspec.Struct, gc=False):
-    """How well two texts fit together."""
+    """How well two texts fit together; higher is better."""
 
     score: float
 
 
-class PoolingRequestOutput(msgspec.Struct, gc=False):
+R = TypeVar("R", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+class PoolingRequestOutput(msgspec.Struct, Generic[R], gc=False):
     """What a pooled request returns to the user."""
 
     request_id: str
-    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+    result: R | None
+    """``None`` if the request has failed; ``error`` says why."""
     prompt_token_ids: list[int]
-    finished: bool = True
     num_cached_tokens: int = 0
+    error: str | None = None
+    code: str | None = None
+    """Error code, as in ``CompletionOutput.code``."""
+    finished: bool = True
+
+    @property
+    def outputs(self) -> R:
+        """The result. Raises ``RequestError`` if the request has failed."""
+        if self.result is None:
+            raise RequestError(
+                f"request {self.request_id!r:.80} has failed: {self.error}", code=self.code
+            )
+        return self.result
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

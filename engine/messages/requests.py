@@ -240,6 +240,7 @@ class FinishedRequest(msgspec.Struct, gc=False):
     num_output_tokens: int  # sum over its sequences
     metrics: RequestMetrics
     adapter: str | None = None  # name of its LoRA adapter
+    pooling: PoolingParams | None = None  # of a pooled request; ``params`` then say nothing
 
 
 def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,22 +18,22 @@ from engine.async_engine import AsyncLLMEngine
 from engine.messages.adapters import AdapterInfo
 from engine.server.adapters import AdapterRoutes, ServedAdapters
 from engine.server.answers import HttpAnswer
-from engine.server.blame import KEY as BODY
-from engine.server.bodies import ChatRequest, CompletionRequest, read
+from engine.server.bodies import ChatRequest, CompletionRequest
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
 from engine.server.direct import DirectStream
 from engine.server.errors import ApiError, error_response, field_error
 from engine.server.http.answered import request_id_of, stamped
-from engine.server.http.body import Bodies
 from engine.server.http.openapi import ApiRoute, document_of
 from engine.server.keys import owner_of
-from engine.server.limits import ServerLimits, check_limits
+from engine.server.limits import ServerLimits
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_body import MessagesRequest
+from engine.server.named import NamedBodies
 from engine.server.names import ServedNames
 from engine.server.operations import Operations
+from engine.server.pooled.routes import PooledApi
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_body import ResponsesRequest
 from engine.server.streams import EventStream, while_there
@@ -48,7 +47,6 @@ from engine.server.tokenize import (
 )
 
 NOT_YET = (
-    "/v1/embeddings",
     "/v1/images/generations",
     "/v1/images/edits",
     "/v1/images/variations",
@@ -56,16 +54,17 @@ NOT_YET = (
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
 )
+NO_TEXT = (
+    "returns vectors or scores and generates no text; use /v1/embeddings, /rerank, /score, "
+    "/classify or /pooling, or start a server with a model that generates"
+)
+NO_VECTORS = (
+    "generates text and returns no vectors; start a server with a model for embeddings or "
+    "reranking, or this one with --runner pooling"
+)
 LEFT_OUT = "X-Left-Out-Tools"
 """Response header with the types of tools that the server did not pass to the model."""
 logger = logging.getLogger("engine.server")
-A = TypeVar("A", bound=msgspec.Struct)
-
-
-class NamesModel(Protocol):
-    """The body of a request. Once it is read, ``model`` is the name of an adapter, or empty."""
-
-    model: str
 
 
 class Api:
@@ -86,12 +85,13 @@ class Api:
         self._names = names
         self._adapters = adapters
         self._limits = limits
-        self._bodies = Bodies(limits.max_body_bytes)
+        self._bodies = NamedBodies(names, adapters, limits)
         self._max_model_len = engine.max_model_len
         self._began = int(time.time())
 
-    def routes(self) -> list[ApiRoute]:
-        """The routes, with the types of their bodies for the OpenAPI document."""
+    def text_routes(self) -> list[ApiRoute]:
+        """The routes that generate text, with the types of their bodies for the OpenAPI
+        document."""
         return [
             ApiRoute("POST", "/v1/completions", self.completions, CompletionRequest, dict),
             ApiRoute("POST", "/v1/chat/completions", self.chat, ChatRequest, dict),
@@ -100,6 +100,11 @@ class Api:
             ApiRoute("DELETE", "/v1/responses/{response_id}", self.forget, None, dict, [404]),
             ApiRoute("POST", "/v1/messages", self.messages, MessagesRequest, dict),
             ApiRoute("POST", "/v1/messages/count_tokens", self.count_tokens, MessagesRequest, dict),
+        ]
+
+    def routes(self) -> list[ApiRoute]:
+        """The routes of every model."""
+        return [
             ApiRoute("GET", "/v1/models", self.models, None, dict),
             ApiRoute("GET", "/v1/models/{name:path}", self.model, None, dict),
             ApiRoute("POST", "/tokenize", self.tokenize, TokenizeRequest, TokenizeAnswer),
@@ -111,21 +116,23 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one prompt or several."""
-        body = await self._read(request, CompletionRequest)
-        answer = Completion(self._engine, body, self._name(body))
+        body = await self._bodies.read(request, CompletionRequest)
+        answer = Completion(self._engine, body, self._bodies.model_of(body))
         return await self._answer(request, body.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        body = await self._read(request, ChatRequest)
-        answer = Chat(await self._model.loaded(), body, self._name(body))
+        body = await self._bodies.read(request, ChatRequest)
+        answer = Chat(await self._model.loaded(), body, self._bodies.model_of(body))
         return await self._answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """Create a response, which may be stored and continued."""
-        body = await self._read(request, ResponsesRequest)
+        body = await self._bodies.read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(await self._model.loaded(), body, self._name(body), self._store, owner)
+        answer = Responses(
+            await self._model.loaded(), body, self._bodies.model_of(body), self._store, owner
+        )
         return await self._answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
@@ -141,13 +148,13 @@ class Api:
 
     async def messages(self, request: Request) -> ASGIApp:
         """Create a message, in Anthropic's form."""
-        body = await self._read(request, MessagesRequest)
-        answer = Messages(await self._model.loaded(), body, self._name(body))
+        body = await self._bodies.read(request, MessagesRequest)
+        answer = Messages(await self._model.loaded(), body, self._bodies.model_of(body))
         return await self._answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Count the prompt tokens of a message request."""
-        body = await self._read(request, MessagesRequest)
+        body = await self._bodies.read(request, MessagesRequest)
         counted = await count_tokens(await self._model.loaded(), body)
         return Response(counted, media_type="application/json")
 
@@ -174,13 +181,13 @@ class Api:
     async def tokenize(self, request: Request) -> ASGIApp:
         """Encode a text or a conversation as token ids."""
         return json_response(
-            await tokenize(self._model, await self._read(request, TokenizeRequest))
+            await tokenize(self._model, await self._bodies.read(request, TokenizeRequest))
         )
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """Decode token ids to text."""
         return json_response(
-            await detokenize(self._engine, await self._read(request, DetokenizeRequest))
+            await detokenize(self._engine, await self._bodies.read(request, DetokenizeRequest))
         )
 
     async def document(self, request: Request) -> ASGIApp:
@@ -189,20 +196,6 @@ class Api:
         return json_response(document_of(request.app.routes, [*self._names.listed, *adapters]))
 
     # -- helpers
-
-    async def _read(self, request: Request, kind: type[A]) -> A:
-        body = request.scope[BODY] = read(await self._bodies.read(request), kind)
-        check_limits(body, self._limits)
-        named: NamesModel = body  # type: ignore[assignment]
-        if named.model is None or self._names.has(named.model):
-            named.model = ""
-        elif not await self._adapters.has(named.model):
-            raise self._adapters.unknown(named.model)
-        return body
-
-    def _name(self, body: NamesModel) -> str:
-        """The name that the answer has: that of the adapter, or the model's first one."""
-        return body.model or self._names.first
 
     async def _answer(self, request: Request, is_stream: bool, answer: HttpAnswer) -> ASGIApp:
         name = request_id_of(request.scope)
@@ -283,11 +276,30 @@ def routes_of(
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
     """All routes of the server. ``chat_template`` is used instead of the model's own template."""
+    api = Api(engine, names, adapters, limits, chat_template)
+    text, pooled = api.text_routes(), PooledApi(engine, names, adapters, limits).routes()
+    if engine.runner == "pooling":
+        text = [refused(route, f"{names.first} {NO_TEXT}") for route in text]
+    else:
+        pooled = [refused(route, f"{names.first} {NO_VECTORS}") for route in pooled]
     return [
-        *Api(engine, names, adapters, limits, chat_template).routes(),
+        *text,
+        *pooled,
+        *api.routes(),
         *AdapterRoutes(adapters, limits.max_body_bytes).routes(operations),
         *operations.routes(),
     ]
+
+
+def refused(route: ApiRoute, why: str) -> ApiRoute:
+    """A route in place of ``route``, which the model does not support."""
+
+    async def refuse(request: Request) -> ASGIApp:
+        """Not supported by this model."""
+        message = f"{route.path} is not supported: {why}"
+        raise ApiError(400, message, code="not_supported")
+
+    return ApiRoute(route.method, route.path, refuse)
 
 
 async def not_yet(request: Request) -> ASGIApp:

@@ -45,7 +45,36 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # no effect: streams are never obfuscated
 
 
-class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class QueuedBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all requests that a core computes, for its queue and its policy."""
+
+    user: str | None = None
+    # vLLM's
+    priority: int | None = None
+    cache_salt: str | None = None
+    # ours
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    deadline: float | None = None  # seconds from now; a goal for the policy
+    hints: dict[str, Any] | None = None
+
+    def options(self) -> RequestOptions:
+        """The engine's options for the request besides prompt and parameters. Raises
+        ``ApiError``."""
+        options: RequestOptions = {}
+        for name in OPTIONS:
+            if getattr(self, name) is not None:
+                options[name] = getattr(self, name)
+        if adapter := getattr(self, "model", None):  # the server leaves only names of adapters
+            options["adapter"] = adapter
+        if self.deadline is not None:
+            options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
+        if self.hints:
+            options["hints"] = dict(self.hints)
+        return options
+
+
+class RequestBody(QueuedBody, kw_only=True, forbid_unknown_fields=True):
     """Fields of both completions and chat completions. ``None``: the client left the field out."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -68,7 +97,6 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
     response_format: dict[str, Any] | None = None
     # vLLM's
     top_k: int | None = None
@@ -82,38 +110,23 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     # ours
-    timeout: float | None = None
-    queue_timeout: float | None = None
-    deadline: float | None = None  # seconds from now; a goal for the policy
     tbt: float | None = None  # seconds between tokens; a goal for the policy
     expected_tokens: int | None = None
     additional_properties: AdditionalProperties | None = None  # for structured outputs and tools
     property_order: PropertyOrder | None = None  # for structured outputs and tools
-    hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
         """The engine's options for the request besides prompt and sampling. Raises ``ApiError``."""
-        options: RequestOptions = {}
-        for name in OPTIONS:
-            if getattr(self, name) is not None:
-                options[name] = getattr(self, name)
-        if self.model:  # the server leaves only names of adapters
-            options["adapter"] = self.model
-        if self.deadline is not None:
-            options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
+        options = super().options()
         if self.tbt is not None:
             options["tbt"] = _above_zero("tbt", self.tbt)
-        hints = dict(self.hints or {})
         if self.expected_tokens is not None:
-            hints["output_tokens"] = _above_zero("expected_tokens", self.expected_tokens)
-        if hints:
-            options["hints"] = hints
+            num_tokens = _above_zero("expected_tokens", self.expected_tokens)
+            options["hints"] = {**options.get("hints", {}), "output_tokens": num_tokens}
         return options
 
     def fill(self, recommended: Mapping[str, Any]) -> None:

@@ -162,10 +162,12 @@ def _too_long(error: PromptTooLongError) -> str:
     OpenAI ("maximum context length is 4096 tokens") and Anthropic ("prompt is too long")."""
     if not error.length:
         return str(error)
+    shared = ", for the prompt and at least one output token" if error.num_output else ""
+    cut = "" if error.num_output else " set truncate_prompt_tokens to -1,"
     return (
-        f"This model's maximum context length is {error.limit} tokens, for the prompt and at least "
-        f"one output token. However, the prompt is too long: {error.length} > {error.limit - 1} "
-        "maximum; shorten it, or raise --max-model-len of the server"
+        f"This model's maximum context length is {error.limit} tokens{shared}. However, the prompt "
+        f"is too long: {error.length} > {error.limit - error.num_output} maximum; shorten it,{cut} "
+        "or raise --max-model-len of the server"
     )
 
 

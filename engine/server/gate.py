@@ -8,15 +8,16 @@ from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError
 from engine.server.errors import as_api_error, error_response
 from engine.server.http.answered import stamped
+from engine.server.pooled.paths import POOLED_PATHS
 from engine.server.streams import swallow
 
 QUEUED_PATHS = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", *POOLED_PATHS)
 )
 
 
 class QueueGate:
-    """ASGI middleware that answers generation requests with 503 while the queue is full."""
+    """ASGI middleware that answers requests for the engine with 503 while the queue is full."""
 
     def __init__(self, app: ASGIApp, engine: AsyncLLMEngine) -> None:
         self._app = app

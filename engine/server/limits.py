@@ -22,6 +22,7 @@ MAX_ENTRIES = {
     "logit_bias": 4096,
     "chat_template_kwargs": 64,
     "hints": 64,
+    "documents": 2048,
 }
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
 """Most characters of a text, or of each text in a list."""
@@ -70,7 +71,7 @@ def check_limits(body: msgspec.Struct, limits: ServerLimits) -> None:
             _check_real(name, value)
         elif isinstance(value, str):
             _check_chars(name, (value,))
-        elif isinstance(value, list | dict):
+        elif isinstance(value, list | dict) and name not in getattr(body, "flat", ()):
             _check_entries(name, value)
 
 

@@ -191,14 +191,18 @@ def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
     arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
     first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
     yield "request_prompt_tokens", finished.num_prompt_tokens
-    yield "request_generation_tokens", finished.num_output_tokens
-    yield "request_n", params.n
-    if params.max_tokens is not None:
-        yield "request_max_tokens", params.max_tokens
     if end is not None:
         yield "request_seconds", end - arrival
     if scheduled is not None:
         yield "request_queue_seconds", scheduled - arrival
+    if finished.pooling is None:
+        yield "request_generation_tokens", finished.num_output_tokens
+        yield "request_n", params.n
+        if params.max_tokens is not None:
+            yield "request_max_tokens", params.max_tokens
+    elif scheduled is not None and first is not None:
+        yield "request_prefill_seconds", first - scheduled
+        yield "request_inference_seconds", first - scheduled
     if scheduled is not None and first is not None and last is not None:
         yield "request_prefill_seconds", first - scheduled
         yield "request_decode_seconds", last - first

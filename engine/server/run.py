@@ -37,6 +37,7 @@ from engine.server.limits import ServerLimits
 from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
+from engine.server.pooled.inputs import MAX_INPUTS
 from engine.server.private_parts import TRANSFORMERS, check_private_parts
 from engine.server.readers import SlowReaders, cut
 from engine.server.request_log import RequestLog, RequestLogKind, writing_requests
@@ -52,6 +53,7 @@ DEAD = 1  # exit status when the engine has died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUEUE_PER_SEAT = 8  # waiting requests per ``max_num_seqs``, by default
 MIN_QUEUE = 256  # waiting requests, by default at least
+MIN_POOLED_QUEUE = 8 * MAX_INPUTS  # likewise, if requests may have that many inputs
 SEND_BUFFER = 64 << 10  # bytes; the system's default grows to megabytes for a slow reader
 
 
@@ -180,7 +182,8 @@ def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | N
     """Limit the engine's queue: it refuses new requests while too many are waiting, or while they
     would wait more than ``max_seconds`` for their first token, by its estimate."""
     seats = args.max_num_seqs * args.data_parallel_size
-    most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
+    least = MIN_POOLED_QUEUE if engine.runner == "pooling" else MIN_QUEUE
+    most = args.max_waiting_requests or max(least, QUEUE_PER_SEAT * seats)
     engine.limit_queue(most, max_seconds, num_seats=seats)
 
 

@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError
+from engine.messages.params import SamplingParams
 from engine.messages.requests import FinishedRequest
 from engine.observe.guard import ObserverGuard
 from engine.server.answers import OURS
+from engine.server.pooled.paths import POOLED_PATHS
 
 SERVICE = "metronome"
 END_SECONDS = 2.0  # for sending the last spans at shutdown
@@ -34,6 +36,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    **POOLED_PATHS,
 }
 OPERATION: ContextVar[str] = ContextVar("operation")
 
@@ -139,17 +142,8 @@ def _attributes(
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", SERVICE
     yield "gen_ai.request.model", model
-    yield "gen_ai.request.temperature", params.temperature
-    yield "gen_ai.request.top_p", params.top_p
-    if params.top_k > 0:
-        yield "gen_ai.request.top_k", float(params.top_k)
-    if params.max_tokens is not None:
-        yield "gen_ai.request.max_tokens", params.max_tokens
-    if params.seed is not None:
-        yield "gen_ai.request.seed", params.seed
-    if params.n > 1:
-        yield "gen_ai.request.choice.count", params.n
-    yield "gen_ai.request.stream", params.output_kind == "delta"
+    if finished.pooling is None:
+        yield from _sampling(params)
     yield "gen_ai.response.id", finished.request_id.partition(OURS)[0]
     yield "gen_ai.response.model", model
     yield "gen_ai.response.finish_reasons", [finished.finish_reason]
@@ -157,7 +151,6 @@ def _attributes(
     yield "gen_ai.usage.output_tokens", finished.num_output_tokens
     yield "gen_ai.usage.cache_read.input_tokens", finished.num_cached_tokens
     yield "gen_ai.request.id", finished.request_id
-    yield "gen_ai.request.n", params.n
     yield "gen_ai.usage.num_sequences", params.n
     yield "gen_ai.usage.prompt_tokens", finished.num_prompt_tokens
     yield "gen_ai.usage.completion_tokens", finished.num_output_tokens
@@ -169,6 +162,21 @@ def _attributes(
         yield "metronome.prefix_end", finished.metrics.prefix_end
     if finished.metrics.prefix_evicted is not None:
         yield "metronome.prefix_evicted", finished.metrics.prefix_evicted
+
+
+def _sampling(params: SamplingParams) -> Iterator[tuple[str, AttributeValue]]:
+    yield "gen_ai.request.temperature", params.temperature
+    yield "gen_ai.request.top_p", params.top_p
+    if params.top_k > 0:
+        yield "gen_ai.request.top_k", float(params.top_k)
+    if params.max_tokens is not None:
+        yield "gen_ai.request.max_tokens", params.max_tokens
+    if params.seed is not None:
+        yield "gen_ai.request.seed", params.seed
+    if params.n > 1:
+        yield "gen_ai.request.choice.count", params.n
+    yield "gen_ai.request.n", params.n
+    yield "gen_ai.request.stream", params.output_kind == "delta"
 
 
 def _times(finished: FinishedRequest) -> Iterator[tuple[str, float]]:

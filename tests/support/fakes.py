@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
+from engine.config.pooling import PoolingSpec
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
@@ -155,10 +156,15 @@ def asked_id(core_id: str) -> str:
     return core_id.partition("/")[2]
 
 
-def fake_session(client: FakeClient, tokenizer: Tokenizer | None = None, **model: Any) -> Session:
+def fake_session(
+    client: FakeClient,
+    tokenizer: Tokenizer | None = None,
+    pooling: PoolingSpec | None = None,
+    **model: Any,
+) -> Session:
     """The front end around ``client``; without a tokenizer ids go in and out."""
     config = EngineConfig(model=ModelConfig(model="fake", **model), disable_log_stats=True)
-    return Session(config, client, tokenizer, client.clock)
+    return Session(config, client, tokenizer, client.clock, pooling=pooling)
 
 
 def scheduled_session(

@@ -49,11 +49,12 @@ POOLED = (CLASSIFIER, TOKEN_CLASSIFIER, REWARD_MODEL, "ForProcessRewardModel", L
 RERANKER_TOKENS = ("no", "yes")
 
 
-def read_pooling(info: ModelInfo, config: ModelConfig) -> PoolingSpec | None:
+def read_pooling(info: ModelInfo, config: ModelConfig, *, logs: bool = True) -> PoolingSpec | None:
     """Read how the results of a model are computed; ``None`` if it generates text.
 
-    Logs what was read and what was assumed. Raises ``ModelError`` for directories that are damaged
-    or have modules that are not supported, and ``ConfigError`` for options that do not fit."""
+    logs: log what was read and what was assumed. Raises ``ModelError`` for directories that are
+    damaged or have modules that are not supported, and ``ConfigError`` for options that do not
+    fit."""
     options = pooler_options(config.pooler_config)
     if config.runner == "generate":
         _check_generates(info, config)
@@ -69,7 +70,8 @@ def read_pooling(info: ModelInfo, config: ModelConfig) -> PoolingSpec | None:
     files = read_sentence_files(info, hidden, tokenizer)
     reader = _Directory(info, config, options, hidden, files)
     spec = _spec(reader.read(), info, options, files, tokenizer)
-    logger.info("%s pools: %s", info.name, describe(spec, reader.assumed))
+    if logs:
+        logger.info("%s pools: %s", info.name, describe(spec, reader.assumed))
     return spec
 
 
