@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import replace
 from math import prod
@@ -30,6 +31,7 @@ from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import (
     PACKED_AHEAD,
+    UNREAD,
     RandomWeights,
     StoredWeights,
     Weights,
@@ -39,6 +41,9 @@ from engine.models.weights import (
 logger = logging.getLogger("engine.models")
 
 HEAD = "lm_head.weight"
+GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
+UNREAD_OR_SCORE = re.compile(rf"{UNREAD.pattern}|^score\.(weight|bias)$")
+"""Tensors that decoders with a classifier do not use: ``engine.models.pooling`` reads it."""
 
 
 def load_model(
@@ -240,7 +245,8 @@ def load_decoder(
             spec = untie_if_different(spec, checkpoint)
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
-            stored = StoredWeights(checkpoint, targets(spec), form)
+            unread = UNREAD if info.architecture.endswith(GENERATORS) else UNREAD_OR_SCORE
+            stored = StoredWeights(checkpoint, targets(spec), form, unread)
             ahead = PACKED_AHEAD if form is not None else None
             decoder = _build(spec, stored, dtype, placement, ahead)
             decoder.kv_scales = kv_scales(checkpoint, spec)
