@@ -14,7 +14,7 @@ from sentence_transformers.base.modules import Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL = ("[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
     "the",
     "cat",
@@ -48,7 +48,8 @@ BASE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": 66,
-    "pad_token_id": 0,
+    "pad_token_id": 1,  # always so in MPNet
+    "initializer_range": 0.1,
 }
 DECODER = {**BASE, "num_key_value_heads": 1, "head_dim": 16, "eos_token_id": 3}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +57,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Roberta": ("RobertaConfig", {**BASE, "type_vocab_size": 2}),
     "XLMRoberta": ("XLMRobertaConfig", {**BASE, "type_vocab_size": 2}),
     "MPNet": ("MPNetConfig", BASE),
+    "Gte": ("GteConfig", {**BASE, "type_vocab_size": 2}),
     "ModernBert": ("ModernBertConfig", {**BASE, "cls_token_id": 2, "sep_token_id": 3}),
     "Qwen3": ("Qwen3Config", DECODER),
     "Llama": ("LlamaConfig", DECODER),
