@@ -60,6 +60,23 @@ def modules(*kinds: str, path: str = "") -> list[dict[str, Any]]:
     return [first, *({"type": f"x.{kind}", "path": path or f"1_{kind}"} for kind in kinds)]
 
 
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({}, 20),
+        ({"max_seq_length": 16}, 16),
+        ({"max_seq_length": 16, "tokenizer_args": {"model_max_length": 12}}, 12),
+        ({"max_seq_length": 16, "processing_kwargs": {"text": {"max_length": 8}}}, 8),
+    ],
+)
+def test_texts_are_cut_where_sentence_transformers_cuts_them(
+    config: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    own = {"sentence_bert_config.json": config, "tokenizer_config.json": {"model_max_length": 20}}
+    spec = read(write(tmp_path, {**FILES, **own}))
+    assert spec is not None and spec.max_seq_length == longest
+
+
 def test_what_was_read_and_what_was_assumed_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +128,10 @@ def test_what_was_read_and_what_was_assumed_is_logged(
             "activation_function 'my.own.Function'; supported are identity, tanh",
         ),
         ({"sentence_bert_config.json": {"max_seq_length": -1}}, "max_seq_length is -1, must be"),
+        (
+            {"sentence_bert_config.json": {"processing_kwargs": {"text": {"max_length": 0.5}}}},
+            "processing_kwargs.text.max_length is 0.5, must be",
+        ),
         (
             {"sentence_bert_config.json": {"transformer_task": "fill-mask"}},
             "transformer_task 'fill-mask'; supported are feature-extraction",

@@ -44,6 +44,14 @@ SENTENCE_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+LENGTHS = (
+    ("max_seq_length",),
+    ("tokenizer_args", "model_max_length"),
+    ("processor_kwargs", "model_max_length"),
+    ("processing_kwargs", "common", "max_length"),
+    ("processing_kwargs", "text", "max_length"),
+)
+"""Where the transformer's file may limit a text; later ones win."""
 MANY = 1 << 30
 """Tokens from which a tokenizer's limit means that it has none."""
 
@@ -373,11 +381,6 @@ def _is_by_token(settings: Mapping[str, Any]) -> bool:
 
 def _texts(info: ModelInfo, module: Module, tokenizer: Path) -> dict[str, Any]:
     """What happens to texts: fields of ``SentenceFiles``."""
-    longest = module.config.get("max_seq_length")
-    if longest is not None and (type(longest) is not int or longest < 1):
-        raise ModelError(
-            f"{module.file} is damaged: max_seq_length is {longest!r:.80}, must be a whole number"
-        )
     if "message" in (module.config.get("modality_config") or {}):
         raise ModelError(
             f"{module.file} renders texts by the chat template ('message' in modality_config), "
@@ -387,9 +390,28 @@ def _texts(info: ModelInfo, module: Module, tokenizer: Path) -> dict[str, Any]:
         if module.config.get(key) is not None:
             logger.warning("%s has %s, which has no effect here", module.file, key)
     return {
-        "max_seq_length": longest or stated_length(info, tokenizer),
+        "max_seq_length": _longest(module) or stated_length(info, tokenizer),
         "lower_case": bool(module.config.get("do_lower_case", False)),
     }
+
+
+def _longest(module: Module) -> int | None:
+    """The tokens after which a text is cut: the last value that sentence-transformers would
+    apply."""
+    found: int | None = None
+    for path in LENGTHS:
+        value: Any = module.config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise ModelError(
+                f"{module.file} is damaged: {'.'.join(path)} is {value!r:.80}, must be a whole "
+                "number of at least 1"
+            )
+        found = value
+    return found
 
 
 def stated_length(info: ModelInfo, tokenizer: Path) -> int | None:
