@@ -342,6 +342,8 @@ ENDINGS = (
 def encoder_family(architecture: str) -> Callable[[HF], EncoderSpec] | None:
     """The family of an architecture, such as ``BertForSequenceClassification``; ``None`` if it is
     not a native encoder."""
+    if architecture == "HF_ColBERT":
+        return bert
     for ending in ENDINGS:
         if architecture.endswith(ending):
             return ENCODERS.get(architecture.removesuffix(ending))

@@ -15,7 +15,7 @@ Way = tuple[TargetPart, ...]
 # in masked words.
 HEADS = re.compile(
     r"(^|\.)(pooler|classifier|score|dense|head|decoder|cls|lm_head|predictions|qa_outputs)\."
-    r"|(^|\.)(position_ids|lm_head\.bias|inv_freq)$"
+    r"|^linear\.|(^|\.)(position_ids|lm_head\.bias|inv_freq)$"
 )
 
 

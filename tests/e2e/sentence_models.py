@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Dense, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -157,3 +158,17 @@ def as_version_3(root: Path, *, max_seq_length: int, do_lower_case: bool = False
     settings = json.loads(file.read_text())
     kept = ("prompts", "default_prompt_name", "similarity_fn_name")
     file.write_text(json.dumps({key: settings[key] for key in kept}))
+
+
+def as_colbert(root: Path, dense: Dense) -> Path:
+    """The weights in the form of Stanford's ColBERT: the linear layer with the model's tensors."""
+    model = random_model("Bert")
+    colbert = root / "colbert"
+    tensors = {f"bert.{name}": value for name, value in model.state_dict().items()}
+    tensors["linear.weight"] = dense.linear.weight.detach()
+    save_base(colbert, model)
+    save_file(tensors, str(colbert / "model.safetensors"))
+    config = json.loads((colbert / "config.json").read_text())
+    config |= {"architectures": ["HF_ColBERT"], "dim": 12}
+    (colbert / "config.json").write_text(json.dumps(config))
+    return colbert

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from e2e.sentence_models import (
+    as_colbert,
     as_version_3,
     random_model,
     save_base,
     save_sentences,
 )
-from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -337,17 +337,3 @@ def test_embeddings_of_tokens_equal_those_of_multi_vector_encoders(
     assert (head.spec.task, head.spec.similarity) == ("token_embed", "maxsim")
     for each, wanted in zip(hidden, want, strict=True):
         torch.testing.assert_close(head.activate(head(each)), wanted, **CLOSE)
-
-
-def as_colbert(root: Path, dense: Dense) -> Path:
-    """The weights in the form of Stanford's ColBERT: the linear layer with the model's tensors."""
-    model = random_model("Bert")
-    colbert = root / "colbert"
-    tensors = {f"bert.{name}": value for name, value in model.state_dict().items()}
-    tensors["linear.weight"] = dense.linear.weight.detach()
-    save_base(colbert, model)
-    save_file(tensors, str(colbert / "model.safetensors"))
-    config = json.loads((colbert / "config.json").read_text())
-    config |= {"architectures": ["HF_ColBERT"], "dim": 12}
-    (colbert / "config.json").write_text(json.dumps(config))
-    return colbert

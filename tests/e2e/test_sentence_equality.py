@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from e2e.sentence_models import as_version_3, random_model, save_base, save_sentences
+from e2e.sentence_models import as_colbert, as_version_3, random_model, save_base, save_sentences
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -126,16 +126,24 @@ def test_rerankers_by_tokens_equal_those_of_sentence_transformers(tmp_path: Path
 
 def test_late_interaction_equals_that_of_sentence_transformers(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", random_model("Bert"))
-    dense = Dense(32, 12, bias=False, module_input_name="token_embeddings")
+    dense = Dense(
+        *(32, 12),
+        bias=False,
+        activation_function=nn.Identity(),
+        module_input_name="token_embeddings",
+    )
     modules = [Transformer(str(base)), dense, MultiVectorMask()]
     modules.append(Normalize(module_input_name="token_embeddings"))
     theirs = MultiVectorEncoder(modules=modules, device="cpu")
     theirs.save_pretrained(str(tmp_path / "saved"))
     ours, texts = engine_of(tmp_path / "saved"), TEXTS[:-1]
+    colbert = engine_of(as_colbert(tmp_path, dense)).encode(texts, use_tqdm=False)
     for output, want in zip(
         ours.encode(texts, use_tqdm=False), theirs.encode_document(texts), strict=True
     ):
         assert_near(output.outputs.data, want)
+    for one, other in zip(ours.encode(texts, use_tqdm=False), colbert, strict=True):
+        assert_near(one.outputs.data, other.outputs.data)
     queries, documents = theirs.encode_query(texts), theirs.encode_document(texts[::-1])
     scores = ours.score(texts, texts[::-1], use_tqdm=False)
     want = theirs.similarity_pairwise(queries, documents)

@@ -23,6 +23,8 @@ from engine.errors import ConfigError
         ("ngram_prompt_lookup_max", "key 'prompt_lookup_max' of speculative_config.*ngram"),
         ("prompt_lookup_max", 'key of speculative_config.*"prompt_lookup_max": 4'),
         ("speculative_disable_by_batch_size", "leave it out"),
+        ("task", "set runner and convert"),
+        ("override_pooler_config", "set pooler_config"),
         ("speculative_draft_tensor_parallel_size", "on the device of the model; leave it out"),
     ],
 )

@@ -12,6 +12,7 @@ from engine.config.pooler import Activation, PoolerOptions, PoolingMode, pooler_
 from engine.config.pooling.describe import describe
 from engine.config.pooling.heads import (
     CLASSIFIER,
+    LATE_INTERACTION,
     TOKEN_CLASSIFIER,
     activation_of_scores,
     classifier,
@@ -43,7 +44,7 @@ __all__ = [
     "read_pooling",
 ]
 
-REWARD_MODEL, LATE_INTERACTION = "ForRewardModel", "HF_ColBERT"
+REWARD_MODEL = "ForRewardModel"
 POOLED = (CLASSIFIER, TOKEN_CLASSIFIER, REWARD_MODEL, "ForProcessRewardModel", LATE_INTERACTION)
 """Endings of architectures that have no output layer for tokens."""
 RERANKER_TOKENS = ("no", "yes")
@@ -276,6 +277,12 @@ class _Directory:
         )
 
     def _late_interaction(self) -> _Pipeline:
+        logger.warning(
+            "%s: what artifact.metadata says of texts has no effect here: put the markers of "
+            "queries and documents in front yourself; queries are not filled up with masks, and "
+            "punctuation has vectors",
+            self._info.name,
+        )
         size = self._info.hf.get("dim", 128)
         if type(size) is not int or size < 1:
             raise ModelError(

@@ -11,6 +11,8 @@ from engine.config.pooling.spec import ACTIVATIONS, HeadLayer
 from engine.errors import ModelError
 
 CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+LATE_INTERACTION = "HF_ColBERT"
+"""The architecture of Stanford's ColBERT, which is BERT with a linear layer after it."""
 ROBERTA = ("Roberta", "XLMRoberta", "Camembert", "MPNet")
 BERT = {"Bert": "bert", "New": "new"}
 """Families whose pooler is a module of the model, by its name in checkpoints."""
@@ -27,7 +29,7 @@ class Classifier(NamedTuple):
 
 def family_of(info: ModelInfo) -> str:
     """The name of an architecture without what it was made for: ``Bert`` for ``BertModel``."""
-    name = info.architecture
+    name = "Bert" if info.architecture == LATE_INTERACTION else info.architecture
     return name.partition("For")[0] if "For" in name else name.removesuffix("Model")
 
 

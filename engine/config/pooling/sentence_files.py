@@ -200,8 +200,9 @@ class _Reader:
                 f"{self._root / MODULES} has a transformer that computes logits and no LogitScore "
                 "after it"
             )
-        if _is_by_token(settings) and settings.get("model_type") == "ColBERT":
-            self._normalize()  # that this version did in its code
+        if settings.get("model_type") == "ColBERT":
+            self._normalize()  # its code did this and the rest
+            _warn_of_skipped(self._root / SETTINGS, settings.get("skiplist_words", True))
         ends_normalized = bool(self._layers) and self._layers[-1].kind == "normalize"
         if ends_normalized:
             self._layers.pop()
@@ -289,10 +290,10 @@ class _Reader:
 
     def _read_multivectormask(self, module: Module, settings: Mapping[str, Any]) -> None:
         self._check_input(module, TOKENS)
-        if module.config.get("skiplist_words") or module.config.get("keep_only_token_ids"):
-            logger.warning(
-                "%s leaves tokens of documents out of scores; results have all tokens", module.file
-            )
+        config = module.config
+        _warn_of_skipped(
+            module.file, config.get("skiplist_words") or config.get("keep_only_token_ids")
+        )
 
     def _read_logitscore(self, module: Module, settings: Mapping[str, Any]) -> None:
         self._check_input(module, LOGITS)
@@ -331,6 +332,15 @@ class _Reader:
 
 READ = ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask", "LogitScore")
 """Modules that are supported after the transformer."""
+
+
+def _warn_of_skipped(file: Path, skipped: object) -> None:
+    if skipped:
+        logger.warning(
+            "%s leaves some tokens of documents, such as punctuation, out of scores; here results "
+            "and scores have all tokens",
+            file,
+        )
 
 
 def _refuse(root: Path, module: Module) -> NoReturn:
