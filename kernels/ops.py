@@ -223,6 +223,7 @@ def paged_attention(  # noqa: PLR0913
     sinks: torch.Tensor | None = None,
     alibi: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a step's tokens over the cache, which already contains their K and V.
 
@@ -232,9 +233,13 @@ def paged_attention(  # noqa: PLR0913
     to later keys, too: with a window to p - window + 1 .. p + window - 1, else to all; sequences
     must then be computed in one step. sinks: [Hq], for each head the logit of a key without a
     value. alibi: [Hq] slopes; slope * (query position - key position) is subtracted from scores;
-    only causal. kv_scales: as in qkv_rope_write. Rows after the last sequence are zeros.
+    only causal. kv_scales: as in qkv_rope_write. distances: [Hq, 2 L + 1] float32; its entry key
+    position - query position + L is added to scores; sequences have at most L - 15 tokens, and are
+    computed in one step. Rows after the last sequence are zeros.
     """
-    options = reference.AttentionOptions(scale, window, softcap, causal, sinks, alibi, kv_scales)
+    options = reference.AttentionOptions(
+        scale, window, softcap, causal, sinks, alibi, kv_scales, distances
+    )
     return _bodies(q).paged_attention(q, kv_layer, meta, options)
 
 

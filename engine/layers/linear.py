@@ -279,11 +279,15 @@ class Int8Linear:
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(x, "")
+
+    def then(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(outputs) [N, out] by one kernel. activation: one of ``kernels.activate``."""
         wanted = torch.float32 if self._keeps_float32 else x.dtype
         # Most calls convert nothing, so that the steps of such a model can be recorded.
         taken = _float32_or_bfloat16(x)
         out_dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
-        y = int8.int8_product(taken, self.weight, self.bias, out_dtype=out_dtype)
+        y = int8.int8_product(taken, self.weight, self.bias, out_dtype=out_dtype, act=activation)
         return y if y.dtype is wanted else y.to(wanted)
 
     def has_gates(self, x: torch.Tensor, activation: str) -> bool:

@@ -298,7 +298,8 @@ class Assembly:
             return PagedKV(
                 num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,
-                window=window,
+                # In both directions, a sequence needs all its keys in its only step.
+                window=window if self.spec.is_causal else 0,
                 dtype_bytes=dtype.itemsize,
             )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.kv.layout import LayerCache, PagedKV, SharedKV
+from engine.layers.distance_scores import distance_scores
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear, plain_rows
 from engine.layers.quantized import plain
-from engine.layers.relative_attention import RelativeAttention, RelativeBias
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
 from engine.layers.sublayers import Attention, GatedMLP
@@ -33,14 +33,14 @@ class EncoderAssembly:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
-        self.bias: RelativeBias | None = None
+        self.distances: torch.Tensor | None = None
 
     def encoder(self) -> NativeEncoder:
         spec = self.spec
         embedding = self.embedding()
         if spec.relative is not None:
             table, longest = self.tensor("relative"), self.placement.max_model_len
-            self.bias = RelativeBias(table, longest, spec.relative.max_distance)
+            self.distances = distance_scores(table, longest, spec.relative.max_distance)
         layers = [self.layer(index) for index in range(len(spec.layers))]
         final = self.norm("final_norm") if spec.norm.comes_first else None
         return NativeEncoder(
@@ -70,19 +70,22 @@ class EncoderAssembly:
         assert norm is not None
         return SumThenNorm(attention, norm, mlp, mlp_norm)
 
-    def attention(self, index: int) -> Attention | RelativeAttention:
+    def attention(self, index: int) -> Attention:
         a, layer = self.spec.attention, self.spec.layers[index]
         qkv = self.linear(f"{index}.qkv", a.qkv_bias)
         out = self.linear(f"{index}.out", a.out_bias)
-        if self.bias is not None:
-            return RelativeAttention(qkv, out, a.num_heads, a.scale, self.bias)
         write = {
             "num_heads": a.num_heads,
             "num_kv_heads": a.num_kv_heads,
             "head_dim": a.head_dim,
             "cos_sin": None if layer.rope is None else self.rope_table(layer.rope),
         }
-        attend = {"scale": a.scale, "window": layer.window, "causal": False}
+        attend = {
+            "scale": a.scale,
+            "window": layer.window,
+            "causal": False,
+            "distances": self.distances,
+        }
         return Attention(qkv, out, write, attend)
 
     def mlp(self, index: int) -> EncoderMLP | GatedMLP:

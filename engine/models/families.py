@@ -172,11 +172,6 @@ GEMMA = {
 def gemma(hf: HF, **differences: Any) -> DecoderSpec:
     """The common parts of Gemma 2 and 3: norms before and after each sublayer, scaled
     embeddings."""
-    if hf.get("use_bidirectional_attention"):
-        raise ModelError(
-            "config.json sets use_bidirectional_attention, so the model is an encoder and "
-            "cannot generate text"
-        )
     return decoder(
         hf,
         mlp=mlp(hf, activation=activation(hf, "hidden_activation")),
@@ -216,6 +211,8 @@ def gemma3(hf: HF) -> DecoderSpec:
         "sliding_attention": rope(local, "sliding_attention"),
     }
     kinds = layer_types(hf, alternating(hf, hf.get("sliding_window_pattern") or 6))
+    if hf.get("use_bidirectional_attention"):  # half of the window is for later tokens
+        hf = {**hf, "sliding_window": int(hf.get("sliding_window") or 4096) // 2 + 1}
     return gemma(
         hf,
         # Files may contain Gemma 2's cap on scores, which transformers does not apply either.

@@ -11,6 +11,7 @@ from math import prod
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
+from engine.config.pooling import is_bidirectional
 from engine.errors import ConfigError, ModelError
 from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble, compute_dtype
@@ -191,10 +192,16 @@ def native_spec(info: ModelInfo, *, pools: bool = False) -> DecoderSpec | None:
     model needs no output layer."""
     name = of_text(info.architecture) if pools else info.architecture
     family = FAMILIES.get(name) or MAMBA_FAMILIES.get(name)
+    if info.hf.get("use_bidirectional_attention") and not pools:
+        raise ModelError(
+            "config.json sets use_bidirectional_attention, so the model is an encoder and cannot "
+            'generate text; with runner="pooling" it returns embeddings'
+        )
     reason = f"{info.architecture or info.model_type} is not a native family"
     if family is not None:
         try:
             spec = family(info.hf)
+            spec = replace(spec, is_causal=not (pools and is_bidirectional(info)))
             return spec if name == info.architecture else without_output_layer(spec)
         except NotNative as error:
             reason = str(error)
@@ -214,7 +221,7 @@ def of_text(architecture: str) -> str:
     layer."""
     for ending in ("ForSequenceClassification", "ForTokenClassification", "Model"):
         if architecture.endswith(ending):
-            return f"{architecture.removesuffix(ending)}ForCausalLM"
+            return f"{architecture.removesuffix(ending).removesuffix('Text')}ForCausalLM"
     return architecture
 
 

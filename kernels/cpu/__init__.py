@@ -189,7 +189,10 @@ def paged_attention(
     meta: AttentionMeta,
     variant: reference.AttentionOptions,
 ) -> torch.Tensor:
-    if variant.alibi is None and _is_plain(q) and _is_cache(kv_layer, q, variant.kv_scales):
+    has_loops = variant.alibi is None and _is_float32(variant.distances)
+    if variant.distances is not None:  # of heads with keys of their own, without a cap
+        has_loops &= q.shape[1] == kv_layer.shape[2] and not variant.softcap
+    if has_loops and _is_plain(q) and _is_cache(kv_layer, q, variant.kv_scales):
         if variant.sinks is not None and not _is_float32(variant.sinks):
             variant = variant._replace(sinks=variant.sinks.float().contiguous())
         return attention.paged_attention(q, kv_layer, meta, variant)

@@ -98,8 +98,40 @@ def _rotate(x, cos, sin, interleaved):
             high[i] = b * cos[i] + a * sin[i]
 
 
+@njit(**INLINE)
+def _rotate_heads(x, dim, cos, sin, interleaved):
+    """Rotate all heads of a token, of `dim` elements each."""
+    for first in range(0, x.shape[0], dim):
+        _rotate(x[first : first + dim], cos, sin, interleaved)
+
+
+@njit(**INLINE)
+def _move(source, target, num, cell):
+    """Copy `num` elements of `cell` bytes, a literal, from one address to another."""
+    given, taken = elements(source, (num,), cell), elements(target, (num,), cell)
+    for i in range(num):
+        taken[i] = given[i]
+
+
+@njit(**INLINE)
+def _copy_token(p, source, n, slot, cell):
+    """Copy the query, the key and the value of a token that are neither normalised nor rotated, to
+    a cache of the same dtype. p: the body's parameters; source: address of the token's row."""
+    heads, kv_heads, dim, block, size = p[16], p[17], p[18], p[19], p[14]
+    width = heads * dim * cell
+    _move(source, p[2] + n * width, heads * dim, cell)
+    if slot < 0:
+        return
+    step, key = block * size, p[3] + (slot // block * 2 * kv_heads * block + slot % block) * size
+    for h in range(kv_heads):
+        given = source + width + h * dim * cell
+        _move(given, key + h * step, dim, cell)
+        _move(given + kv_heads * dim * cell, key + (kv_heads + h) * step, dim, cell)
+
+
 def _qkv_body(token: int, cell: int):
     """Make the body of `qkv_rope_write`. token, cell: bytes per activation and cache element."""
+    may_copy = int(token == cell)
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
@@ -129,6 +161,9 @@ def _qkv_body(token: int, cell: int):
                 break
             for n in range(first, min(first + _TOKENS, num)):
                 source = p[1] + n * (q_width + 2 * k_width) * token
+                if may_copy and not (rot or p[10] or p[12]):
+                    _copy_token(p, source, n, slots[n], token)
+                    continue
                 read_cells(source, q, token)
                 read_cells(source + q_width * token, keys, token)
                 _normalise(q, q_weight, eps, extra)
@@ -136,10 +171,8 @@ def _qkv_body(token: int, cell: int):
                 if rot:
                     angles = f32(p[6] + positions[n] * rot * 4, (rot,))
                     cos, sin = angles[: rot // 2], angles[rot // 2 :]
-                    for h in range(heads):
-                        _rotate(q[h * dim : (h + 1) * dim], cos, sin, interleaved)
-                    for h in range(kv_heads):
-                        _rotate(keys[h * dim : (h + 1) * dim], cos, sin, interleaved)
+                    _rotate_heads(q, dim, cos, sin, interleaved)
+                    _rotate_heads(keys, dim, cos, sin, interleaved)
                 write_cells(p[2] + n * q_width * token, q, token)
                 if slots[n] >= 0:
                     read_cells(source + (q_width + k_width) * token, values, token)

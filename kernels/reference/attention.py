@@ -21,6 +21,7 @@ class AttentionOptions(NamedTuple):
     sinks: torch.Tensor | None = None
     alibi: torch.Tensor | None = None
     kv_scales: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
 
 
 def paged_attention(
@@ -69,6 +70,9 @@ def attend(
     if variant.alibi is not None:
         scores = scores + variant.alibi.to(q.dtype)[:, None, None] * (key_pos - query_pos)
     distance = query_pos - key_pos
+    if variant.distances is not None:
+        place = variant.distances.shape[1] // 2 - distance
+        scores = scores + variant.distances.to(q.dtype)[:, place]
     hidden = distance < 0 if variant.causal else torch.zeros_like(distance, dtype=torch.bool)
     if variant.window:
         hidden |= distance.abs() >= variant.window

@@ -18,10 +18,10 @@ from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import spans_launch
 from kernels.triton.shares import SharesPlan
 from kernels.triton.tiles import (
-    LOG2E,
     Shape,
     attend_range,
     attention_args,
+    biases_of,
     cache_of,
     head_rows,
     kind_of,
@@ -77,7 +77,7 @@ def decode_kernel(  # noqa: PLR0913
         first_key = first_pos - S.WINDOW + 1
     span = (first_pos + token, first_key, end_key)
     if slopes is not None:
-        slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
+        slopes = biases_of(slopes, head, S)
     bias = (scale_of(kv_scales, kv_head, S), slopes)
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
     where = places_of(row0, first_head, S)

@@ -19,10 +19,10 @@ from kernels.reference import AttentionOptions
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import Parts
 from kernels.triton.tiles import (
-    LOG2E,
     Shape,
     attend_range,
     attention_args,
+    biases_of,
     cache_of,
     head_rows,
     kind_of,
@@ -80,7 +80,7 @@ def prefill_kernel(  # noqa: PLR0913
     cache = cache_of(kv, tables + seq.to(tl.int64) * stride_table, stride_block, kv_head, S)
     span = (first_pos + token, first_key, end_key)
     if slopes is not None:
-        slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
+        slopes = biases_of(slopes, head, S)
     bias = (scale_of(kv_scales, kv_head, S), slopes)
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
     where = places_of(row0 - out_row0 + token0, first_head, S)
@@ -128,7 +128,8 @@ def cut(
 ) -> Chunks:
     """Returns how a step's prompt chunks are divided among programs. The first call of a step
     computes it for all layers with window, softcap or ALiBi, or for all without."""
-    is_bare = not variant.window and not variant.softcap and variant.alibi is None
+    is_bare = not variant.window and not variant.softcap
+    is_bare &= variant.alibi is None and variant.distances is None
     key = ("chunks", q.shape[1:], kv_layer.shape[2], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
         meta.scratch[key] = _cut(q, kv_layer, meta, is_bare)

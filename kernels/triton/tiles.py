@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     WINDOW: int  # 0: none
     SOFTCAP: float  # 0: none
     CAUSAL: bool
+    DISTANCES: int  # scores by distance of a head, 0: none
 
     @classmethod
     def of(
@@ -58,6 +59,7 @@ class Shape(NamedTuple):
             WINDOW=variant.window,
             SOFTCAP=variant.softcap,
             CAUSAL=variant.causal,
+            DISTANCES=0 if variant.distances is None else variant.distances.shape[1],
         )
 
 
@@ -82,7 +84,7 @@ def attention_args(
         "query_start": meta.query_start,
         "seq_lens": meta.seq_lens,
         "sinks": variant.sinks,
-        "slopes": variant.alibi,
+        "slopes": variant.alibi if variant.distances is None else variant.distances,
         "kv_scales": variant.kv_scales,
         "stride_q": q.stride(0),
         "stride_block": kv_layer.stride(0),
@@ -181,9 +183,20 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def biases_of(slopes, head, S: tl.constexpr):
+    """Returns what `scores_of` needs of each row's head: its slope, or where its scores by distance
+    begin."""
+    if S.DISTANCES > 0:
+        result = slopes + head * S.DISTANCES
+    else:
+        result = tl.load(slopes + head).to(tl.float32) * LOG2E
+    return result
+
+
+@triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """Returns (scores, factor) after softcap and ALiBi. The softmax weight of a key is proportional
-    to 2 ** (score * factor)."""
+    """Returns (scores, factor) after softcap, and ALiBi or scores by distance. The softmax weight
+    of a key is proportional to 2 ** (score * factor)."""
     # The factor is applied by the multiply-add that subtracts the largest score. This saves an
     # instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
     factor = scale * LOG2E
@@ -194,7 +207,13 @@ def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
         scores = 1 - 2 / (grown + 1)
         factor = tl.full([], S.SOFTCAP * LOG2E, tl.float32)
     if slopes is not None:
-        bias = slopes[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+        distance = key_pos[None, :] - row_pos[:, None]
+        if S.DISTANCES > 0:
+            place = distance + S.DISTANCES // 2
+            is_known = (place >= 0) & (place < S.DISTANCES)
+            bias = tl.load(slopes[:, None] + place, mask=is_known, other=0.0) * LOG2E
+        else:
+            bias = slopes[:, None] * distance.to(tl.float32)
         scores = tl.fma(scores, factor, bias)
         factor = tl.full([], 1.0, tl.float32)
     return scores, factor

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.config.model import ModelInfo
 from engine.errors import ModelError
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table, frequencies
 from engine.models.families import FAMILIES
 from engine.models.hf_config import rope
+from engine.models.load import native_spec
 from engine.models.mamba_families import MAMBA_FAMILIES
 from engine.models.spec import DecoderSpec
 
@@ -275,6 +278,12 @@ def test_gated_delta_rules_that_cannot_be_computed_are_refused(change: dict, say
             FAMILIES[name]({**LLAMA, **change})
 
 
-def test_encoders_are_refused() -> None:
+def test_decoders_that_see_later_tokens_only_pool(tmp_path: Path) -> None:
+    hf = {**LLAMA, "use_bidirectional_attention": True}
+    info = ModelInfo(
+        path=tmp_path, architecture="Gemma3ForCausalLM", model_type="gemma3_text", hf=hf
+    )
     with pytest.raises(ModelError, match="use_bidirectional_attention"):
-        FAMILIES["Gemma3ForCausalLM"]({**LLAMA, "use_bidirectional_attention": True})
+        native_spec(info)
+    spec = native_spec(info, pools=True)
+    assert spec is not None and not spec.is_causal

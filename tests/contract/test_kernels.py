@@ -159,6 +159,22 @@ def attention_is_near(q: torch.Tensor, cache: Cache, chosen: dict) -> None:
     assert_near(got, q, cache, reference.AttentionOptions(**chosen), weights_rounded=rounded)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_with_scores_by_distance(
+    dtype: torch.dtype, window: int, rng: torch.Generator
+) -> None:
+    """Of heads with keys of their own, in whole texts; the longest has two stretches of keys."""
+    cache = Cache(((1, 0), (37, 0), (300, 0), (5, 0), (64, 0)), (3, 32), rng, dtype=dtype)
+    q = torch.randn(cache.num_tokens, 3, 32, generator=rng).to(dtype)
+    distances = torch.randn(3, 2 * (300 + 15) + 1, generator=rng)
+    chosen = {"scale": 0.17, "causal": False, "window": window, "distances": distances}
+    if dtype is torch.bfloat16:
+        attention_is_near(q, cache, chosen)
+    else:
+        close(*attend_both(q, cache, chosen))
+
+
 def is_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """What was computed in float32, then rounded to bfloat16."""
     assert got.dtype is torch.bfloat16 and not got.isnan().any()

@@ -18,7 +18,7 @@ elif IS_ON_GPU:
 
     lent_to_gpu.lend_all()
     # Whole models on the CPU, of which Triton computes a part: test_gpu_quantized does it whole.
-    collect_ignore_glob = ["test_quantized_models.py"]
+    collect_ignore_glob = ["test_quantized_models.py", "test_encoders.py"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

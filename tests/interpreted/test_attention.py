@@ -33,7 +33,7 @@ SWITCHES = {
     "causal": [True, False],
     "softcap": [0.0, 20.0],
     "sinks": [False, True],
-    "alibi": [False, True],
+    "bias": ["", "alibi", "distances"],
     "cache": ["same", "fp8"],
     "batch_invariant": [False, True],
 }
@@ -51,6 +51,7 @@ FEW = {
 SHORT = [case for case in pairwise({**SWITCHES, **FEW}) if case["dtype"] is not torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KV_HEADS = 2
+MOST_DISTANCE = 2000
 
 
 @pytest.fixture
@@ -80,8 +81,13 @@ def a_variant(
         softcap=case.get("softcap", 0.0),
         causal=case.get("causal", True),
         sinks=torch.randn(num_heads, generator=rng) if case.get("sinks") else None,
-        alibi=torch.rand(num_heads, generator=rng) / 8 if case.get("alibi") else None,
+        alibi=torch.rand(num_heads, generator=rng) / 8 if case.get("bias") == "alibi" else None,
         kv_scales=torch.rand(2, KV_HEADS, generator=rng) + 0.5 if is_fp8 else None,
+        distances=(
+            torch.randn(num_heads, 2 * MOST_DISTANCE + 1, generator=rng)
+            if case.get("bias") == "distances"
+            else None
+        ),
     )
 
 

@@ -14,9 +14,9 @@ CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassificat
 LATE_INTERACTION = "HF_ColBERT"
 """The architecture of Stanford's ColBERT, which is BERT with a linear layer after it."""
 ROBERTA = ("Roberta", "XLMRoberta", "Camembert", "MPNet")
-BERT = {"Bert": "bert", "New": "new"}
+BERT = {"Bert": "bert", "New": "new", "Gte": "gte", "NomicBert": "nomic_bert"}
 """Families whose pooler is a module of the model, by its name in checkpoints."""
-ENCODERS = (*BERT, *ROBERTA, "ModernBert", "NomicBert")
+ENCODERS = (*BERT, *ROBERTA, "ModernBert")
 """Families whose tokens see later tokens too."""
 
 

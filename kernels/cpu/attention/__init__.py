@@ -135,7 +135,10 @@ def paged_attention(
     factors = 0 if variant.kv_scales is None else variant.kv_scales.data_ptr()
     row_bytes = width * kv_layer.element_size()
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
-    rows = (variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype), keys_ahead(variant))
+    ahead = keys_ahead(variant)
+    rows: tuple[int, ...] = variant.window, factors, row_bytes, scale_bytes(kv_layer.dtype), ahead
+    if variant.distances is not None:
+        rows += (variant.distances.data_ptr(), variant.distances.shape[1])
     # A recorded launch is replayed with longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.num_singles:

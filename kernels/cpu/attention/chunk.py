@@ -26,7 +26,7 @@ from kernels.cpu.attention.softmax import (
 from kernels.cpu.cells import read_cells
 from kernels.cpu.columns import cap_scores, soften_row, transpose16
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 KEYS = 64  # keys per product
@@ -61,10 +61,12 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         outputs, scores = np.empty_like(acc), np.zeros((rows, LINE_OF_SCORES), np.float32)
         sums = outputs, np.empty(room, np.float32), np.empty(room, np.float32)
         total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
-        factors = np.empty(room, np.float32), np.empty(room, np.float32)
-        keys = np.empty((head_dim, KEYS), np.float32)
+        factors = np.empty_like(total), np.empty_like(total)
+        keys, values = (
+            np.empty((head_dim, KEYS), np.float32),
+            np.empty((KEYS, head_dim), np.float32),
+        )
         copies = np.empty((KEYS if cell == 1 else 0, head_dim), np.float32)
-        values = np.empty((KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
             if index >= planned[1] * kv_heads:
@@ -79,11 +81,12 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 base = low
                 while base < high:
                     count = min(KEYS - base % KEYS, high - base)
-                    place, span = (p, item[0], head), (base, count)
-                    gather_keys(place, span, (keys, copies), head_dim, cell, held)
+                    place = p, item[0], head
+                    gather_keys(place, (base, count), (keys, copies), head_dim, cell, held)
                     _score(q, keys, scores[:, base - start :], num, count)
                     base += count
                 span = start, low, high
+                _add_distances(p, item, head, span, scores)
                 _weigh(p, item, group, span, softcap, scores, (total, largest))
                 fill(acc.reshape(-1), _ZERO)
                 base = low
@@ -193,6 +196,21 @@ def _turn(source, keys, cell):
         read_cells(source + j * keys.shape[0] * cell, k, cell)
         for d in range(keys.shape[0]):
             keys[d, j] = k[d]
+
+
+@njit(**INLINE)
+def _add_distances(p, item, head, span, scores):
+    """Add the scores by distance, if any, to those of a work item, whose query heads have keys of
+    their own. span: as in `_weigh`."""
+    if not p[17]:
+        return
+    (start, low, high), width = span, p[18]
+    line = f32(p[17] + head * width * 4, (width,))
+    for r in range(item[2]):
+        added = line[width // 2 + start - item[6] - r :]
+        row = scores[r]
+        for j in range(low - start, high - start):
+            row[j] += added[j] * LOG2_E
 
 
 @njit(**INLINE)

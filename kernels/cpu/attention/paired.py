@@ -95,7 +95,6 @@ def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0)
         outputs = np.empty((rows, head_dim), np.float32)
         sums = outputs, np.empty_like(total), np.empty_like(total)
         positions, bounds = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
-        queries, room = (flat, q, positions), (scores, weights, bounds, total, largest)
         if is_tiled:
             amx.begin((state.ctypes.data + LINE - 1) & -LINE, soft)
         while True:
@@ -104,7 +103,10 @@ def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0)
                 break
             item = i32(planned[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
-            _begin(p, item, head, group, queries, head_dim)
+            # Tiles multiply all rows, dots only whole vectors with rows of the item.
+            used = rows // LANES if is_tiled else (num + LANES - 1) // LANES
+            _begin(p, item, head, group, (flat, q, positions), head_dim, used)
+            room = scores[:used], weights, bounds[:used], total, largest
             begin(sums)
             start = item[3] - item[3] % STRETCH
             while start < item[4]:
@@ -112,7 +114,8 @@ def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0)
                 own = (state.ctypes.data + LINE - 1) & -LINE
                 span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
                 place = p, item[0], head
-                _score((place, own), span, (q, copies, scores), head_dim, cell, how, wide)
+                _score((place, own), span, (q, copies, room[0]), head_dim, cell, how, wide)
+                _add_distances(row, (head, item[6]), span, room[0])
                 _weigh(row, span, positions, room, is_tiled)
                 gather_pairs(place, span, (values, copies), head_dim, cell)
                 _add(own, (weights, values, acc), num, span, vectors, height, how)
@@ -182,6 +185,23 @@ def _score(given, span, arrays, head_dim, cell, how, wide):
             _score_dots(left, q, scores[:, first:], how)
 
 
+@njit(**INLINE)
+def _add_distances(row, place, span, scores):
+    """Add the scores by distance, if any, to products of queries and keys, before they are scaled,
+    of heads with keys of their own. row: address of the kernel body's parameters; place: (head,
+    position of the first query); span: as in `_weigh`."""
+    p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+    if not p[17]:
+        return
+    (head, before), (start, low, high), width = place, span, p[18]
+    line, factor = f32(p[17] + head * width * 4, (width,)), np.float32(1 / real[9])
+    for v in range(scores.shape[0]):
+        for k in range(low, high):
+            at, column = width // 2 + start + k - before - v * LANES, scores[v, k]
+            for i in range(LANES):
+                column[i] += line[at - i] * factor
+
+
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
     """Convert a work item's scores for one stretch of keys to softmax weights. row: address of the
@@ -213,9 +233,10 @@ def _weigh(row, span, positions, room, is_tiled):
 
 
 @njit(**INLINE)
-def _begin(p, item, head, group, targets, head_dim):
+def _begin(p, item, head, group, targets, head_dim, used):
     """Copy a work item's queries to `targets`, with the positions of their tokens. targets:
-    (scratch memory, queries in pairs [head size / 2, rows, 2], positions [rows])."""
+    (scratch memory, queries in pairs [head size / 2, rows, 2], positions [rows]); used: number of
+    groups of 16 rows that are multiplied."""
     flat, q, positions = targets
     width, before = group * head_dim, item[6]
     for i in range(item[2]):
@@ -226,10 +247,10 @@ def _begin(p, item, head, group, targets, head_dim):
             for d in range(head_dim):
                 target[d] = source[g, d]
             positions[i * group + g] = before + i
-    for r in range(item[2] * group, flat.shape[0]):
+    for r in range(item[2] * group, used * LANES):
         positions[r] = before + item[2] - 1
     stride = flat.shape[1] * _CELL
-    for r in range(0, flat.shape[0], LANES):
+    for r in range(0, used * LANES, LANES):
         for k in range(0, q.shape[0], LANES):
             target = q[k].ctypes.data + r * 4
             transpose16(flat[r].ctypes.data + k * 4, stride, target, flat.shape[0] * 4, 4)

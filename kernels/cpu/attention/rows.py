@@ -3,8 +3,9 @@
 `p` is always the array of a kernel body's parameters: p[2] is the address of the cache, p[3] that
 of the block tables, p[5] the number of KV heads, p[6] the length of a block table, p[7] the block
 size, p[13] the address of the factors of 8-bit floats (see `factor_of`), p[14] the bytes of a row,
-p[15] those of its scale (0 for 8-bit floats), and p[16] the number of keys after its own position
-to which a query attends."""
+p[15] those of its scale (0 for 8-bit floats), p[16] the number of keys after its own position to
+which a query attends, and p[17] the address of scores by head and distance (0: none), p[18] of each
+head."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from numba import njit
 from kernels.cpu.eight_bits import factor_of, widen
 from kernels.cpu.native import INLINE, i32
 
-NUM_PARAMETERS = 16
+NUM_PARAMETERS = 18
 
 
 @njit(**INLINE)

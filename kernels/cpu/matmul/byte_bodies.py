@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu import amx
+from kernels.cpu.activation import activate_row
 from kernels.cpu.cells import write_cells
 from kernels.cpu.matmul.float32 import PANEL
 from kernels.cpu.matmul.outputs import change, keep_largest
@@ -96,7 +97,7 @@ def _write_half(p, totals, first, count, start):
     num_out, size = p[10], p[13]
     row_scales = f32(p[5] + first * 4, (count,))
     taken, scales, bias = p[7] + start * 4, p[6] + start * 4, p[3] + start * 4
-    if start + HALF > num_out:
+    if p[16] or start + HALF > num_out:
         _write_some(p, totals, (first, count), start)
         return
     for i in range(count):
@@ -113,9 +114,10 @@ def _write_half(p, totals, first, count, start):
 
 @njit(**EXACT)
 def _write_some(p, totals, rows, start):
-    """Write the outputs from `start` on, if fewer than 32 are left. rows: (first, number)."""
+    """Write the outputs from `start` on, if fewer than 32 are left or they are activated. rows:
+    (first, number)."""
     (first, count), num_out, size = rows, p[10], p[13]
-    width, row_scales = num_out - start, f32(p[5] + first * 4, (count,))
+    width, row_scales = min(HALF, num_out - start), f32(p[5] + first * 4, (count,))
     values = np.empty(HALF, np.float32)
     where = values.ctypes.data
     for i in range(count):
@@ -125,6 +127,8 @@ def _write_some(p, totals, rows, start):
             bias = f32(p[3] + start * 4, (width,))
             for j in range(width):
                 values[j] += bias[j]
+        if p[16]:
+            activate_row(values[:width], p[16] - 1)
         out = p[4] + ((first + i) * num_out + start) * size
         if size == 4:
             write_cells(out, values[:width], 4)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.cpu import amx, isa
+from kernels.cpu.activation import CODES
 from kernels.cpu.matmul.byte_bodies import (
     DEEP,
     STEP,
@@ -90,15 +91,18 @@ def int8_product(
     bias: torch.Tensor | None,
     *,
     out_dtype: torch.dtype | None = None,
+    act: str = "",
     body: str | None = None,
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias, [N, out], in float32 or bfloat16 (``out_dtype``, by default that
-    of x). x: [N, in] contiguous float32 or bfloat16; bias: [out] float32; body (for tests): a key
-    of BODIES. Rows with numbers that are not finite get results that are not finite."""
+    """Return act(x @ weight.T + bias), [N, out], in float32 or bfloat16 (``out_dtype``, by default
+    that of x). act: a key of ``kernels.cpu.activation.CODES``, or "" for none. x: [N, in]
+    contiguous float32 or bfloat16; bias: [out] float32; body (for tests): a key of BODIES. Rows
+    with numbers that are not finite get results that are not finite."""
     out = x.new_empty((len(x), weight.num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
     plan = _plan(x, weight, weight.num_out, body)
-    _run(plan, x, weight, Target(out.data_ptr(), out.element_size(), added))
+    target = Target(out.data_ptr(), out.element_size(), added, act=CODES[act] + 1 if act else 0)
+    _run(plan, x, weight, target)
     return out
 
 
