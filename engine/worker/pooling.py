@@ -208,12 +208,14 @@ class Gathered:
                 hidden = hidden[upload(starts[1:][ended] - 1)]
             return Chunk(slots, None, hidden[: len(ended)].float())
         if self._mode == "mean":
-            lengths = upload(rows.counts.astype(np.int64))
-            sums = torch.segment_reduce(hidden.float(), "sum", lengths=lengths, unsafe=True)
+            states, counts = hidden.float(), rows.counts.astype(np.int64)
+            if rows.starts.any() and self._held is not None:
+                states, counts = self._after_held(slots, states, rows), counts + 1
+            sums = torch.segment_reduce(states, "sum", lengths=upload(counts), unsafe=True)
         else:
             sums = hidden[upload(starts[:-1])].float()
-        if rows.starts.any() and self._held is not None:
-            sums = self._with_held(slots, sums, rows)
+            if rows.starts.any() and self._held is not None:
+                sums = self._later(slots, sums, rows)
         done = sums[upload(ended.astype(np.int64))]
         if self._mode == "mean":
             num_tokens = (rows.starts + rows.counts)[ended].astype(np.float32)
@@ -229,9 +231,23 @@ class Gathered:
             self._held = chunk.sums.new_zeros((num, chunk.sums.shape[1]))
         self._held[chunk.slots] = chunk.sums
 
-    def _with_held(self, slots: torch.Tensor, sums: torch.Tensor, rows: PlanRows) -> torch.Tensor:
-        """Continue what earlier chunks of the rows have: add to their sums, keep first tokens."""
+    def _after_held(
+        self, slots: torch.Tensor, states: torch.Tensor, rows: PlanRows
+    ) -> torch.Tensor:
+        """Put the sum over a row's earlier chunks, or zeros, in front of its hidden states, so that
+        they are added in the order of the tokens, however a prompt was cut. Returns [N + R, H]."""
+        upload, places = self._machine.platform.upload, np.arange(len(rows.counts))
+        after = np.repeat(places + 1, rows.counts) + np.arange(len(states))
+        first = np.cumsum(rows.counts) - rows.counts + places
+        joined = states.new_empty((len(states) + len(places), states.shape[1]))
+        joined[upload(after)] = states
+        joined[upload(first.astype(np.int64))] = self._later(
+            slots, states.new_zeros((len(places), states.shape[1])), rows
+        )
+        return joined
+
+    def _later(self, slots: torch.Tensor, firsts: torch.Tensor, rows: PlanRows) -> torch.Tensor:
+        """What earlier chunks left for each row, or that of ``firsts`` if this is its first."""
         assert self._held is not None
         is_later = self._machine.platform.upload(rows.starts > 0)[:, None]
-        held = self._held[slots]
-        return torch.where(is_later, held + sums if self._mode == "mean" else held, sums)
+        return torch.where(is_later, self._held[slots], firsts)
