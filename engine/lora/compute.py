@@ -199,7 +199,7 @@ class Adapters(Feature):
             self._loaded[slot] = adapter
             return
         layers, before = self._model.adapted, self._loaded.get(slot)
-        for target in () if before is None else before.linears:
+        for target in () if before is None else before.linears.keys() - adapter.linears.keys():
             layers.linears[target].put(slot, ())
         for rows in layers.experts.values():
             rows.users.discard(slot)

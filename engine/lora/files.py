@@ -24,6 +24,7 @@ from engine.errors import reason_of
 from engine.lora.adapter import Adapter, AdapterError, LowRank, LowRankExperts, LowRankTable
 from engine.lora.peft_config import CONFIG, PeftConfig, load_json, parse_config
 from engine.lora.peft_names import Arrangement, Part, Shape, arrange
+from engine.lora.turns import give_way
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -36,7 +37,7 @@ DTYPES = {
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 MAX_METADATA = 10_000  # objects that a header may have beside those of tensors
-PIECE_BYTES = 8 << 20  # read at once
+PIECE_BYTES = 1 << 18  # read or hashed at once
 ALIGNED = 64  # bytes; each tensor begins at a multiple
 MEMORY = "the tensors"  # what messages call an adapter from memory
 
@@ -185,7 +186,10 @@ def _digest(
 
 def _add(total: hashlib._Hash, what: str, tensor: torch.Tensor) -> None:
     total.update(f"\n{what} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    total.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    data = tensor.view(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(data), PIECE_BYTES):
+        total.update(data[begin : begin + PIECE_BYTES])
+        give_way()
 
 
 def _check_limits(arrangement: Arrangement, num_bytes: int, limits: Limits) -> None:
@@ -290,7 +294,9 @@ def read_header(file: int, name: str) -> tuple[dict[str, Stored], int]:
         raise AdapterError(
             f"the header of {name} has {length} bytes, the limit is {MAX_HEADER_BYTES}"
         )
+    give_way()
     stored = {key: _checked(key, one, name) for key, one in _entries(file, length, name).items()}
+    give_way()
     end = 0
     for key, one in sorted(stored.items(), key=lambda item: item[1].begin):
         if one.begin != end:
@@ -344,21 +350,27 @@ def _checked(key: str, entry: _Entry, name: str) -> Stored:
 
 def _read_tensors(file: int, start: int, used: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
     """Read tensors into one piece of memory. start: offset of the bytes of all tensors."""
-    in_order = sorted(used.items(), key=lambda item: item[1].begin)
-    places, size = {}, 0
-    for key, one in in_order:
+    places, size, runs = {}, 0, list[list[int]]()
+    for key, one in sorted(used.items(), key=lambda item: item[1].begin):
         places[key] = size
+        if runs and [one.begin, size] == [runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]]:
+            runs[-1][2] += one.end - one.begin
+        else:
+            runs.append([one.begin, size, one.end - one.begin])
         size += -(-(one.end - one.begin) // ALIGNED) * ALIGNED
     try:
         whole = np.empty(size, np.uint8)
     except MemoryError as error:
         raise AdapterError(f"there is no memory for its {size} bytes") from error
-    tensors = {}
-    for key, one in in_order:
-        mine = whole[places[key] : places[key] + one.end - one.begin]
-        _fill(file, start + one.begin, mine)
-        tensors[key] = torch.from_numpy(mine).view(DTYPES[one.dtype]).view(one.shape)
-    return tensors
+    for begin, place, num_bytes in runs:
+        _fill(file, start + begin, whole[place : place + num_bytes])
+    memory = torch.from_numpy(whole)
+    return {
+        key: memory[places[key] : places[key] + one.end - one.begin]
+        .view(DTYPES[one.dtype])
+        .view(one.shape)
+        for key, one in used.items()
+    }
 
 
 def _fill(file: int, at: int, out: NDArray[np.uint8]) -> None:
@@ -368,3 +380,4 @@ def _fill(file: int, at: int, out: NDArray[np.uint8]) -> None:
         if not count:
             raise AdapterError(f"{WEIGHTS} ended while it was read")
         done += count
+        give_way()

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import NamedTuple, Protocol
 
 from engine.lora.store import HostCopy
+from engine.lora.turns import taking_turns
 
 NUM_THREADS = 2  # so that a slow disk or a download does not hold up all others
 
@@ -47,14 +48,17 @@ class AdapterReader(Protocol):
 class FutureReading:
     """A ``Reading`` in a thread."""
 
-    def __init__(self, future: Future[HostCopy]) -> None:
-        self._future = future
+    def __init__(self) -> None:
+        self.future: Future[HostCopy] = Future()
+        self.is_awaited = Event()
+        """Set once a thread does nothing else but wait for it."""
 
     def poll(self) -> HostCopy | None:
-        return self._future.result() if self._future.done() else None
+        return self.future.result() if self.future.done() else None
 
     def wait(self) -> HostCopy:
-        return self._future.result()
+        self.is_awaited.set()
+        return self.future.result()
 
 
 class ThreadedReader:
@@ -64,17 +68,17 @@ class ThreadedReader:
     def __init__(self, read: Callable[[Order], HostCopy]) -> None:
         """read: reads an adapter and checks all of it. It must not touch a device that computes."""
         self._read = read
-        self._orders: SimpleQueue[tuple[Order, Future[HostCopy]] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[Order, FutureReading] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
     def submit(self, order: Order) -> Reading:
-        future: Future[HostCopy] = Future()
-        self._orders.put((order, future))
+        reading = FutureReading()
+        self._orders.put((order, reading))
         if len(self._threads) < NUM_THREADS:
             name = f"adapters-{len(self._threads)}"
             self._threads.append(Thread(target=self._run, name=name, daemon=True))
             self._threads[-1].start()
-        return FutureReading(future)
+        return reading
 
     def shutdown(self) -> None:
         with suppress(Empty):
@@ -85,8 +89,10 @@ class ThreadedReader:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            what, future = order
+            what, reading = order
             try:
-                future.set_result(self._read(what))
+                with taking_turns(reading.is_awaited):
+                    copy = self._read(what)
+                reading.future.set_result(copy)
             except BaseException as error:  # the request that needs the adapter fails
-                future.set_exception(error)
+                reading.future.set_exception(error)

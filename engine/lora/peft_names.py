@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.lora.adapter import AdapterError
 from engine.lora.peft_config import CONFIG, PeftConfig, is_end
+from engine.lora.turns import give_way
 
 Shape = tuple[int, ...]
 
@@ -76,6 +77,7 @@ def arrange(shapes: Mapping[str, Shape], config: PeftConfig, file: str) -> Arran
     found: dict[str, dict[str, str]] = {}
     result = Arrangement()
     for name in shapes:
+        give_way()
         path = _without_prefix(name)
         product = PRODUCT.fullmatch(path)
         role = product and ROLES.get((product["role"], product["of"] or ""))
@@ -93,6 +95,7 @@ def arrange(shapes: Mapping[str, Shape], config: PeftConfig, file: str) -> Arran
         layers.setdefault(path.replace(".base_layer", ""), {})[depth] = roles
     checker = _Checker(shapes, config, file)
     for path, by_depth in layers.items():
+        give_way()
         _place(path, by_depth, checker, result)
     if not (result.modules or result.tables or result.experts or result.replaced):
         raise AdapterError(f"{file} has no tensors of an adapter")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.lora.adapter import Adapter, AdapterError, LowRank, LowRankTable
+from engine.lora.turns import give_way
 from engine.models.spec import DecoderSpec
 from engine.models.targets import Shape, TargetPart, targets
 
@@ -108,6 +109,7 @@ class _Placing:
     def placed(self) -> PlacedAdapter:
         adapter = self.adapter
         for path, one in adapter.modules.items():
+            give_way()
             self._module(path, one)
         for path, many in adapter.experts.items():
             found, rows = self._found(path, path), many.b.shape[1]

@@ -13,6 +13,7 @@ from engine.layers.linear import make_linear
 from engine.lora.device_slots import Packed
 from engine.lora.dora import ROWS, output_changes
 from engine.lora.placing import EMBED, HEAD, PlacedAdapter, Slice
+from engine.lora.turns import give_way
 from kernels.low_rank import LowRankProduct, in_panels
 
 
@@ -42,6 +43,7 @@ def products_of(
     converter = _Converter(dtype, device)
     linears = {}
     for target, slices in placed.linears.items():
+        give_way()
         base = layers.linears[target].base
         linears[target] = tuple(converter.product(one, base) for one in slices)
     assert layers.table is not None
