@@ -33,7 +33,8 @@ def server() -> Iterator[Served]:
         yield made
 
 
-def test_every_route_is_described() -> None:
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_every_route_is_described(runner: str) -> None:
     """A route that is added has a line in the document, with what it takes and gives."""
     from engine.observe.guard import Failures
     from engine.server.adapters import ServedAdapters
@@ -45,7 +46,11 @@ def test_every_route_is_described() -> None:
     from engine.server.operations import Operations
 
     engine: Any = SimpleNamespace(
-        max_model_len=64, measure=lambda: None, add_observer=print, failures=Failures()
+        max_model_len=64,
+        measure=lambda: None,
+        add_observer=print,
+        failures=Failures(),
+        runner=runner,
     )
     operations = Operations(engine, KeyRing(), "box", 1.0)
     names = ServedNames(("box",))
