@@ -1,4 +1,4 @@
-"""Serve the model over HTTP with OpenAI's API."""
+"""Serve the model over HTTP: text, or embeddings and scores, with OpenAI's API and others."""
 
 from __future__ import annotations
 

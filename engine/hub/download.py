@@ -152,15 +152,16 @@ class Download:
         them."""
         if not self.repository.has_weights:
             return []
+        modules = files.matching(sizes, files.MODULE_WEIGHTS)
         if files.INDEX not in sizes:
-            return files.weights_at_top(sizes)
+            return [*files.weights_at_top(sizes), *modules]
         names = files.weights_of_index(read_json(Path(self._get(files.INDEX, commit))))
         if absent := [name for name in names if name not in sizes]:
             raise ModelError(
                 f"{self._where()} is incomplete: its {files.INDEX} names {', '.join(absent[:3])}, "
                 "which the repository lacks; set another revision"
             )
-        return names
+        return [*names, *modules]
 
     def _announce(self, names: Iterable[str], commit: str, sizes: dict[str, int]) -> None:
         """Log what will be fetched. Raises ``ModelError`` if it does not fit on the disk."""

@@ -12,7 +12,13 @@ from engine.config.model import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CONFIG = ("config.json", "generation_config.json", "quant_config.json", "quantize_config.json")
+CONFIG = (
+    *("config.json", "generation_config.json", "quant_config.json", "quantize_config.json"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
+    "[0-9]*_*/config.json",
+)
+MODULE_WEIGHTS = ("[0-9]*_*/model.safetensors",)
+"""Weights of modules after the model, in directories of sentence-transformers."""
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),

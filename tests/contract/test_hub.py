@@ -108,6 +108,25 @@ def test_shards_are_those_of_the_index(hub: FakeHub, fetch: Fetch) -> None:
     assert names(fetch()) == {*SMALL, *SHARDS, "model.safetensors.index.json"}
 
 
+@pytest.mark.parametrize("model", [WHOLE, SPLIT])
+def test_modules_of_sentence_transformers_are_fetched_with_their_model(
+    hub: FakeHub, fetch: Fetch, model: dict[str, bytes]
+) -> None:
+    configs = {
+        "modules.json": b"[]",
+        "config_sentence_transformers.json": b"{}",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+    }
+    unwanted = {"2_Dense/pytorch_model.bin": b"a pickle", "openvino/config.json": b"{}"}
+    hub.add("org/tiny", {**model, **configs, **unwanted, "2_Dense/model.safetensors": b"dense"})
+    assert names(fetch(has_weights=False)) == {*SMALL, *configs}
+    found = names(fetch())
+    assert found >= {*SMALL, *configs, "2_Dense/model.safetensors"}
+    assert not found & (unwanted.keys() | UNWANTED.keys())
+
+
 def test_an_adapter_is_fetched_alone_and_found_again(hub: FakeHub, fetch: Fetch) -> None:
     weights, config = "adapter_model.safetensors", "adapter_config.json"
     hub.add("org/tiny", {**WHOLE, config: b"{}", weights: b"products"})
