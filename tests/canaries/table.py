@@ -567,4 +567,31 @@ CANARIES = (
         "            limit = snapshots.deepest(hashes, limit)\n",
         "            pass\n",
     ),
+    # pooled requests
+    Canary(
+        "return the result of a request that restarted meanwhile",
+        SETTLE,
+        "            if req is None or req.is_finished or not is_current:\n                continue\n"
+        "            table.facts.stamp_one",
+        "            if req is None or req.is_finished:\n                continue\n"
+        "            table.facts.stamp_one",
+    ),
+    Canary(
+        "take a prefix from the cache although every token is wanted",
+        "sched/request.py",
+        "add.pooling is not None and add.pooling.reads_all",
+        "False",
+    ),
+    Canary(
+        "forget that a pooled prompt may be as long as the model",
+        "sched/request.py",
+        "longest = max_model_len if add.pooling is None else self.num_prompt + 1",
+        "longest = max_model_len",
+    ),
+    Canary(
+        "mix up the results of two clients",
+        COLUMNS,
+        "        results = [self._pooled[picked[row]] for row in rows]\n",
+        "        results = [self._pooled[row] for row in sorted(self._pooled)][: len(rows)]\n",
+    ),
 )
