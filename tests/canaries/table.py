@@ -571,10 +571,8 @@ CANARIES = (
     Canary(
         "return the result of a request that restarted meanwhile",
         SETTLE,
-        "            if req is None or req.is_finished or not is_current:\n                continue\n"
-        "            table.facts.stamp_one",
-        "            if req is None or req.is_finished:\n                continue\n"
-        "            table.facts.stamp_one",
+        "is_finished or not is_current:\n                continue\n            table.facts",
+        "is_finished:\n                continue\n            table.facts",
     ),
     Canary(
         "take a prefix from the cache although every token is wanted",

@@ -3,6 +3,7 @@ in a small pool that preempts."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3Model
 
+from engine import LLM, LoRARequest
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.inproc_client import InprocClient
@@ -137,3 +140,29 @@ def test_a_prompt_may_be_as_long_as_the_model(model: tuple[Path, Qwen3Model]) ->
     (error,) = core.add_all([too_long]).values()
     assert f"it must have 1 to {LONGEST}" in str(error)
     core.shutdown()
+
+
+def test_an_adapter_changes_the_vectors_of_its_requests(
+    model: tuple[Path, Qwen3Model], tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():  # peft reads what transformers will rename
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = get_peft_model(Qwen3Model.from_pretrained(model[0]), config).eval()
+    adapted.save_pretrained(tmp_path)
+    adapter = LoRARequest("a", 1, str(tmp_path))
+    prompts = made_prompts()[:5]
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(model[0], enable_lora=True, max_loras=1, **options) as llm:
+        every = llm.encode(
+            [*prompts, *prompts],
+            lora_request=[adapter] * len(prompts) + [None] * len(prompts),
+            use_tqdm=False,
+        )
+    found = [each.outputs.data for each in every]
+    with torch.inference_mode():
+        right = [adapted(torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
+    base = [hidden[-1] for hidden in hidden_states(model[1], prompts)]
+    assert worst(found, [*right, *base]) < 1e-5
+    assert worst(found[: len(prompts)], base) > 0.01
