@@ -18,6 +18,7 @@ from engine.text.tokenizer import Tokenizer
 T = TypeVar("T")
 USUAL_CHARS = 16  # characters per token that texts hardly exceed
 INLINE_CHARS = 500  # shorter texts are tokenised faster than a thread starts
+INLINE_PROMPTS = 16  # likewise, for checking them
 BATCH_CHARS = 1 << 20  # characters per tokeniser call, which cannot be interrupted
 NUM_THREADS = 4  # tokenising threads
 StartedIds = Future[list[int]] | None
@@ -115,7 +116,9 @@ class PromptEncoder:
         return self._tokenizer.encode(text)
 
     def takes_long(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether tokenising these prompts should not block other tasks."""
+        """Whether preparing these prompts should not block other tasks."""
+        if len(prompts) > INLINE_PROMPTS:
+            return True
         texts = [each.get("prompt") if isinstance(each, dict) else each for each in prompts]
         num_chars = sum(len(each) for each in texts if isinstance(each, str))
         return num_chars > (INLINE_CHARS if self._pool is None else 0)  # the pool is waited for

@@ -16,6 +16,7 @@ from engine.frontend.pooling import PooledTexts, pooled_output
 from engine.messages.pooling import PoolingParams, ScoringOutput, ScoringRequestOutput, Vectors
 from engine.messages.requests import RequestOutput
 
+BY_TOKEN = ("maxsim", "meanmaxsim")
 Side = Literal[0, 1]
 """Of the two texts of a pair: 0 is the query, 1 the document."""
 
@@ -40,9 +41,16 @@ class Comparison:
     similarity: str
     """Compares the results of both prompts; empty if the result of one is the score."""
 
-    def scores(self, results: Sequence[Vectors]) -> list[float]:
-        """The score of each pair. results: of each prompt."""
-        return [self._score([results[i] for i in places]) for places in self.parts]
+    @property
+    def is_by_token(self) -> bool:
+        """Whether the results have a vector for each token, and take long to compare."""
+        return self.similarity in BY_TOKEN
+
+    def score(self, results: Sequence[Vectors]) -> float:
+        """The score of one pair. results: of its prompts."""
+        if not self.similarity:
+            return float(results[0][0])
+        return similarity(self.similarity, *(each.astype(np.float64) for each in results))
 
     def outputs(self, every: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         """The output of each pair. every: the last output of each prompt. A pair has failed if a
@@ -53,15 +61,10 @@ class Comparison:
         results = [output.pooled for output in outputs if output.pooled is not None]
         about = next((each for each in outputs if each.pooled is None), outputs[-1])
         return replace(
-            pooled_output(about, lambda _: ScoringOutput(self._score(results))),
+            pooled_output(about, lambda _: ScoringOutput(self.score(results))),
             prompt_token_ids=[i for output in outputs for i in output.prompt_token_ids],
             num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
         )
-
-    def _score(self, results: list[Vectors]) -> float:
-        if not self.similarity:
-            return float(results[0][0])
-        return similarity(self.similarity, *(each.astype(np.float64) for each in results))
 
 
 def compare(
@@ -124,7 +127,7 @@ def similarity(kind: str, one: Wide, other: Wide) -> float:
 
     kind: ``cosine``, ``dot``, ``euclidean`` and ``manhattan`` (distances with a minus sign) for
     vectors [width]; ``maxsim`` and ``meanmaxsim`` for a vector of each token, [tokens, width]."""
-    if kind in ("maxsim", "meanmaxsim"):
+    if kind in BY_TOKEN:
         best = (one @ other.T).max(axis=1)
         return float(best.sum() if kind == "maxsim" else best.mean())
     if kind == "dot":

@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 
 KEY = "key-one"
 TEXTS = ["def add(a, b):", "The colour of the sky", "x = [1, 2]"]
-BURST = [[10 + number] * 120 for number in range(400)]
+BURST = [[10 + number] * 120 for number in range(250)]
 OPTIONS = (
     "--served-model-name", "box", "--runner", "pooling", "--num-threads", "1",
     "--dtype", "float32", "--max-model-len", "128", "--num-kv-blocks", "200",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine.async_engine import AsyncLLMEngine
-from engine.frontend.scoring import Side, compare
+from engine.frontend.scoring import Comparison, Side, compare
 from engine.messages.pooling import PoolingParams, PoolingTask, Vectors
 from engine.server.answers import OURS
 from engine.server.errors import ApiError, field_error
@@ -22,6 +23,7 @@ from engine.server.pooled.inputs import (
     as_base64,
     check_number,
     compute,
+    gathered,
     inputs_of,
     texts_of,
 )
@@ -76,7 +78,8 @@ class Call:
                 for each in prompts
             ]
         every = [params] * len(prompts)
-        return await compute(self.engine, self.engine_id, prompts, every, body, field_of)
+        outputs = compute(self.engine, self.engine_id, prompts, every, body, field_of)
+        return await gathered("input", outputs)
 
     async def scores(
         self,
@@ -88,7 +91,7 @@ class Call:
         """The score of each pair. field_of: the field of the body that has a text, by its side and
         place."""
         work = await asyncio.to_thread(compare, self.engine.pooled, ones, others, body.params(None))
-        results = await compute(
+        outputs = compute(
             self.engine,
             self.engine_id,
             work.prompts,
@@ -96,7 +99,26 @@ class Call:
             body,
             lambda index: field_of(*work.origins[index]),
         )
-        return work.scores(results.vectors), results.usage
+        scores: list[float] = []
+        kept: list[Vectors | None] = []  # by prompt
+        num_tokens = 0
+        async with aclosing(outputs) as source:
+            async for output in source:
+                kept.append(output.pooled)
+                num_tokens += len(output.prompt_token_ids)
+                places = work.parts[len(scores)]
+                if len(kept) > places[-1]:
+                    scores.append(await _score(work, [kept[place] for place in places]))
+                    kept[-1] = None  # a document is compared once
+        return scores, b.PooledUsage(num_tokens, num_tokens)
+
+
+async def _score(work: Comparison, results: Sequence[Vectors | None]) -> float:
+    """The score of one pair, without blocking other tasks. results: of its prompts."""
+    found = [each for each in results if each is not None]
+    if work.is_by_token:
+        return await asyncio.to_thread(work.score, found)
+    return work.score(found)
 
 
 async def embed(call: Call, body: b.EmbeddingRequest) -> b.EmbeddingAnswer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.server.errors import ApiError, as_api_error, field_error
 from engine.server.pooled.bodies import Input, PooledUsage
 
 MAX_INPUTS = 2048  # of one request, as OpenAI
+MAX_NUMBERS = 1 << 24  # in one answer, which is built in memory
 PROMPT_FIELDS = (None, "prompt", "prompt_token_ids")
 """What the engine's errors name if the input itself is wrong."""
 FieldOf = Callable[[int], str]
@@ -72,26 +74,43 @@ async def compute(
     params: Sequence[PoolingParams],
     body: QueuedBody,
     field_of: FieldOf,
-) -> Results:
-    """Compute all inputs of a request together. The first error ends all of them and is raised as
-    an ``ApiError``. name: begins the ids of the engine's requests."""
+) -> AsyncGenerator[RequestOutput, None]:
+    """Compute all inputs of a request together, and yield their outputs in order. The first error
+    ends all of them and is raised as an ``ApiError``. name: begins the ids of the engine's
+    requests."""
     if body.cache_salt is not None:
         prompts = [_salted(each, body.cache_salt) for each in prompts]
     try:
         readers = await engine.open_together(name, prompts, params, **body.options())
     except RequestError as error:
         raise _with_field(error, error.index, field_of) from error
-    vectors: list[Vectors] = []
-    num_tokens = 0
     try:
         for place, reader in enumerate(readers):
-            output = await _output(reader, place, field_of)
-            assert output.pooled is not None
-            vectors.append(output.pooled)
-            num_tokens += len(output.prompt_token_ids)
+            yield await _output(reader, place, field_of)
     finally:
         for reader in readers:
             reader.close()
+
+
+async def gathered(
+    name: str, outputs: AsyncGenerator[RequestOutput, None], most: int = MAX_NUMBERS
+) -> Results:
+    """All results of the inputs in field ``name``. Raises ``ApiError`` if they have more than
+    ``most`` numbers together."""
+    vectors: list[Vectors] = []
+    num_tokens = num_numbers = 0
+    async with aclosing(outputs) as source:
+        async for output in source:
+            assert output.pooled is not None
+            num_numbers += output.pooled.size
+            if num_numbers > most:
+                raise field_error(
+                    name,
+                    f"has results of over {most} numbers together, the limit: send fewer "
+                    "inputs in one request",
+                )
+            vectors.append(output.pooled)
+            num_tokens += len(output.prompt_token_ids)
     return Results(vectors, PooledUsage(num_tokens, num_tokens))
 
 
