@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import RequestError
+from engine.errors import RequestError, RequestTypeError
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 """What a pooled request returns: one vector, the scores of one text, or either for each token."""
@@ -42,6 +42,10 @@ class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
                 f"task is {self.task!r:.80}, must be one of: {', '.join(get_args(PoolingTask))}",
                 param="task",
             )
+        for name in ("dimensions", "truncate_prompt_tokens"):
+            if type(value := getattr(self, name)) not in (int, type(None)):
+                message = f"{name} is {value!r:.80}, must be a whole number"
+                raise RequestTypeError(message, param=name)
         if self.dimensions is not None and self.dimensions < 1:
             raise RequestError(
                 f"dimensions is {self.dimensions}, must be 1 or more", param="dimensions"

@@ -24,6 +24,7 @@ OPTIONS = (
     "--served-model-name", "box", "--runner", "pooling", "--num-threads", "1",
     "--dtype", "float32", "--max-model-len", "128", "--num-kv-blocks", "200",
     "--scheduling-policy", "priority", "--max-num-batched-tokens", "256", "--enable-lora",
+    "--pooler-config", '{"is_matryoshka": true, "use_activation": true}',
     "--multiprocess", "--api-key", KEY, "--request-log", "json",
 )  # fmt: skip
 
@@ -57,10 +58,20 @@ def test_adapters_are_models(server: Served) -> None:
         found = list(threads.map(lambda name: vectors(server, model=name, input=TEXTS), names))
     for place, each in enumerate(found):
         np.testing.assert_allclose(each, found[place % 2], atol=1e-5)
-    assert np.abs(found[0] - found[1]).max() > 0.1
+    assert np.abs(found[0] - found[1]).max() > 0.01
     answer = post(server, model="sql", path="/rerank", query="x", documents=TEXTS)
     assert answer.json["model"] == "sql"
     assert post(server, model="sqll", input="x").status == 404
+
+
+def test_fewer_dimensions_of_a_matryoshka_model(server: Served) -> None:
+    """The first numbers, normalised."""
+    whole, cut = vectors(server, input=TEXTS), vectors(server, input=TEXTS, dimensions=48)
+    first = whole[:, :48]
+    want = first / np.linalg.norm(first, axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, want, atol=1e-5)
+    answer = post(server, input=TEXTS, dimensions=500)
+    assert answer.status == 400 and "must be at most 192" in answer.json["error"]["message"]
 
 
 def test_a_key_is_needed(server: Served) -> None:

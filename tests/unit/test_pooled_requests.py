@@ -183,7 +183,13 @@ def test_a_stepped_engine_returns_results_in_outputs() -> None:
 
 
 def test_params_that_are_out_of_range() -> None:
-    for fields in ({"task": "rank"}, {"dimensions": 0}, {"truncate_prompt_tokens": -2}):
+    for fields in (
+        {"task": "rank"},
+        {"dimensions": 0},
+        {"dimensions": "3"},
+        {"truncate_prompt_tokens": -2},
+        {"truncate_prompt_tokens": True},
+    ):
         (name,) = fields
         with pytest.raises(RequestError, match=f"^{name} is") as caught:
             PoolingParams(**fields)  # type: ignore[arg-type]
