@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
 
 END = 0  # the token that ends a text; it occurs nowhere else
@@ -65,6 +66,8 @@ class Job:
     """Further hints for policies; ``hints_for`` adds others."""
     max_tokens: int | None = None
     """The requested maximum of output tokens; ``None``: that of the workload."""
+    is_pooled: bool = False
+    """True if its result is a vector, which takes the place of its only output token."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Token ids of real texts in the prompt, by name of the text."""
 
@@ -76,7 +79,7 @@ class Job:
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
         """Returns the job as a request. ``max_tokens``: limit of output tokens if the job sets
         none; ``tell_length``: the request's hints include its output length."""
-        max_tokens = self.max_tokens or max_tokens
+        max_tokens = 1 if self.is_pooled else self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,
             self.tokens(),
@@ -91,6 +94,7 @@ class Job:
             hints=self.hints_for(tell_length) or None,
             adapter=self.adapter or None,
             tbt=self.tbt,
+            pooling=PoolingParams() if self.is_pooled else None,
         )
 
     def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:

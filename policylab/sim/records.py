@@ -263,6 +263,8 @@ class Seen:
             if batch.token_ids:
                 got = ids if counts is None else [n for n, c in zip(ids, counts, strict=True) if c]
                 self._tokens.came(got, self._places, time)
+            if batch.pooled is not None:
+                self._tokens.came([ids[row] for row in batch.pooled.rows], self._places, time)
             for started in batch.started:
                 self._scheduled(self._places[ids[started.index]], started)
             if batch.finished:

@@ -115,7 +115,6 @@ class _Client:
             request_id=request_id,
             arrival=time + pause,
             prompt=(Span(f"prompt {request_id}", num_prompt),),
-            num_output=num_output,
             program=self.name,
-            **self._fields,
+            **{"num_output": num_output, **self._fields},
         )

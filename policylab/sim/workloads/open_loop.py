@@ -89,10 +89,5 @@ class OpenLoop(Workload):
         times = self.process.times(dice, rate, self.num_requests)
         for number, time in enumerate(islice(times, self.num_requests)):
             prompt, num_output, fields = next(bodies)
-            yield Job(
-                request_id=f"r{number}",
-                arrival=time,
-                prompt=prompt,
-                num_output=num_output,
-                **{**fields, **next(tags)},
-            )
+            own = {"num_output": num_output, **fields, **next(tags)}
+            yield Job(request_id=f"r{number}", arrival=time, prompt=prompt, **own)

@@ -152,12 +152,12 @@ class FileWorkload(Workload):
         for number, (row, tag) in enumerate(
             zip(self._read(dice), self.tags.draw(dice), strict=False)
         ):
+            own = {"num_output": row.body.num_output, **row.body.fields, **tag}
             yield Job(
                 request_id=row.request_id or f"r{number}",
                 arrival=(row.time - first) * scale,
                 prompt=row.body.prompt,
-                num_output=row.body.num_output,
-                **{**row.body.fields, **tag},
+                **own,
             )
 
     def _read(self, dice: RandomDraws) -> Iterator[JobRow]:

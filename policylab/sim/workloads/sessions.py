@@ -167,9 +167,8 @@ class _LiveSession:
             request_id=request_id,
             arrival=time,
             prompt=prompt,
-            num_output=turn.num_output,
             program=self.name,
-            **self.fields,
+            **{"num_output": turn.num_output, **self.fields},
         )
 
 

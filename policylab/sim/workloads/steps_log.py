@@ -111,6 +111,7 @@ def _body(add: AddRequest, num_output: int) -> Body:
         "adapter": add.adapter or "",
         "hints": hints,
         "max_tokens": add.max_tokens,
+        "is_pooled": add.pooling is not None,
         "texts": {name: array("i", add.prompt_token_ids)},
     }
     return Body((Span(name, len(add.prompt_token_ids)),), num_output, fields)

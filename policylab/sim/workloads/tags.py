@@ -37,7 +37,7 @@ class User(NamedTuple):
 class Tier(NamedTuple):
     """A class of requests. ``share``: its number of requests relative to other tiers. ``ttft``,
     ``tbt`` and ``deadline`` are latency limits in seconds. ``offline``: no user waits for the
-    answers."""
+    answers; ``pooled``: the results are vectors, in place of output tokens."""
 
     share: float = 1.0
     ttft: float | None = None
@@ -45,6 +45,7 @@ class Tier(NamedTuple):
     deadline: float | None = None
     priority: int = 0
     offline: bool = False
+    pooled: bool = False
     hints: Mapping[str, Any] = {}
 
     def fields(self, name: str) -> dict[str, Any]:
@@ -55,6 +56,8 @@ class Tier(NamedTuple):
         found["tier"] = name
         if self.priority:
             found["priority"] = self.priority
+        if self.pooled:
+            found |= {"is_pooled": True, "num_output": 1}
         if hints:
             found["hints"] = hints
         return found
