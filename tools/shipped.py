@@ -43,6 +43,7 @@ SPLITS = {"split": (64, 4), "split 7": (32, 7)}
 # Tensors of a KV group after the first begin anywhere in those of all groups.
 LATER = "later group"
 SWITCHES = (("window", "sinks", LATER), ("window", "softcap"), ("alibi",))
+BOTH_WAYS = (("both ways",), ("both ways", "window"))
 NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
 
@@ -145,6 +146,7 @@ def plan(shares: Shares, window: int) -> Shipped:
 
 def shipped() -> Iterator[Shipped]:
     yield from around_the_cache()
+    yield from around_encoders()
     yield from around_later_groups()
     yield from around_parts()
     for name in OTHERS:
@@ -175,6 +177,13 @@ def around_the_cache() -> Iterator[Shipped]:
         yield write(dtype, 128, norm, rope, 4096)
     for dtype, dim, norm in product(("bf16", "bf16 over fp8"), HEAD_DIMS, NORMS):
         yield write(dtype, dim, norm, "halves", 16)
+
+
+def around_encoders() -> Iterator[Shipped]:
+    """Attention whose tokens see later tokens."""
+    for form, switches in product(FORMS, BOTH_WAYS):
+        yield attention("bf16", 64, 16, form, frozenset(switches))
+    yield attention("bf16", 64, 16, "chunk 64", frozenset(("both ways", "distances")))
 
 
 def around_later_groups() -> Iterator[Shipped]:
@@ -236,6 +245,8 @@ def _variant(switches: frozenset[str], num_heads: int, is_fp8: bool) -> Attentio
         sinks=torch.empty(num_heads) if "sinks" in switches else None,
         alibi=torch.empty(num_heads) if "alibi" in switches else None,
         kv_scales=torch.empty(2, KV_HEADS) if is_fp8 else None,
+        causal="both ways" not in switches,
+        distances=torch.empty(num_heads, 1055) if "distances" in switches else None,
     )
 
 

@@ -17,6 +17,7 @@ from engine.gguf.link import gguf_file
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, DraftPart, MaskPart, Masks, NewSeq, StepPlan
 from engine.models.assemble import activation_dtype, compute_dtype
+from engine.models.encoder_families import encoder_family
 from engine.models.hf_config import heads
 from engine.sample.edits import WORD
 from engine.worker.memory import choose_kv_dtype, tensors_of
@@ -63,7 +64,10 @@ def prepare_kernels(info: ModelInfo, model: ModelConfig, kv_dtype: str) -> None:
         kind = AttentionKind(*found, (computed_in.itemsize, cache.itemsize))
     is_quantized = gguf_file(info.path) is not None and model.quantize_activations
     has_blocks = is_quantized and dtype is torch.bfloat16
-    prepared = partial(prepare, dtype, kind, logger.info, has_blocks=has_blocks)
+    is_encoder = encoder_family(info.architecture) is not None
+    prepared = partial(
+        prepare, dtype, kind, logger.info, has_blocks=has_blocks, is_encoder=is_encoder
+    )
     threading.Thread(target=prepared, name="prepare-kernels").start()
 
 

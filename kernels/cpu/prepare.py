@@ -1,4 +1,4 @@
-"""Loads or compiles the kernels that every decoder needs before a request waits for them.
+"""Loads or compiles the kernels that a model needs before a request waits for them.
 
 Usually the kernels are in the disk cache. At the first start on a type of processor they are
 compiled by two processes, since Numba compiles one function at a time per process.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.cpu import isa, logits, pointwise, rope, sampling, slots
+from kernels.cpu import isa, layer_norms, logits, pointwise, rope, sampling, slots
 from kernels.cpu.attention import chunk_kernel, single_kernel
 from kernels.cpu.attention.plan import SINGLE_ITEMS
 from kernels.cpu.disk_cache import has_place
@@ -46,8 +46,9 @@ def prepare(
     tell: Callable[[str], None] | None = None,
     *,
     has_blocks: bool = False,
+    is_encoder: bool = False,
 ) -> None:
-    """Load or compile the kernels of a decoder whose weights have this dtype. Run it in a thread
+    """Load or compile the kernels of a model whose weights have this dtype. Run it in a thread
     while the weights are read, since it takes almost a second even if nothing must be compiled.
 
     kind: parameters of attention, if known. tell: called with a message before compilation.
@@ -56,8 +57,11 @@ def prepare(
     size = 2 if dtype is torch.bfloat16 else 4
     first, *others = _products(dtype, has_blocks=has_blocks)
     written = rope.QKV[(size, size) if kind is None else kind.sizes]
-    others += [pointwise.NORM[size], written, sampling.CHOOSE]
-    if not has_blocks:  # otherwise products apply activations
+    if is_encoder:
+        others += [layer_norms.NORM[size], written]
+    else:
+        others += [pointwise.NORM[size], written, sampling.CHOOSE]
+    if not has_blocks and not is_encoder:  # otherwise products apply activations
         others.append(pointwise.ACT_MUL[size])
     helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 MODULES = (
     "norm",
+    "layer_norms",
     "activation",
     "sampling",
     "penalties",
