@@ -59,6 +59,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "XLMRoberta": ("XLMRobertaConfig", {**BASE, "type_vocab_size": 2}),
     "MPNet": ("MPNetConfig", BASE),
     "Gte": ("GteConfig", {**BASE, "type_vocab_size": 2}),
+    "NomicBert": ("NomicBertConfig", BASE),
+    "Gemma3Text": (
+        "Gemma3TextConfig",
+        {**DECODER, "use_bidirectional_attention": True, "sliding_window": 20, "eos_token_id": 3},
+    ),
     "ModernBert": ("ModernBertConfig", {**BASE, "cls_token_id": 2, "sep_token_id": 3}),
     "Qwen3": ("Qwen3Config", DECODER),
     "Llama": ("LlamaConfig", DECODER),

@@ -192,6 +192,8 @@ CLASSIFIERS: list[tuple[str, dict[str, Any]]] = [
     ("MPNet", {"num_labels": 2}),
     ("ModernBert", {"num_labels": 1}),
     ("ModernBert", {"num_labels": 3, "classifier_pooling": "mean", "classifier_bias": True}),
+    ("Gte", {"num_labels": 2}),
+    ("NomicBert", {"num_labels": 1}),
     ("Qwen3", {"num_labels": 1}),
     ("Llama", {"num_labels": 4}),
 ]

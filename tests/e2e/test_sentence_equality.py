@@ -44,8 +44,9 @@ FAMILIES: dict[str, tuple[str, list[nn.Module]]] = {
     "xlm-roberta": ("XLMRoberta", [Pooling(32, "mean")]),
     "modernbert": ("ModernBert", [Pooling(32, "mean"), Normalize()]),
     "qwen3": ("Qwen3", [Pooling(32, "lasttoken"), Normalize()]),
-    "llama-mean": (
-        "Llama",
+    "llama-mean": ("Llama", [Pooling(32, "mean"), Dense(32, 20), Normalize()]),
+    "gemma3": (
+        "Gemma3Text",
         [
             Pooling(32, "mean"),
             Dense(32, 48, bias=False, activation_function=nn.Identity()),
@@ -80,7 +81,7 @@ def test_embeddings_equal_those_of_sentence_transformers(
         assert len(outputs[-1].prompt_token_ids) == 40
 
 
-CLASSIFIERS = ["Bert", "Roberta", "MPNet", "ModernBert", "Qwen3"]
+CLASSIFIERS = ["Bert", "Roberta", "MPNet", "ModernBert", "Gte", "NomicBert", "Qwen3"]
 
 
 @pytest.mark.parametrize("family", CLASSIFIERS)

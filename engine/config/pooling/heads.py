@@ -74,15 +74,14 @@ def classifier(info: ModelInfo, hidden: int, num: int) -> Classifier:
     """The classifier of a text. hidden: numbers of a hidden state; num: of scores."""
     family = family_of(info)
     if family in BERT:
-        pooler = _linear((f"{BERT[family]}.pooler.dense", "pooler.dense"), hidden, hidden, "tanh")
+        names = tuple(f"{root}pooler.dense" for root in (f"{BERT[family]}.", "bert.", ""))
+        pooler = _linear(names, hidden, hidden, "tanh")
         return Classifier("cls", (pooler, _linear(("classifier",), hidden, num)))
     if family in ROBERTA:
         dense = _linear(("classifier.dense",), hidden, hidden, "tanh")
         return Classifier("cls", (dense, _linear(("classifier.out_proj",), hidden, num)))
     if family == "ModernBert":
         return _modern(info, hidden, num)
-    if is_encoder(info):
-        raise ModelError(f"the classifier of {info.architecture} is not supported")
     score = _linear(("score",), hidden, num, bias=None)
     return Classifier("last", (score,))
 
