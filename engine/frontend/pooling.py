@@ -92,6 +92,20 @@ class PooledTexts:
         prompts: list[Prompt] = [each.token_ids for each in encoded]
         return prompts, [replace(params, second_text_start=each.second) for each in encoded]
 
+    def counted(self, text: Prompt, params: PoolingParams) -> tuple[list[int], list[int]]:
+        """Tokenise a document for late interaction. Returns its tokens, and which of their vectors
+        count in scores. params: as ``resolved`` returns them."""
+        assert self._tokenizer is not None and isinstance(text, str)
+        ids, kept = self._tokenizer.encode(text), params.truncate_prompt_tokens
+        ids = ids if kept is None else self.cut(ids, kept)
+        return ids, [place for place, each in enumerate(ids) if each not in self._skipped]
+
+    @cached_property
+    def _skipped(self) -> frozenset[int | None]:
+        """The tokens of documents that are left out of scores."""
+        assert self._tokenizer is not None and self.spec is not None
+        return frozenset(map(self._tokenizer.backend.token_id, self.spec.skipped_tokens))
+
     def cut(self, token_ids: list[int], num_kept: int) -> list[int]:
         """Keep ``num_kept`` tokens of a prompt. Special tokens that the tokenizer adds at the
         beginning and the end of each text stay there."""

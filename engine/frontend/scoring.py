@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,28 +40,36 @@ class Comparison:
     """For each pair the indices of its prompts: the query's and the document's, or that of both."""
     similarity: str
     """Compares the results of both prompts; empty if the result of one is the score."""
+    counted: Mapping[int, list[int]]
+    """Which vectors of a result count, by the index of its prompt; all of others."""
 
     @property
     def is_by_token(self) -> bool:
         """Whether the results have a vector for each token, and take long to compare."""
         return self.similarity in BY_TOKEN
 
-    def score(self, results: Sequence[Vectors]) -> float:
-        """The score of one pair. results: of its prompts."""
+    def score(self, places: Sequence[int], results: Sequence[Vectors]) -> float:
+        """The score of one pair. places: of its prompts, as in ``parts``; results: of them."""
         if not self.similarity:
             return float(results[0][0])
-        return similarity(self.similarity, *(each.astype(np.float64) for each in results))
+        one, other = (
+            each[self.counted.get(place, slice(None))].astype(np.float64)
+            for place, each in zip(places, results, strict=True)
+        )
+        return similarity(self.similarity, one, other)
 
     def outputs(self, every: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         """The output of each pair. every: the last output of each prompt. A pair has failed if a
         request of it has."""
-        return [self._output([every[i] for i in places]) for places in self.parts]
+        return [self._output(places, [every[i] for i in places]) for places in self.parts]
 
-    def _output(self, outputs: list[RequestOutput]) -> ScoringRequestOutput:
+    def _output(
+        self, places: tuple[int, ...], outputs: list[RequestOutput]
+    ) -> ScoringRequestOutput:
         results = [output.pooled for output in outputs if output.pooled is not None]
         about = next((each for each in outputs if each.pooled is None), outputs[-1])
         return replace(
-            pooled_output(about, lambda _: ScoringOutput(self.score(results))),
+            pooled_output(about, lambda _: ScoringOutput(self.score(places, results))),
             prompt_token_ids=[i for output in outputs for i in output.prompt_token_ids],
             num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
         )
@@ -98,7 +106,11 @@ def compare(
     parts: list[tuple[int, ...]] = [(i if num_1 > 1 else 0, num_1 + i) for i in range(num_2)]
     default = "maxsim" if own.is_by_token else "cosine"
     kind = spec.similarity or default
-    return Comparison(prompts, [own] * len(prompts), origins, parts, kind)
+    counted = {}
+    if own.is_by_token and spec.skipped_tokens:
+        for place in range(num_1, len(prompts)):
+            prompts[place], counted[place] = texts.counted(prompts[place], own)
+    return Comparison(prompts, [own] * len(prompts), origins, parts, kind, counted)
 
 
 def _together(
@@ -116,7 +128,7 @@ def _together(
     pairs = [(data_1[i if len(data_1) > 1 else 0], text) for i, text in enumerate(data_2)]
     prompts, every = texts.pairs(pairs, own)
     origins = [Origin(1, i) for i in range(len(pairs))]
-    return Comparison(prompts, every, origins, [(i,) for i in range(len(pairs))], "")
+    return Comparison(prompts, every, origins, [(i,) for i in range(len(pairs))], "", {})
 
 
 Wide = NDArray[np.float64]

@@ -149,3 +149,16 @@ def test_late_interaction_equals_that_of_sentence_transformers(tmp_path: Path) -
     scores = ours.score(texts, texts[::-1], use_tqdm=False)
     want = theirs.similarity_pairwise(queries, documents)
     np.testing.assert_allclose([each.outputs.score for each in scores], want, atol=1e-4)
+
+
+def test_late_interaction_skips_the_tokens_that_sentence_transformers_skips(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", random_model("Bert"))
+    modules = [Transformer(str(base), max_seq_length=20), MultiVectorMask([",", ".", "nowhere"])]
+    theirs = MultiVectorEncoder(modules=modules, device="cpu")
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    ours = engine_of(tmp_path / "saved")
+    documents = ["the cat , a dog .", ". , .", "the mat", LONG]
+    queries = theirs.encode_query([", the dog ."] * len(documents))
+    want = theirs.similarity_pairwise(queries, theirs.encode_document(documents))
+    scores = ours.score(", the dog .", documents, use_tqdm=False)
+    np.testing.assert_allclose([each.outputs.score for each in scores], want, rtol=1e-5)

@@ -225,7 +225,7 @@ def test_pairs_of_texts_for_embeddings() -> None:
     one = compare(made, ["1"], ["2", "3"], PoolingParams())
     assert one.prompts == ["7 1", "8 2", "8 3"], "a query is computed once"
     vectors = [np.array([1.0, 2.0], np.float32) * scale for scale in (1, 2, 3)]
-    assert [one.score([vectors[i] for i in part]) for part in one.parts] == [10.0, 15.0]
+    assert [one.score(part, [vectors[i] for i in part]) for part in one.parts] == [10.0, 15.0]
     both = compare(made, ["1", "2"], ["3", "4"], PoolingParams())
     assert both.parts == [(0, 2), (1, 3)] and both.origins[3] == (1, 1)
     late = compare(texts(spec(task="token_embed")), ["1"], ["2"], PoolingParams())

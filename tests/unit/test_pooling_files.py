@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import string
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def test_texts_are_cut_where_sentence_transformers_cuts_them(
     own = {"sentence_bert_config.json": config, "tokenizer_config.json": {"model_max_length": 20}}
     spec = read(write(tmp_path, {**FILES, **own}))
     assert spec is not None and spec.max_seq_length == longest
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        ({}, len(string.punctuation)),
+        ({"skiplist_words": ["a", "b"]}, 2),
+        ({"skiplist_words": []}, 0),
+    ],
+)
+def test_files_of_pylate_skip_punctuation(
+    settings: dict[str, Any], num: int, tmp_path: Path
+) -> None:
+    files = {"modules.json": modules("Dense", path="2_Dense")}
+    files["config_sentence_transformers.json"] = {"model_type": "ColBERT", **settings}
+    spec = read(write(tmp_path, {**FILES, **files}))
+    assert spec is not None and (spec.task, spec.is_activated) == ("token_embed", True)
+    assert len(spec.skipped_tokens) == num
 
 
 def test_what_was_read_and_what_was_assumed_is_logged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -279,8 +280,7 @@ class _Directory:
     def _late_interaction(self) -> _Pipeline:
         logger.warning(
             "%s: what artifact.metadata says of texts has no effect here: put the markers of "
-            "queries and documents in front yourself; queries are not filled up with masks, and "
-            "punctuation has vectors",
+            "queries and documents in front yourself; queries are not filled up with masks",
             self._info.name,
         )
         size = self._info.hf.get("dim", 128)
@@ -322,6 +322,8 @@ def _spec(
     texts = files
     if texts is None and isinstance(info.hf.get("sentence_transformers"), Mapping):
         texts = SentenceFiles(SCORES, max_seq_length=stated_length(info, tokenizer))
+    if texts is None and info.architecture == LATE_INTERACTION:
+        texts = SentenceFiles(TOKENS, skipped_tokens=tuple(string.punctuation))
     if texts is None:
         texts = SentenceFiles(TOKENS if is_by_token else SENTENCE)
     sizes = _sizes(info, options)
@@ -345,6 +347,7 @@ def _spec(
         max_seq_length=texts.max_seq_length,
         lower_case=texts.lower_case,
         labels=found.labels,
+        skipped_tokens=texts.skipped_tokens,
         similarity=texts.similarity or ("maxsim" if found.task == "token_embed" else None),
     )
     _check_dimensions(spec, options)

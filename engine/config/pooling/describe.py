@@ -18,6 +18,8 @@ def describe(spec: PoolingSpec, assumed: list[str]) -> str:
         parts.append(f"{spec.dimensions} dimensions")
     if spec.similarity is not None:
         parts.append(f"compared by {spec.similarity}")
+    if spec.skipped_tokens:
+        parts.append(f"scores skip {len(spec.skipped_tokens)} tokens of documents")
     parts += _texts(spec)
     if assumed:
         parts.append(f"assumed: {'; '.join(assumed)}")

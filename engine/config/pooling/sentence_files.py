@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import string
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -69,6 +70,8 @@ class SentenceFiles(NamedTuple):
     """Whether the last module normalises."""
     activation: str | None = None
     """The function after the scores, as its dotted path."""
+    skipped_tokens: tuple[str, ...] = ()
+    """Tokens of documents that are left out of scores."""
     prompts: Mapping[str, str] = MappingProxyType({})
     """Texts to put in front of an input, by name."""
     default_prompt_name: str | None = None
@@ -188,6 +191,7 @@ class _Reader:
         self._current = output  # what the modules so far have computed
         self._mode: PoolingMode | None = None
         self._layers: list[HeadLayer] = []
+        self._skipped: tuple[str, ...] = ()
 
     def read(self, modules: list[Module], settings: Mapping[str, Any]) -> SentenceFiles:
         for module in modules:
@@ -201,8 +205,9 @@ class _Reader:
                 "after it"
             )
         if settings.get("model_type") == "ColBERT":
-            self._normalize()  # its code did this and the rest
-            _warn_of_skipped(self._root / SETTINGS, settings.get("skiplist_words", True))
+            self._normalize()  # its code did this, and skipped punctuation
+            words = settings.get("skiplist_words")
+            self._skipped = tuple(string.punctuation) if words is None else _words(words)
         ends_normalized = bool(self._layers) and self._layers[-1].kind == "normalize"
         if ends_normalized:
             self._layers.pop()
@@ -211,6 +216,7 @@ class _Reader:
             mode=self._mode,
             layers=tuple(self._layers),
             is_normalized=ends_normalized,
+            skipped_tokens=self._skipped,
         )
 
     def _read_pooling(self, module: Module, settings: Mapping[str, Any]) -> None:
@@ -291,9 +297,14 @@ class _Reader:
     def _read_multivectormask(self, module: Module, settings: Mapping[str, Any]) -> None:
         self._check_input(module, TOKENS)
         config = module.config
-        _warn_of_skipped(
-            module.file, config.get("skiplist_words") or config.get("keep_only_token_ids")
-        )
+        tasks = config.get("skiplist_tasks") or ["document"]
+        if config.get("keep_only_token_ids") or tasks not in ("document", ["document"]):
+            logger.warning(
+                "%s leaves tokens out of scores: of keep_only_token_ids and skiplist_tasks, only "
+                "words of documents have an effect here",
+                module.file,
+            )
+        self._skipped = _words(config.get("skiplist_words") or [])
 
     def _read_logitscore(self, module: Module, settings: Mapping[str, Any]) -> None:
         self._check_input(module, LOGITS)
@@ -334,13 +345,10 @@ READ = ("Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMas
 """Modules that are supported after the transformer."""
 
 
-def _warn_of_skipped(file: Path, skipped: object) -> None:
-    if skipped:
-        logger.warning(
-            "%s leaves some tokens of documents, such as punctuation, out of scores; here results "
-            "and scores have all tokens",
-            file,
-        )
+def _words(given: object) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(word, str) for word in given):
+        raise ModelError(f"skiplist_words is {given!r:.80}, must be a list of words")
+    return tuple(given)
 
 
 def _refuse(root: Path, module: Module) -> NoReturn:

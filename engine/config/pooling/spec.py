@@ -88,6 +88,8 @@ class PoolingSpec:
     """Inputs are converted to lower case."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
+    skipped_tokens: tuple[str, ...] = ()
+    """Tokens of documents, such as punctuation, that late interaction leaves out of scores."""
     similarity: str | None = None
     """How embeddings are compared: cosine, dot, euclidean, manhattan, maxsim or meanmaxsim."""
 

@@ -108,17 +108,21 @@ class Call:
                 num_tokens += len(output.prompt_token_ids)
                 places = work.parts[len(scores)]
                 if len(kept) > places[-1]:
-                    scores.append(await _score(work, [kept[place] for place in places]))
+                    results = [kept[place] for place in places]
+                    scores.append(await _score(work, places, results))
                     kept[-1] = None  # a document is compared once
         return scores, b.PooledUsage(num_tokens, num_tokens)
 
 
-async def _score(work: Comparison, results: Sequence[Vectors | None]) -> float:
-    """The score of one pair, without blocking other tasks. results: of its prompts."""
+async def _score(
+    work: Comparison, places: Sequence[int], results: Sequence[Vectors | None]
+) -> float:
+    """The score of one pair, without blocking other tasks. places: of its prompts; results: of
+    them."""
     found = [each for each in results if each is not None]
     if work.is_by_token:
-        return await asyncio.to_thread(work.score, found)
-    return work.score(found)
+        return await asyncio.to_thread(work.score, places, found)
+    return work.score(places, found)
 
 
 async def embed(call: Call, body: b.EmbeddingRequest) -> b.EmbeddingAnswer:
