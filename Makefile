@@ -92,6 +92,7 @@ campaign: $(READY)
 	$(ONE_THREAD) $(BIN)/python tools/hostile_http.py
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
 	$(ONE_THREAD) $(BIN)/python tools/server_campaign.py all
+	$(ONE_THREAD) $(BIN)/python tools/retrieval.py
 	$(PYTEST) -m perf tests
 
 bench: $(READY)
