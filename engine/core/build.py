@@ -42,6 +42,7 @@ from engine.messages.structured import Grammar
 from engine.observe.guard import Failures, ObserverGuard
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
+from engine.sched.priority_steps import PrioritySteps
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts, NoProposer, Proposer
 from engine.spec.ngram import NgramProposer
@@ -202,23 +203,35 @@ def choose_all(config: SchedulerOptions) -> Chosen:
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
     """Create the resources for the features that the scheduler's options enable."""
+    drafts = drafts_of(config)
+    found: list[Resource] = [] if drafts is None else [drafts]
+    return [*found, PrioritySteps()] if config.scheduling_policy == "priority" else found
+
+
+def drafts_of(config: SchedulerOptions) -> Drafts | WorkerDrafts | None:
+    """Create the resource for drafts; ``None`` without speculative decoding."""
     if config.speculative_config is None:
-        return []
+        return None
     speculative = SpeculativeConfig.of(config.speculative_config)
     num = speculative.num_speculative_tokens
     worth, payoff = (Worth(num), Payoff()) if speculative.adaptive else (None, None)
     if speculative.method == "draft_model":
-        return [WorkerDrafts(num, worth=worth, payoff=payoff)]
-    return [Drafts(num, proposer_of(speculative), worth=worth, payoff=payoff)]
+        return WorkerDrafts(num, worth=worth, payoff=payoff)
+    return Drafts(num, proposer_of(speculative), worth=worth, payoff=payoff)
 
 
 def with_most_drafts(chosen: Chosen, config: SchedulerConfig, most: int | None) -> Chosen:
-    """Replace the resource for drafts, the first one, if the worker verifies fewer drafts than
-    configured. ``most``: drafts per decode that it verifies, ``None`` for no limit."""
+    """Replace the resource for drafts if the worker verifies fewer drafts than configured.
+    ``most``: drafts per decode that it verifies, ``None`` for no limit."""
     capped = cap_drafts(config, most)
     if capped.speculative_config == config.speculative_config:
         return chosen
-    return chosen._replace(resources=(*features_of(capped), *chosen.resources[1:]))
+    drafts = drafts_of(capped)
+    assert drafts is not None
+    resources = [
+        drafts if isinstance(each, Drafts | WorkerDrafts) else each for each in chosen.resources
+    ]
+    return chosen._replace(resources=tuple(resources))
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer:
