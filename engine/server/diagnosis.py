@@ -18,6 +18,8 @@ SAME = (
     {"system", "instructions"},
     {"response_format", "text", "output_config"},
     {"reasoning_effort", "reasoning", "thinking"},
+    {"text_1", "data_1", "queries"},
+    {"text_2", "data_2", "documents", "texts"},
 )
 """Groups of fields that mean the same in different APIs."""
 
