@@ -201,12 +201,19 @@ def test_hints_reach_the_policy_or_are_named(server: Served) -> None:
         assert status == 400 and field in answer["error"]["message"], (field, value, answer)
 
 
-@pytest.mark.parametrize("path", ["embeddings", "images/generations", "audio/transcriptions"])
-def test_what_is_not_there_yet_says_so(server: Served, client: Any, path: str) -> None:
+@pytest.mark.parametrize("path", ["images/generations", "audio/transcriptions"])
+def test_what_is_not_there_yet_says_so(server: Served, path: str) -> None:
     status, answer = post(server, f"/v1/{path}", model=MODEL, input="x")
     assert status == 400 and answer["error"]["code"] == "not_supported"
     assert "not supported yet" in answer["error"]["message"]
-    with pytest.raises(openai.BadRequestError, match="not supported yet"):
+
+
+def test_a_model_that_generates_embeds_nothing(server: Served, client: Any) -> None:
+    for path in ("/v1/embeddings", "/rerank", "/v2/rerank", "/score", "/classify", "/pooling"):
+        status, answer = post(server, path, model=MODEL, input="x")
+        assert status == 400 and answer["error"]["code"] == "not_supported"
+        assert f"{path} is not supported: {MODEL} generates text" in answer["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="start a server with a model for embeddings"):
         client.embeddings.create(model=MODEL, input="x")
 
 
