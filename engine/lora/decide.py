@@ -78,6 +78,8 @@ class AdapterSlots(Resource):
         if self.library is None or not self._waiting:
             return
         self.library.sweep()
+        view = self._scheduler.view
+        self.library.hurry(is_alone=not (view.running or view.waiting))
         for version in [each for each in self._waiting if not self.library.is_coming(each)]:
             reqs = [req for req in self._waiting.pop(version) if not req.is_finished]
             seconds = self._scheduler.view.now - self._since.pop(version)

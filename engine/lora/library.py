@@ -159,6 +159,12 @@ class AdapterLibrary:
             version.reading = self._reader.submit(version.order)
             self._reading.append(version)
 
+    def hurry(self, is_alone: bool) -> None:
+        """Set whether nothing else is computed until the next call than what is being read."""
+        for version in self._reading:
+            if version.reading is not None:
+                version.reading.hurry(is_alone)
+
     def use(self, digest: str) -> None:
         """Record that the adapter with this digest is used now."""
         if digest in self.store:

@@ -34,6 +34,9 @@ class Reading(Protocol):
     def wait(self) -> HostCopy:
         """Block until the adapter is read. Returns it, or raises as ``poll`` does."""
 
+    def hurry(self, is_alone: bool) -> None:
+        """Set whether nothing else is computed until the next call, so that no step is held up."""
+
 
 class AdapterReader(Protocol):
     """Reads and checks adapters in the background."""
@@ -50,15 +53,21 @@ class FutureReading:
 
     def __init__(self) -> None:
         self.future: Future[HostCopy] = Future()
-        self.is_awaited = Event()
-        """Set once a thread does nothing else but wait for it."""
+        self.is_urgent = Event()
+        """Set while nothing is done but to wait for it."""
 
     def poll(self) -> HostCopy | None:
         return self.future.result() if self.future.done() else None
 
     def wait(self) -> HostCopy:
-        self.is_awaited.set()
+        self.is_urgent.set()
         return self.future.result()
+
+    def hurry(self, is_alone: bool) -> None:
+        if is_alone:
+            self.is_urgent.set()
+        else:
+            self.is_urgent.clear()
 
 
 class ThreadedReader:
@@ -91,7 +100,7 @@ class ThreadedReader:
         while (order := self._orders.get()) is not None:
             what, reading = order
             try:
-                with taking_turns(reading.is_awaited):
+                with taking_turns(reading.is_urgent):
                     copy = self._read(what)
                 reading.future.set_result(copy)
             except BaseException as error:  # the request that needs the adapter fails

@@ -19,7 +19,7 @@ PAUSE = 0.0006  # seconds
 class _Turns(threading.local):
     """What a thread knows of its turn."""
 
-    awaited: threading.Event | None = None  # None: the thread need not give way
+    urgent: threading.Event | None = None  # None: the thread need not give way
     began = 0.0
 
 
@@ -27,21 +27,21 @@ _TURNS = _Turns()
 
 
 @contextmanager
-def taking_turns(awaited: threading.Event) -> Iterator[None]:
-    """Context in which ``give_way`` pauses this thread, until the event says that others wait for
-    its result only."""
-    _TURNS.awaited, _TURNS.began = awaited, time.perf_counter()
+def taking_turns(is_urgent: threading.Event) -> Iterator[None]:
+    """Context in which ``give_way`` pauses this thread, except while the event is set: nothing is
+    done then but to wait for its result."""
+    _TURNS.urgent, _TURNS.began = is_urgent, time.perf_counter()
     try:
         yield
     finally:
-        _TURNS.awaited = None
+        _TURNS.urgent = None
 
 
 def give_way(burst: float = BURST, sleep: Callable[[float], None] = time.sleep) -> None:
     """Pause for a moment if this thread has worked for ``burst`` seconds. Called between pieces of
     work; does nothing outside of ``taking_turns``."""
-    awaited = _TURNS.awaited
-    if awaited is None or awaited.is_set():
+    urgent = _TURNS.urgent
+    if urgent is None or urgent.is_set():
         return
     if time.perf_counter() - _TURNS.began > burst:
         sleep(PAUSE)

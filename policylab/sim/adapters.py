@@ -40,6 +40,9 @@ class SimulatedReading:
     def wait(self) -> SimulatedCopy:
         return self._copy
 
+    def hurry(self, is_alone: bool) -> None:
+        """Reading takes the same time in any case."""
+
 
 class SimulatedReader:
     """Reads adapters on a virtual clock, as many at a time as the engine's threads do."""

@@ -29,6 +29,7 @@ class FakeReading:
         self.order = order
         self._reader = reader
         self._content: str | Exception | None = None
+        self.is_alone = False
 
     def wait(self) -> Copy:
         """What is on the disk at that time."""
@@ -41,6 +42,9 @@ class FakeReading:
 
     def poll(self) -> Copy | None:
         return None if self._content is None and self._reader.is_slow else self.wait()
+
+    def hurry(self, is_alone: bool) -> None:
+        self.is_alone = is_alone
 
 
 class FakeReader:

@@ -73,6 +73,18 @@ def test_a_request_waits_until_its_adapter_is_read_and_others_go_on():
     assert doors.run.outputs["0"] == doors.tokens_of("A")
 
 
+def test_a_reading_makes_way_only_for_others():
+    doors = Doors(FakeReader(is_slow=True, a="A"))
+    doors.add("first", "x", SOURCE("a", 1))
+    for _ in range(2):
+        doors.run.step()
+    assert doors.reader.readings[0].is_alone
+    doors.add("other", None)
+    for _ in range(2):
+        doors.run.step()
+    assert not doors.reader.readings[0].is_alone
+
+
 def test_the_wait_is_charged_to_the_adapter():
     now = [0.0]
     doors = Doors(FakeReader(a="A", is_slow=True), run={"clock": lambda: now[0]})

@@ -5,14 +5,14 @@ from threading import Event
 from engine.lora.turns import PAUSE, give_way, taking_turns
 
 
-def test_only_a_thread_whose_result_is_not_awaited_pauses() -> None:
+def test_a_thread_pauses_unless_its_result_is_urgent() -> None:
     pauses: list[float] = []
-    awaited = Event()
-    with taking_turns(awaited):
+    urgent = Event()
+    with taking_turns(urgent):
         give_way(burst=0, sleep=pauses.append)
         give_way(burst=1e9, sleep=pauses.append)
         assert pauses == [PAUSE]
-        awaited.set()
+        urgent.set()
         give_way(burst=0, sleep=pauses.append)
     give_way(burst=0, sleep=pauses.append)
     assert pauses == [PAUSE]
