@@ -68,6 +68,7 @@ def test_embeddings_do_not_depend_on_what_the_engine_does(
     np.testing.assert_array_equal(together, alone)  # bit for bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_near_float32(name: str, tmp_path: Path) -> None:
     family, modules = FAMILIES[name]
