@@ -53,4 +53,5 @@ def has_token_types(root: Path, options: dict[str, Any]) -> bool:
     named = options.get("tokenizer_class")
     if isinstance(named, str):
         return named.removesuffix("Fast").removesuffix("Tokenizer") in WITH_TYPES
-    return (read_json(root / "config.json") or {}).get("model_type") in MODELS_WITH_TYPES
+    config = read_json(root / "config.json") or {}
+    return str(config.get("model_type")) in MODELS_WITH_TYPES

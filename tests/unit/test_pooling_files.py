@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import os
+import random
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -392,3 +396,80 @@ def test_scores_by_tokens_need_tokens_and_plain_logits(tmp_path: Path) -> None:
     assert (spec.width, spec.activation) == (1, "sigmoid")
     both = read(tmp_path, convert="classify", pooler_config={"method": "no_post_processing"})
     assert both is not None and (both.width, both.activation) == (2, "softmax")
+
+
+# Random damage
+
+WHOLE: dict[str, Any] = {
+    **FILES,
+    "config.json": {
+        **CONFIG,
+        "id2label": {"0": "a", "1": "b"},
+        "problem_type": "regression",
+        "sentence_transformers": {"activation_fn": "torch.nn.Identity"},
+        "matryoshka_dimensions": [4],
+        "classifier_pooling": "mean",
+        "classifier_activation": "gelu",
+        "norm_eps": 1e-5,
+    },
+    "sentence_bert_config.json": {
+        "max_seq_length": 16,
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": {}},
+        "processing_kwargs": {"text": {"max_length": 9}},
+    },
+    "tokenizer_config.json": {"model_max_length": 30},
+    "config_sentence_transformers.json": {
+        "prompts": {"query": "q"},
+        "default_prompt_name": "query",
+        "query_prefix": "Q",
+        "truncate_dim": 2,
+        "model_type": "SentenceTransformer",
+        "activation_fn": "torch.nn.Sigmoid",
+        "skiplist_words": ["a"],
+    },
+}
+JUNK = (None, True, 0, -1, 1.5, "", "x", [], ["a"], {}, {"a": 1}, 10**30, [None], "../..", [["a"]])
+KINDS = ("Pooling", "Dense", "Normalize", "LayerNorm", "LogitScore", "MultiVectorMask")
+ARCHITECTURES = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "ModernBertForSequenceClassification",
+    "Qwen3ForTokenClassification",
+    "HF_ColBERT",
+)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value inside of another."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield (*above, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*above, key))
+
+
+def test_random_damage_is_a_clear_error_or_harmless(tmp_path: Path) -> None:
+    seed = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
+    print(f"METRONOME_SEED={seed}")
+    rng, num_read = random.Random(seed), 0
+    for number in range(400):
+        files = copy.deepcopy(WHOLE)
+        files["config.json"]["architectures"] = [rng.choice(ARCHITECTURES)]
+        if rng.random() < 0.5:
+            chosen = rng.choices(KINDS, k=rng.randint(1, 4))
+            files["modules.json"] = modules(*chosen, path="2_Dense")
+        for _ in range(rng.randint(1, 2)):
+            value = files[rng.choice(list(files))]
+            *above, last = rng.choice(list(places(value)) or [(0,)])
+            for key in above:
+                value = value[key]
+            if value:
+                value[last] = rng.choice(JUNK)
+        options = rng.choice([{}, {"runner": "pooling"}, {"convert": "classify"}])
+        root = write(tmp_path / str(number), files)
+        try:
+            num_read += read(root, **options) is not None
+        except ConfigError as error:
+            assert len(str(error)) < 700
+    assert num_read

@@ -68,6 +68,20 @@ def read_pooling(info: ModelInfo, config: ModelConfig, *, logs: bool = True) -> 
                 "or leave pooler_config out"
             )
         return None
+    try:
+        return _read(info, config, options, logs=logs)
+    except ConfigError:  # of which ``ModelError`` is a kind
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{info.path} has a damaged file, or one in an unknown form, among those that say how "
+            f"the model pools: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read(
+    info: ModelInfo, config: ModelConfig, options: PoolerOptions, *, logs: bool
+) -> PoolingSpec:
     hidden, tokenizer = hidden_size(info), Path(config.tokenizer or info.path).expanduser()
     files = read_sentence_files(info, hidden, tokenizer)
     reader = _Directory(info, config, options, hidden, files)

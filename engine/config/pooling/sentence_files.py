@@ -175,7 +175,7 @@ def lowers_case(root: Path) -> bool:
 
 def _transformer_output(module: Module) -> str:
     task = module.config.get("transformer_task", "feature-extraction")
-    if task not in OUTPUTS:
+    if not isinstance(task, str) or task not in OUTPUTS:
         raise ModelError(
             f"{module.file} has transformer_task {task!r:.80}; supported are {', '.join(OUTPUTS)}"
         )
@@ -459,7 +459,7 @@ def _settings(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         prefix = settings.get(prompt) or ""
         if prefix:
             prompts[name] = prefix + prompts.get(name, "").removeprefix(prefix)
-    if default is not None and default not in prompts:
+    if default is not None and default not in list(prompts):
         raise ModelError(
             f"{file} has default_prompt_name {default!r:.80}, which is not among its prompts: "
             f"{', '.join(prompts) or 'none'}"
