@@ -59,6 +59,11 @@ class LowRankProduct(NamedTuple):
         return (self.first, self.num_outputs, self.rank, *matrices, scale, *ends)
 
 
+def records_of(products: Sequence[LowRankProduct]) -> NDArray[np.int64]:
+    """The records of products [products, RECORD_WORDS], as a table has them."""
+    return np.array([one.record() for one in products], np.int64)
+
+
 def in_panels(b: torch.Tensor) -> torch.Tensor:
     """Divide [outputs, rank] into panels of outputs, [panels, rank, PANEL], padded with zeros."""
     num, rank = b.shape
@@ -96,9 +101,16 @@ class ProductTable:
         self._products: list[tuple[LowRankProduct, ...]] = [()] * num_slots
         self._records: list[NDArray[np.int64] | None] = [None] * num_slots
 
-    def put(self, slot: int, products: Sequence[LowRankProduct]) -> None:
-        """Set the products of a slot, whose outputs must not overlap. Nothing is copied."""
-        records = np.array([one.record() for one in products], np.int64)
+    def put(
+        self,
+        slot: int,
+        products: Sequence[LowRankProduct],
+        records: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Set the products of a slot, whose outputs must not overlap. Nothing is copied. records:
+        ``records_of(products)``, if they were made before."""
+        if records is None:
+            records = records_of(products)
         self._products[slot], self._records[slot] = tuple(products), records
         self.entries[slot] = len(products), records.ctypes.data
 

@@ -184,12 +184,18 @@ class AdaptedLinear:
         """Use a table in the memory of a GPU, which its owner fills."""
         self._table.on_device = table
 
-    def put(self, slot: int, products: Sequence[LowRankProduct]) -> None:
-        """Set the products of an adapter slot, () for none."""
+    def put(
+        self,
+        slot: int,
+        products: Sequence[LowRankProduct],
+        records: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Set the products of an adapter slot, () for none. records: those of the products, if they
+        were made before."""
         for one in products:
             assert one.a.shape[1] == self.in_features
             assert 0 <= one.first <= self.out_features - one.num_outputs
-        self._table.put(slot, products)
+        self._table.put(slot, products, records)
         if self._step is not None:
             self._step.make_room(sum(one.rank for one in products))
 

@@ -102,7 +102,8 @@ class Adapters(Feature):
         with platform.current(), platform.aside():
             found = products_of(placed, model.adapted, model.dtype, platform.device)
             packed = self._device.pack(found.linears)
-        return replace(found, num_bytes=packed.num_bytes, linears={}, packed=packed)
+        num_bytes = packed.num_bytes
+        return replace(found, num_bytes=num_bytes, linears={}, records={}, packed=packed)
 
     def fits(self, digests: Collection[str]) -> bool:
         """True if adapters fit into the device's memory together. They must be in the store, or in
@@ -204,7 +205,7 @@ class Adapters(Feature):
         for rows in layers.experts.values():
             rows.users.discard(slot)
         for target, products in adapter.linears.items():
-            layers.linears[target].put(slot, products)
+            layers.linears[target].put(slot, products, adapter.records.get(target))
             if (experts := layers.experts_of(target)) is not None:
                 experts.users.add(slot)
         assert layers.table is not None

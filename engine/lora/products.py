@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.layers.adapted import AdaptedLayers
 from engine.layers.adapted_embedding import AdaptedTable, TableChange
@@ -14,7 +16,7 @@ from engine.lora.device_slots import Packed
 from engine.lora.dora import ROWS, output_changes
 from engine.lora.placing import EMBED, HEAD, PlacedAdapter, Slice
 from engine.lora.turns import give_way
-from kernels.low_rank import LowRankProduct, in_panels
+from kernels.low_rank import LowRankProduct, in_panels, records_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class AdapterProducts:
     rank: int
     num_bytes: int
     linears: dict[str, tuple[LowRankProduct, ...]]
+    records: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Of ``linears``, so that they are made while others are computed."""
     embedding: TableChange | None = None
     head: Linear | None = None  # in place of the base's output layer
     packed: Packed | None = None  # for a GPU, in place of all others
@@ -63,6 +67,7 @@ def products_of(
         rank=placed.rank,
         num_bytes=sum(tensors.values()),
         linears=linears,
+        records={target: records_of(products) for target, products in linears.items()},
         embedding=embedding,
         head=None if head is None else make_linear(head, keeps_float32=True),
     )

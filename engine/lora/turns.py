@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-BURST = 0.0003  # seconds of work between two pauses
+BURST = 0.0002  # seconds of work between two pauses
 PAUSE = 0.0006  # seconds
 
 
