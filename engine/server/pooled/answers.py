@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine.async_engine import AsyncLLMEngine
@@ -35,6 +36,8 @@ ROUTE_OF: dict[PoolingTask, str] = {
     "token_classify": "/pooling",
 }
 """The route for the main task of a model."""
+
+INLINE_NUMBERS = 1 << 14  # are encoded in less than 2 ms
 
 
 @dataclass(frozen=True)
@@ -130,21 +133,38 @@ async def embed(call: Call, body: b.EmbeddingRequest) -> b.EmbeddingAnswer:
     call.require("embed")
     vectors, usage = await call.results(body, body.params("embed", body.dimensions))
     encode = as_base64 if body.encoding_format == "base64" else _numbers
-    data = [b.Embedding(index=i, embedding=encode(each)) for i, each in enumerate(vectors)]
-    return b.EmbeddingAnswer(**call.head, data=data, usage=usage)
+
+    def item(index: int, vector: Vectors) -> b.Embedding:
+        return b.Embedding(index=index, embedding=encode(vector))
+
+    return b.EmbeddingAnswer(**call.head, data=await _encoded(vectors, item), usage=usage)
 
 
 async def pool(call: Call, body: b.PoolingRequest) -> b.PoolingAnswer:
     """The answer to ``/pooling``. Raises ``ApiError`` or ``RequestError``."""
     vectors, usage = await call.results(body, body.params(body.task, body.dimensions))
-    if body.encoding_format == "base64":
-        data = [
-            b.Pooled(index=i, data=as_base64(each), shape=list(each.shape))
-            for i, each in enumerate(vectors)
-        ]
-    else:
-        data = [b.Pooled(index=i, data=each.tolist()) for i, each in enumerate(vectors)]
-    return b.PoolingAnswer(**call.head, data=data, usage=usage)
+
+    def item(index: int, vector: Vectors) -> b.Pooled:
+        if body.encoding_format == "base64":
+            return b.Pooled(index=index, data=as_base64(vector), shape=list(vector.shape))
+        return b.Pooled(index=index, data=vector.tolist())
+
+    return b.PoolingAnswer(**call.head, data=await _encoded(vectors, item), usage=usage)
+
+
+async def _encoded(
+    vectors: Sequence[Vectors], item: Callable[[int, Vectors], msgspec.Struct]
+) -> list[Any]:
+    """The items of an answer, as JSON. Many numbers are encoded in another thread and one by one,
+    so that other tasks run meanwhile."""
+
+    def encode() -> list[msgspec.Raw]:
+        every = enumerate(vectors)
+        return [msgspec.Raw(msgspec.json.encode(item(index, each))) for index, each in every]
+
+    if sum(vector.size for vector in vectors) <= INLINE_NUMBERS:
+        return encode()
+    return await asyncio.to_thread(encode)
 
 
 async def classify(call: Call, body: b.ClassifyRequest) -> b.ClassifyAnswer:
