@@ -154,6 +154,8 @@ class AdapterLibrary:
         while a request is being added."""
         self._arriving = None  # a request that has not arrived by now was refused
         self._reading = [version for version in self._reading if not self._has_ended(version)]
+        # Another version may have brought the same content, for which there is then no more room.
+        self._to_read = deque(each for each in self._to_read if not self.is_there(each))
         while self._to_read and self._has_room(self._to_read[0]):
             version = self._to_read.popleft()
             version.reading = self._reader.submit(version.order)

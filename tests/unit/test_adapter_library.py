@@ -304,6 +304,19 @@ def test_no_more_is_read_than_fits_while_requests_wait():
         assert doors.run.outputs[name] == doors.tokens_of(name.upper())
 
 
+def test_a_request_does_not_wait_for_content_that_another_adapter_has_brought():
+    doors = Doors(FakeReader(a="one", b="one", c="two"), max_loras=1, most_copies=1)
+    doors.load("a", "a")
+    doors.load("c", "c")  # in place of the only copy
+    doors.add("first", "c", num_output=8)
+    doors.run.step()
+    doors.library.read("ticket", "b", 0, "b")  # there is no room while "first" runs
+    doors.add("second", "a")
+    doors.run.drain()
+    assert doors.run.outputs["second"] == doors.tokens_of("one")
+    assert doors.library.state("ticket") == digest_of("one")
+
+
 def test_a_pinned_adapter_keeps_copy_and_slot():
     doors = Doors(FakeReader(a="A", b="B", c="C"), max_loras=2, most_copies=2)
     doors.load("a", "a", 1)
