@@ -110,10 +110,10 @@ def run(model: Path, num_texts: int, num_queries: int) -> dict[str, Any]:
     want = theirs.similarity(want_queries, want_texts).numpy()
     options = ("--served-model-name", "model", "--num-threads", "1", "--dtype", "float32")
     with served(str(model), *options) as server:
-        ours, asked = embedded(server, texts), embedded(server, queries)
+        ours, wanted = embedded(server, texts), embedded(server, queries)
         scores = np.array([reranked(server, query, texts) for query in queries])
         server.end()
-    cosines = asked @ ours.T
+    cosines = wanted @ ours.T
     wrong = sum(
         order(row) != order(other)
         for found in (cosines, scores)
@@ -134,10 +134,10 @@ def main() -> int:
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--queries", type=int, default=20)
-    asked = parser.parse_args()
+    parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        model = asked.model or downloaded(Path(root))
-        figures = run(model, asked.texts, asked.queries)
+        model = parsed.model or downloaded(Path(root))
+        figures = run(model, parsed.texts, parsed.queries)
     print(json.dumps(figures))
     return int(figures["largest_difference"] > NEAR or figures["wrong_rankings"] > 0)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
 
 UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False, output_kind="final")
-"""Stands for the sampling parameters of a pooled request, which samples nothing."""
+"""Sampling parameters in the place of those of a pooled request, which samples nothing."""
 
 
 class PooledTexts:

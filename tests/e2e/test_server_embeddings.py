@@ -69,7 +69,7 @@ def vectors_of(answer: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["float", "base64", None])
 def test_the_client_of_openai(client: Any, theirs: Any, form: str | None) -> None:
-    """It wants base64 if it is not told otherwise."""
+    """It requests base64 by default."""
     options = {} if form is None else {"encoding_format": form}
     answer = client.embeddings.create(model="small", input=TEXTS, user="me", **options)
     found = [each.embedding for each in answer.data]

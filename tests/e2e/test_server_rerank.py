@@ -72,11 +72,11 @@ def test_documents_are_sorted(server: Served, want: np.ndarray, path: str) -> No
 def test_the_client_of_cohere(server: Served, want: np.ndarray, version: int) -> None:
     cohere = pytest.importorskip("cohere")
     kind = cohere.Client if version == 1 else cohere.ClientV2
-    asked = {"model": "small", "query": QUERY}
+    fields = {"model": "small", "query": QUERY}
     with kind(base_url=server.url, api_key="none") as made:
-        answer = made.rerank(**asked, documents=DOCUMENTS, top_n=2)
+        answer = made.rerank(**fields, documents=DOCUMENTS, top_n=2)
         with pytest.raises(cohere.errors.BadRequestError, match="documents has 0 entries"):
-            made.rerank(**asked, documents=[])
+            made.rerank(**fields, documents=[])
     best = np.argsort(-want)[:2]
     assert [each.index for each in answer.results] == best.tolist()
     found = [each.relevance_score for each in answer.results]
