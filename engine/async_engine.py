@@ -25,14 +25,14 @@ from typing import Any, Literal, NamedTuple, Unpack
 from engine.config.args import EngineArgs
 from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
-from engine.frontend.adapters import POLL_SECONDS, AdapterLoad
+from engine.frontend.async_adapters import AsyncAdapters
+from engine.frontend.deaths import death_by, log_death
 from engine.frontend.encoding import Prompt, TextPrompt
 from engine.frontend.pace import QueueLimits, QueuePace
 from engine.frontend.pooling import PooledTexts, checked_params, pooled_output
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.session import PauseScope, Session
-from engine.frontend.streams import OutputReader, Stream
-from engine.messages.adapters import AdapterInfo, LoRARequest
+from engine.frontend.streams import Deliveries, Delivery, OutputReader, Stream
 from engine.messages.params import SamplingParams
 from engine.messages.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from engine.messages.requests import (
@@ -55,7 +55,7 @@ ALIVE_SECONDS = 1.0  # interval of checks on an idle core
 HEALTH_SECONDS = 10.0  # timeout of a health check
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(AsyncAdapters):
     """The engine for servers: any number of tasks may call ``generate``.
 
     Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``."""
@@ -155,7 +155,7 @@ class AsyncLLMEngine:
             self._check_alive()
         if options.get("lora_request") is not None:
             request = options["lora_request"]
-            await self._load(partial(self._session.adapters.needed_for, request))
+            await self._load_adapter(partial(self._session.adapters.needed_for, request))
         submission = inputs.process(request_id, prompt, sampling_params, options, started)
         (reader,) = self._open_streams([submission])
         return reader
@@ -283,49 +283,6 @@ class AsyncLLMEngine:
         """The scope of the pause that this engine requested, ``None`` if it is not paused. Pauses
         requested by other clients of the core are not included."""
         return self._paused
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter, on all cores or on none. Returns False if it is loaded already.
-
-        Raises ``RequestError`` for a name or number that another adapter has, and ``ConfigError``
-        with the reason if the adapter cannot be used."""
-        return await self._load(partial(self._session.adapters.loading, lora_request)) is not None
-
-    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> AdapterInfo:
-        """Load a LoRA adapter whose number the cores choose, and whose path must be in
-        ``adapter_dir``, if there is one. Raises as ``add_lora`` does."""
-        self._session.adapters.check_enabled()
-        load = AdapterLoad(self._session.client, name, path, replaces=replaces, is_confined=True)
-        return await self._run_load(load)
-
-    async def remove_lora(self, lora_id: int | str) -> bool:
-        """Unload a LoRA adapter by its ``lora_int_id`` or name. Its requests end with it, new ones
-        are refused. Returns False for an unknown one."""
-        return await self._call(partial(self._session.adapters.remove, lora_id)) is not None
-
-    async def list_loras(self) -> set[int]:
-        """The ``lora_int_id`` of each loaded adapter."""
-        return {adapter.number for adapter in await self.lora_adapters()}
-
-    async def lora_adapters(self) -> list[AdapterInfo]:
-        """The loaded adapters: names, numbers, paths, digests and sizes."""
-        adapters: list[AdapterInfo] = await self._call(self._session.adapters.all)
-        return adapters
-
-    async def find_adapter(self, name: str) -> AdapterInfo | None:
-        """The adapter with this name, loaded or in ``adapter_dir``; ``None`` if unknown."""
-        adapter: AdapterInfo | None = await self._call(partial(self._session.adapters.find, name))
-        return adapter
-
-    async def pin_lora(self, lora_id: int | str) -> bool:
-        """Keep an adapter in memory and in its slot until it is removed. Returns False for an
-        unknown one. Raises ``ConfigError`` for more than ``max_loras`` - 1 of them."""
-        return bool(await self._call(partial(self._session.adapters.pin, lora_id)))
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether requests may use LoRA adapters (``enable_lora``)."""
-        return self._session.adapters.is_enabled
 
     async def start_profile(self) -> None:
         """Record a torch profile of the worker until ``stop_profile``.
@@ -482,25 +439,6 @@ class AsyncLLMEngine:
             if not stream.is_finished and self._death is None:
                 self._command(partial(self._leave, stream))
 
-    async def _load(self, make: Callable[[], AdapterLoad | None]) -> AdapterInfo | None:
-        """Load an adapter while other requests go on, and return it; ``None`` if there is nothing
-        to load. ``make`` is called in the engine's thread."""
-        load: AdapterLoad | None = await self._call(make)
-        return None if load is None else await self._run_load(load)
-
-    async def _run_load(self, load: AdapterLoad) -> AdapterInfo:
-        try:
-            await self._call(load.begin)
-            while True:
-                loaded: AdapterInfo | None = await self._call(load.poll)
-                if loaded is not None:
-                    return loaded
-                await asyncio.sleep(POLL_SECONDS)
-        except asyncio.CancelledError:
-            with self._changed:
-                self._command(load.cancel)
-            raise
-
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the engine's thread between two steps. Returns its result."""
         future: Future[Any] = Future()
@@ -508,6 +446,10 @@ class AsyncLLMEngine:
             self._check_alive()
             self._command(partial(_run_for, future, function))
         return await asyncio.wrap_future(future)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._command(command)
 
     def _command(self, command: Command) -> None:
         self._commands.append(command)
@@ -638,44 +580,6 @@ class Arrival(NamedTuple):
 
 Command = Callable[[], None] | Arrival
 Observer = Callable[[FinishedRequest], object]
-
-
-Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
-
-
-class Delivery:
-    """A callable that delivers one step's outputs to the readers in one event loop. Its ``repr``
-    hides the outputs, so that asyncio never logs users' texts."""
-
-    def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
-        self._batch = batch
-
-    def __call__(self) -> None:
-        """Deliver the outputs. A stream that fails does not affect others."""
-        for stream, output in self._batch:
-            try:
-                stream.put(output)
-            except Exception as error:
-                logger.exception("the reader of a request failed")
-                stream.fail(error)
-
-
-def death_by(cause: BaseException | None) -> EngineDeadError:
-    """The error for an engine whose thread ended with ``cause``; ``None``: it was shut down."""
-    if cause is None:
-        return EngineDeadError("the engine was shut down")
-    if isinstance(cause, EngineDeadError):
-        return cause
-    death = EngineDeadError(f"the engine core has died: {type(cause).__name__}: {cause}")
-    death.__cause__ = cause
-    return death
-
-
-def log_death(death: EngineDeadError) -> None:
-    """Log the cause of death, with its traceback unless another process has printed it."""
-    cause = death.__cause__
-    is_here = cause is not None and cause.__traceback__ is not None
-    logger.critical("%s", death, exc_info=cause if is_here else None)
 
 
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from engine.messages.params import OutputKind
 from engine.messages.requests import CompletionOutput, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 40  # an int and its list entry
 LOGPROB_BYTES = 200  # a log-probability, its text and its dict entry
@@ -142,3 +145,23 @@ def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput
     if first.logprobs is not None and second.logprobs is not None:
         second.logprobs = first.logprobs + second.logprobs
     return second
+
+
+Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
+
+
+class Delivery:
+    """A callable that delivers one step's outputs to the readers in one event loop. Its ``repr``
+    hides the outputs, so that asyncio never logs users' texts."""
+
+    def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
+        self._batch = batch
+
+    def __call__(self) -> None:
+        """Deliver the outputs. A stream that fails does not affect others."""
+        for stream, output in self._batch:
+            try:
+                stream.put(output)
+            except Exception as error:
+                logger.exception("the reader of a request failed")
+                stream.fail(error)
