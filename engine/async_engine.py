@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -47,8 +46,6 @@ from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 60.0  # a shutdown waits this long for the current step
 ALIVE_SECONDS = 1.0  # interval of checks on an idle core

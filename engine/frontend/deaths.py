@@ -6,7 +6,7 @@ import logging
 
 from engine.errors import EngineDeadError
 
-logger = logging.getLogger("engine.async_engine")
+logger = logging.getLogger(__name__)
 
 
 def death_by(cause: BaseException | None) -> EngineDeadError:
