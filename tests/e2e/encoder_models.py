@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     "xlm-roberta": Case("XLMRoberta", {"layer_norm_eps": 1e-5}),
     "xlm-roberta-tokens": Case("XLMRoberta:ForTokenClassification", {"hidden_act": "silu"}),
     "mpnet": Case("MPNet", {}),
-    "mpnet-classifier": Case("MPNet:ForSequenceClassification", {"num_attention_heads": 2}),
+    "mpnet-classifier": Case("MPNet:ForSequenceClassification", {"hidden_act": "relu"}),
     "modernbert": Case("ModernBert", {"local_attention": 16}),
     "modernbert-biased": Case(
         "ModernBert:ForSequenceClassification",
