@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.model import ModelConfig, ModelInfo, is_hub_name, name_of_gguf, read_model_info
+from engine.config.pooling import read_pooling
+from engine.config.pooling.describe import describe
 from engine.errors import ConfigError
 from engine.frontend.recommended import recommended_sampling
 from engine.gguf.header import GgufHeader, read_gguf
 from engine.gguf.link import is_gguf_path
 from engine.hub.fetch import fetched
 from engine.models.checkpoint import Checkpoint
+from engine.models.encoder_families import encoder_family
+from engine.models.encoder_load import encoder_spec
+from engine.models.encoder_targets import HEADS, encoder_targets
 from engine.models.load import check_form, native_spec
 from engine.models.opening import open_checkpoint
 from engine.models.quant import format_of
@@ -137,7 +142,8 @@ def _trial(path: str) -> Rows:
     try:
         config = fetched(ModelConfig(model=path), for_core=True, for_text=True)
         info = read_model_info(config.model)
-        how = _how(info)
+        pooling = read_pooling(info, config, logs=False)
+        how = _how(info, pools=pooling is not None)
         _check_memory(info)
         tokenizer = load_tokenizer(config)
         if not is_gguf_path(path):
@@ -145,15 +151,24 @@ def _trial(path: str) -> Rows:
                 ("tokenizer", f"{tokenizer.vocab_size:,} tokens"),
                 ("chat template", "yes" if tokenizer.templates else "no"),
             ]
-        rows.append(("sampling", _shown(recommended_sampling(config)) or "neutral values"))
+        if pooling is not None:
+            rows.append(("results", describe(pooling, [])))
+        else:
+            rows.append(("sampling", _shown(recommended_sampling(config)) or "neutral values"))
     except ConfigError as error:
         return [*rows, ("runs here", f"no: {error}")]
     return [*rows, ("runs here", f"yes, {how}")]
 
 
-def _how(info: ModelInfo) -> str:
+def _how(info: ModelInfo, *, pools: bool) -> str:
     """How a model is computed. Raises ``ConfigError`` if that is not possible."""
-    spec, form = native_spec(info), format_of(info)
+    form, family = format_of(info), encoder_family(info.architecture)
+    if family is not None:
+        encoder = encoder_spec(family, info, info.max_position_embeddings)
+        with open_checkpoint(info.path) as checkpoint:
+            StoredWeights(checkpoint, encoder_targets(encoder), form, HEADS)
+        return "natively"
+    spec = native_spec(info, pools=pools)
     check_form(info, form, is_native=spec is not None)
     if spec is None:
         return "by transformers' module, which is checked when the model is loaded"

@@ -13,6 +13,7 @@ from engine.cli.options import add_engine_options, engine_args, take_model
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
+from engine.messages.pooling import PoolingParams
 
 NUM_TOKENS = 4
 LENGTHS = (40, 3)  # tokens of the prompts; together, steps then have chunks and single tokens
@@ -33,8 +34,9 @@ def run(parsed: argparse.Namespace) -> int:
     take_model(parsed)
     started = time.time()
     with LLMEngine.from_engine_args(engine_args(parsed)) as engine:
-        for params in SAMPLING:
-            _generate(engine, params)
+        pools = "only_pooling" in engine.session.client.decided.capabilities
+        for params in (PoolingParams(),) if pools else SAMPLING:
+            _compute(engine, params)
     from kernels.cpu.disk_cache import CURRENT
     from kernels.cpu.isa import KERNEL_CACHE, LEVEL, processor
 
@@ -53,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(engine: LLMEngine, params: SamplingParams) -> None:
+def _compute(engine: LLMEngine, params: SamplingParams | PoolingParams) -> None:
     longest = engine.session.inputs.max_model_len - NUM_TOKENS
     for name, length in enumerate(LENGTHS):
         ids = [1] * max(1, min(length, longest))

@@ -56,7 +56,7 @@ def load_encoder(
             f"enable_lora needs a decoder, and {info.architecture} is an encoder: merge the "
             "adapter into the model, or leave enable_lora out"
         )
-    spec = _spec(family, info, place.max_model_len)
+    spec = encoder_spec(family, info, place.max_model_len)
     invariant = config.batch_invariant is True and not is_cpu(torch.device(place.device))
     if invariant and (form is not None or place.quantization is not None):
         raise ConfigError(
@@ -90,8 +90,11 @@ def load_encoder(
     return encoder
 
 
-def _spec(family: Callable[[HF], EncoderSpec], info: ModelInfo, max_model_len: int) -> EncoderSpec:
-    """The encoder's spec. Raises ``ModelError`` if config.json has none that is supported."""
+def encoder_spec(
+    family: Callable[[HF], EncoderSpec], info: ModelInfo, max_model_len: int
+) -> EncoderSpec:
+    """The spec of an encoder for texts of up to ``max_model_len`` tokens. Raises ``ModelError`` if
+    config.json has none that is supported."""
     try:
         spec = family(info.hf)
     except ModelError:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from e2e.sentence_models import random_model, save_base
 from support.kill_cells import Scene
 from transformers import BertConfig, BertModel
 
 from engine import LLM, AsyncLLMEngine, EngineDeadError, PoolingParams, RequestError
+from engine.cli.main import main
 from engine.config.args import EngineArgs
 from engine.core.replay import replay
 from engine.messages.pooling import PoolingOutput, PoolingRequestOutput
@@ -170,3 +172,16 @@ def test_mistakes_are_named(path: Path) -> None:
                 call()
             assert words in str(caught.value)
         assert len(llm.encode([[1, 2]], use_tqdm=False)) == 1
+
+
+def test_commands_show_and_prepare_a_model_that_pools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(save_base(tmp_path / "model", random_model("Bert")))
+    assert main(["models", path]) == 0
+    shown = capsys.readouterr().out
+    assert "mean pooling" in shown and "yes, natively" in shown
+    assert main(["prepare", path, "--dtype", "float32"]) == 0
+    assert "kernels compiled" in capsys.readouterr().out
+    assert main(["generate", "--model", path, "hi"]) == 2
+    assert "generates no text" in capsys.readouterr().err
