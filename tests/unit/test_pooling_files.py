@@ -465,7 +465,7 @@ def test_random_damage_is_a_clear_error_or_harmless(tmp_path: Path) -> None:
             for key in above:
                 value = value[key]
             if value:
-                value[last] = rng.choice(JUNK)
+                value[last] = copy.deepcopy(rng.choice(JUNK))
         options = rng.choice([{}, {"runner": "pooling"}, {"convert": "classify"}])
         root = write(tmp_path / str(number), files)
         try:
