@@ -17,7 +17,7 @@ from engine.frontend.logprobs import Position, position_logprobs, prompt_positio
 from engine.frontend.pace import QueuePace
 from engine.frontend.prompt import Submission
 from engine.messages.params import SamplingParams
-from engine.messages.pooling import PooledColumns, Vectors, as_vectors
+from engine.messages.pooling import PooledColumns
 from engine.messages.requests import (
     CompletionOutput,
     CoreOutputs,
@@ -31,6 +31,7 @@ from engine.messages.requests import (
     code_of,
 )
 from engine.messages.text import TextDelta
+from engine.messages.vectors import Vectors, as_vectors
 from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.detokenizer import StopStrings, TextReader, wish_of

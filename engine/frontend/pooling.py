@@ -20,9 +20,9 @@ from engine.messages.pooling import (
     PoolingParams,
     PoolingRequestOutput,
     R,
-    Vectors,
 )
 from engine.messages.requests import RequestOutput
+from engine.messages.vectors import Vectors
 from engine.text.pairs import encode_pairs
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from engine.errors import RequestError
 from engine.frontend.encoding import Prompt
 from engine.frontend.pooling import PooledTexts, pooled_output
-from engine.messages.pooling import PoolingParams, ScoringOutput, ScoringRequestOutput, Vectors
+from engine.messages.pooling import PoolingParams, ScoringOutput, ScoringRequestOutput
 from engine.messages.requests import RequestOutput
+from engine.messages.vectors import Vectors
 
 BY_TOKEN = ("maxsim", "meanmaxsim")
 Side = Literal[0, 1]

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from engine.errors import WireError
-from engine.messages.pooling import PooledPart
 from engine.messages.step import DraftPart, MaskPart, Masks, SnapshotPart, StepPlan, StepResult
+from engine.messages.vectors import PooledPart
 
 Message = StepPlan | StepResult | Masks
 T = TypeVar("T", StepPlan, StepResult, Masks)

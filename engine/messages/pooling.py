@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, Literal, TypeVar, get_args
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import RequestError, RequestTypeError
+
+if TYPE_CHECKING:
+    from engine.messages.vectors import Vectors  # imports numpy, which clients need not load
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 """What a pooled request returns: one vector, the scores of one text, or either for each token."""
 TOKEN_TASKS = ("token_embed", "token_classify")
-Vectors = NDArray[np.float32]
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -68,42 +68,6 @@ class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
         return self.skip_reading_prefix_cache or self.is_by_token
 
 
-class PooledPart(msgspec.Struct, array_like=True):
-    """Results of pooled requests in a step.
-
-    Row ``rows[i]`` of the plan has ``sizes[i]`` numbers, in vectors of ``widths[i]``."""
-
-    rows: NDArray[np.int32]  # ascending
-    sizes: NDArray[np.int32]
-    widths: NDArray[np.int32]
-    values: Vectors  # of all rows, concatenated
-
-    @classmethod
-    def of(cls, results: Sequence[tuple[int, Vectors]]) -> PooledPart:
-        """Join the results of some rows, [width] or [vectors, width] each."""
-        rows, vectors = [row for row, _ in results], [each for _, each in results]
-        values = np.concatenate([each.reshape(-1) for each in vectors])
-        sizes, widths = [each.size for each in vectors], [each.shape[-1] for each in vectors]
-        places, counts, lengths = (
-            np.array(column, dtype=np.int32) for column in (rows, sizes, widths)
-        )
-        return cls(places, counts, lengths, values.astype(np.float32, copy=False))
-
-    @classmethod
-    def without_values(cls, rows: NDArray[np.int32]) -> PooledPart:
-        """Results of these rows that have no numbers, as in replays and simulations."""
-        nothing = np.zeros(len(rows), dtype=np.int32)
-        return cls(rows, nothing, nothing, np.empty(0, dtype=np.float32))
-
-    def entries(self) -> Iterator[tuple[int, int, Vectors]]:
-        """For each result: its row, the numbers in a vector, and its values."""
-        begin = 0
-        columns = (column.tolist() for column in (self.rows, self.sizes, self.widths))
-        for row, size, width in zip(*columns, strict=True):
-            yield row, width, self.values[begin : begin + size]
-            begin += size
-
-
 class PooledColumns(msgspec.Struct, array_like=True, gc=False):
     """Results of pooled requests for one client, as in ``PooledPart``.
 
@@ -130,12 +94,6 @@ class PooledColumns(msgspec.Struct, array_like=True, gc=False):
         for row, size, width in zip(self.rows, self.sizes, self.widths, strict=True):
             yield row, width, self.values[begin : begin + 4 * size]
             begin += 4 * size
-
-
-def as_vectors(values: bytes, width: int, *, by_token: bool) -> Vectors:
-    """The numbers of a result: [width], or [tokens, width] for a task by token."""
-    vectors: Vectors = np.frombuffer(values, "<f4").astype(np.float32)
-    return vectors.reshape(-1, width) if by_token else vectors
 
 
 class PoolingOutput(msgspec.Struct, gc=False):

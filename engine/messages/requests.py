@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -16,7 +16,10 @@ from msgspec.structs import replace
 from engine.errors import RequestError, RequestTypeError
 from engine.messages.adapters import AdapterSource
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
-from engine.messages.pooling import PooledColumns, PoolingParams, Vectors
+from engine.messages.pooling import PooledColumns, PoolingParams
+
+if TYPE_CHECKING:
+    from engine.messages.vectors import Vectors  # imports numpy, which clients need not load
 
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.params import SamplingParams
-from engine.messages.pooling import PooledPart, PoolingParams
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import ErrorCode, MediaItem, TokenLogprobs
+from engine.messages.vectors import PooledPart
 
 Column = NDArray[np.int32]
 

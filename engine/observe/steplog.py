@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError, reason_of
-from engine.messages.pooling import PooledPart
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
+from engine.messages.vectors import PooledPart
 
 MAGIC = b"metronome step log\n"
 FORMAT = 2

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from engine.config.pooler import PoolingMode
-from engine.messages.pooling import TOKEN_TASKS, PooledPart, PoolingParams, PoolingTask, Vectors
+from engine.messages.pooling import TOKEN_TASKS, PoolingParams, PoolingTask
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.messages.vectors import PooledPart, Vectors
 from engine.models.pooling import Head
 from engine.sample.edits import SamplingSpec
 from engine.worker.batches import PlanRows, Staged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.messages.pooling import PooledPart
 from engine.messages.step import StepPlan, StepResult
+from engine.messages.vectors import PooledPart
 
 
 class PooledSlots:

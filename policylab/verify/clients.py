@@ -13,9 +13,9 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from engine.messages.pooling import Vectors, as_vectors
 from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
 from engine.messages.step import NewSeq, StepPlan
+from engine.messages.vectors import Vectors, as_vectors
 from engine.sched.interface import StepOutputs
 from engine.sched.request import Request
 from policylab.verify.case import VOCAB_SIZE

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.messages.pooling import PooledPart, PoolingParams, Vectors
+from engine.messages.pooling import PoolingParams
 from engine.messages.step import (
     EMPTY,
     PARTS,
@@ -29,6 +29,7 @@ from engine.messages.step import (
     StepResult,
     check_parts,
 )
+from engine.messages.vectors import PooledPart, Vectors
 from policylab.verify.fake_states import ZERO_STATE, FakeStates, StateStep
 
 MASK = (1 << 64) - 1

@@ -19,8 +19,9 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.inproc_client import InprocClient
 from engine.messages.params import SamplingParams
-from engine.messages.pooling import PoolingParams, Vectors, as_vectors
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
+from engine.messages.vectors import Vectors, as_vectors
 
 VOCAB = 200
 LONGEST = 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,12 @@ def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The made-up device sees one thread; nothing is compiled."""
 
     def submit(self: ThreadedReader, order: Order) -> FutureReading:
-        future: Future[Any] = Future()
+        reading = FutureReading()
         try:
-            future.set_result(self._read(order))
+            reading.future.set_result(self._read(order))
         except Exception as error:
-            future.set_exception(error)
-        return FutureReading(future)
+            reading.future.set_exception(error)
+        return reading
 
     monkeypatch.setattr(ThreadedReader, "submit", submit)
     monkeypatch.setattr(CudaPlatform, "compiles", False)

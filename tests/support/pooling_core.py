@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from engine.config.pooling import PoolingSpec
-from engine.messages.pooling import PooledColumns, Vectors
+from engine.messages.pooling import PooledColumns
 from engine.messages.requests import AddRequest, CoreOutputs, Finished
+from engine.messages.vectors import Vectors
 from support.fakes import FakeClient, FakeDecided, Live
 
 WIDTH = 4

@@ -21,7 +21,6 @@ from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
-from engine.messages.pooling import PooledPart
 from engine.messages.requests import AddRequest, MediaItem, TokenLogprobs
 from engine.messages.step import (
     PARTS,
@@ -38,6 +37,7 @@ from engine.messages.step import (
     StepResult,
     check_parts,
 )
+from engine.messages.vectors import PooledPart
 from engine.sched.resource import Resource
 from engine.spec.worker_drafts import WorkerDrafts
 from policylab.verify.fake import DigestWorker

@@ -10,9 +10,10 @@ from itertools import accumulate
 import numpy as np
 
 from engine.kv.manager import KVManager
-from engine.messages.pooling import PooledColumns, PooledPart, Vectors
+from engine.messages.pooling import PooledColumns
 from engine.messages.requests import CoreOutputs, Finished, FinishReason
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.messages.vectors import PooledPart, Vectors
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger

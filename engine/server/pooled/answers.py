@@ -15,7 +15,8 @@ import numpy as np
 
 from engine.async_engine import AsyncLLMEngine
 from engine.frontend.scoring import Comparison, Side, compare
-from engine.messages.pooling import PoolingParams, PoolingTask, Vectors
+from engine.messages.pooling import PoolingParams, PoolingTask
+from engine.messages.vectors import Vectors
 from engine.server.answers import OURS
 from engine.server.errors import ApiError, field_error
 from engine.server.pooled import bodies as b

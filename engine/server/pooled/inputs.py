@@ -13,8 +13,9 @@ from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError, RequestError
 from engine.frontend.encoding import Prompt
 from engine.frontend.streams import OutputReader
-from engine.messages.pooling import PoolingParams, Vectors
+from engine.messages.pooling import PoolingParams
 from engine.messages.requests import RequestOutput
+from engine.messages.vectors import Vectors
 from engine.server.answers import reason_of
 from engine.server.bodies import QueuedBody
 from engine.server.errors import ApiError, as_api_error, field_error
