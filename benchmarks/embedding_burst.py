@@ -116,8 +116,10 @@ class Load:
 async def gaps(client: httpx.AsyncClient, base: str, until: asyncio.Event) -> list[float]:
     """Seconds between the tokens of chats, one after the other, until the event."""
     found: list[float] = []
+    models = (await client.get(f"{base}/v1/models")).json()["data"]
     while not until.is_set():
         body = {
+            "model": models[0]["id"],
             "messages": [{"role": "user", "content": "Tell me about the sea."}],
             "max_tokens": CHAT_TOKENS,
             "ignore_eos": True,
@@ -125,6 +127,7 @@ async def gaps(client: httpx.AsyncClient, base: str, until: asyncio.Event) -> li
         }
         last = None
         async with client.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {") and '"content"' in line:
                     now = time.perf_counter()
