@@ -265,13 +265,16 @@ class Scheduler(SchedulerInterface):
     def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
         """How many of the ``wanted`` tokens the policy and the resources allow the request to
         compute. ``num_left``: all tokens that it still has to compute."""
-        if wanted < num_left and not self.config.enable_chunked_prefill:
+        may_be_cut = num_left == 1 or self.config.enable_chunked_prefill
+        if wanted < num_left and not may_be_cut:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
-            wanted = min(wanted, self.active_policy.chunk(req, wanted, self.view))
+            allowed = self.active_policy.chunk(req, wanted, self.view)
+            # A policy may hold back a prompt that must be computed whole, but not cut it.
+            if may_be_cut or allowed <= 0:
+                wanted = min(wanted, allowed)
         if wanted <= 0:
             return Fit(0, Cause.POLICY, OnRefuse.CLOSE)
-        may_be_cut = num_left == 1 or self.config.enable_chunked_prefill
         if wanted > 1 and may_be_cut and not req.is_waiting:
             wanted = cut_to_blocks(req, wanted, self.active_policy, self.view)
         return self.resources.fit(req, wanted, step)

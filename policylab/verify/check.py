@@ -30,8 +30,8 @@ FRUGAL_HOOKS = (
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that a plan keeps the token budget and the number of seats (invariant 5), and that no
-    KV slot has two writers (invariant 3)."""
+    """Check that a plan keeps the token budget and the number of seats, cuts no prompt that must be
+    computed whole (invariant 5), and that no KV slot has two writers (invariant 3)."""
     config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
     rows, counts = plan.rows.tolist(), plan.counts.tolist()
     assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
@@ -43,6 +43,9 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert (upto <= kv.num_held[plan.rows] * kv.block_size).all(), "computes without blocks"
     assert (upto < table.limit.all[plan.rows]).all(), "computes KV that no token will read"
     assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
+    cuts = {"encoder", "moods"} & {each.name for each in scheduler.resources.members}
+    if not (config.enable_chunked_prefill or cuts):  # these resources may cut it
+        assert (upto >= table.num_tokens.all[plan.rows]).all(), "cuts a prompt"
     if plan.drafts is not None:
         assert plan.drafts.counts.any(), "the plan has a draft part without drafts"
         assert (plan.drafts.counts < plan.counts).all(), "a draft takes the place of a known token"

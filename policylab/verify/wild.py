@@ -100,6 +100,8 @@ class Wild(Policy):
             return
         assert req in self.named, f"{req} was not named in order, but got tokens"
         allowed = self.allowed.get(req, num_tokens)
+        if allowed and not view.config.enable_chunked_prefill:
+            allowed = max(allowed, num_tokens)  # a prompt is not cut
         assert num_tokens <= allowed, f"{req} got {num_tokens} tokens, {allowed} were allowed"
         self.tokens_left -= num_tokens
         assert self.tokens_left >= 0, "more tokens than limits allows were granted"

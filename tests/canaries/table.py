@@ -21,7 +21,7 @@ POOL, CACHE, HASHING = "kv/block_pool.py", "kv/block_pool.py", "kv/prefix_index.
 KV, TABLES = "kv/manager.py", "kv/tables.py"
 SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
-COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
+COLUMNS, ROSTER, WAITS = STEP + "outputs.py", "sched/roster.py", "sched/roster.py"
 BUILDER = STEP + "builder.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
@@ -568,6 +568,12 @@ CANARIES = (
         "            pass\n",
     ),
     # pooled requests
+    Canary(
+        "let a policy cut a prompt that must be computed whole",
+        SCHEDULER,
+        "if may_be_cut or allowed <= 0:",
+        "if allowed >= 0:",
+    ),
     Canary(
         "return the result of a request that restarted meanwhile",
         SETTLE,

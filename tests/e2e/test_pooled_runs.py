@@ -21,6 +21,7 @@ from engine.cli.main import main
 from engine.config.args import EngineArgs
 from engine.core.replay import replay
 from engine.messages.pooling import PoolingOutput, PoolingRequestOutput
+from engine.sched import Policy, Request, SchedView
 
 VOCAB, LONGEST, POISON = 120, 48, 99
 
@@ -72,6 +73,24 @@ def test_a_text_that_is_not_a_number_fails_alone(path: Path) -> None:
     assert "NaN" in (found[4].error or "")
     right = [*found[:4], *found[5:]]
     for output, reference in zip(right, expected(path, sound), strict=True):
+        torch.testing.assert_close(vector(output), reference, atol=1e-5, rtol=0)
+
+
+class Halves(Policy):
+    """Offers half of the tokens that a prompt lacks."""
+
+    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
+        return (req.arrival_time,)
+
+    def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
+        return max(1, num_tokens // 2)
+
+
+def test_no_policy_cuts_a_text_whose_tokens_see_later_ones(path: Path) -> None:
+    given = prompts(8, seed=7)
+    with LLM(**options(path, scheduling_policy=Halves())) as llm:
+        found = llm.encode(given, use_tqdm=False)
+    for output, reference in zip(found, expected(path, given), strict=True):
         torch.testing.assert_close(vector(output), reference, atol=1e-5, rtol=0)
 
 

@@ -18,7 +18,7 @@ from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.roster import Cause, RunningColumns, WaitLedger
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.settle import Members
+from engine.sched.step.outputs import Members
 from engine.sched.step_state import Step
 from engine.sched.table import ONE
 from policylab.sim.jumps.blocks import RepeatingKV
