@@ -19,7 +19,7 @@ from engine.messages.vectors import Vectors
 
 BY_TOKEN = ("maxsim", "meanmaxsim")
 Side = Literal[0, 1]
-"""Of the two texts of a pair: 0 is the query, 1 the document."""
+"""One of the two texts of a pair: 0 is the query, 1 the document."""
 
 
 class Origin(NamedTuple):
@@ -36,7 +36,7 @@ class Comparison:
     prompts: list[Prompt]
     params: list[PoolingParams]
     origins: list[Origin]
-    """Of each prompt."""
+    """The input that each prompt was made of."""
     parts: list[tuple[int, ...]]
     """For each pair the indices of its prompts: the query's and the document's, or that of both."""
     similarity: str

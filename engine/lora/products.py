@@ -30,7 +30,7 @@ class AdapterProducts:
     num_bytes: int
     linears: dict[str, tuple[LowRankProduct, ...]]
     records: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Of ``linears``, so that they are made while others are computed."""
+    """The tables of ``linears`` that kernels read; the thread that reads the adapter makes them."""
     embedding: TableChange | None = None
     head: Linear | None = None  # in place of the base's output layer
     packed: Packed | None = None  # for a GPU, in place of all others

@@ -63,14 +63,34 @@ def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> Nativ
     return Assembly(spec, weights, placement).decoder()
 
 
-class Assembly:
-    """Builds the layers of one decoder."""
+class TensorSource:
+    """Takes the plain tensors of a model from its weights, and makes tables that layers share."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, placement: Placement) -> None:
-        self.spec = spec
+    def __init__(self, weights: Weights, placement: Placement) -> None:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of a target on the device, in the dtype of activations."""
+        device = self.placement.device
+        tensor = plain(self.weights.take(name)).to(device)
+        return tensor.to(activation_dtype(tensor.dtype, device))
+
+    def rope_table(self, rope: RopeSpec) -> torch.Tensor:
+        """Cosines and sines of all positions."""
+        if rope not in self.tables:
+            table = cos_sin_table(rope, self.placement.max_model_len)
+            self.tables[rope] = table.to(self.placement.device)
+        return self.tables[rope]
+
+
+class Assembly(TensorSource):
+    """Builds the layers of one decoder."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, placement: Placement) -> None:
+        super().__init__(weights, placement)
+        self.spec = spec
         self.adapted = AdaptedLayers()
         self.adapts_experts = placement.takes_adapters and is_cpu(torch.device(placement.device))
 
@@ -273,17 +293,6 @@ class Assembly:
             return layer
         self.adapted.linears[name] = AdaptedLinear(layer)
         return self.adapted.linears[name]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        device = self.placement.device
-        tensor = plain(self.weights.take(name)).to(device)
-        return tensor.to(activation_dtype(tensor.dtype, device))
-
-    def rope_table(self, rope: RopeSpec) -> torch.Tensor:
-        if rope not in self.tables:
-            table = cos_sin_table(rope, self.placement.max_model_len)
-            self.tables[rope] = table.to(self.placement.device)
-        return self.tables[rope]
 
     def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
         """What each mixer keeps between steps. A model without attention has one cache that no

@@ -90,32 +90,9 @@ class TextEmbedding:
         return self.norm(x, None if added is None else added.contiguous())
 
 
-class SumThenNorm:
-    """A layer whose norms are applied to the sums of sublayers' outputs and their inputs."""
-
-    def __init__(
-        self,
-        attention: Mixer,
-        attention_norm: LayerNorm,
-        mlp: Callable[[torch.Tensor], torch.Tensor],
-        mlp_norm: LayerNorm,
-    ) -> None:
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, meta: LayerMeta, cache: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute one layer: x [N, H] -> [N, H]. There is no residual."""
-        x = self.attention_norm(self.attention(x, meta, cache), x)
-        return self.mlp_norm(self.mlp(x), x), None
-
-
-class NormThenSum:
-    """A layer whose norms are applied to the inputs of sublayers. attention_norm: None if the input
-    is already normalised."""
+class EncoderLayer:
+    """One encoder layer: attention, then an MLP. attention_norm: ``None`` if the input is already
+    normalised."""
 
     def __init__(
         self,
@@ -132,8 +109,29 @@ class NormThenSum:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: LayerMeta, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute one layer. x [N, H]: output of the layer before, not yet added to the residual.
+        """Compute the layer. x [N, H]: output of the layer before, not yet added to the residual.
         Returns the new x and residual."""
+        raise NotImplementedError
+
+
+class SumThenNorm(EncoderLayer):
+    """A layer whose norms are applied to the sums of sublayers' outputs and their inputs. It has no
+    residual."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: LayerMeta, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.attention_norm is not None
+        x = self.attention_norm(self.attention(x, meta, cache), x)
+        return self.mlp_norm(self.mlp(x), x), None
+
+
+class NormThenSum(EncoderLayer):
+    """A layer whose norms are applied to the inputs of sublayers."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: LayerMeta, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.attention_norm is None:
             residual = x
         else:
@@ -154,7 +152,7 @@ class NativeEncoder:
     def __init__(
         self,
         embedding: TextEmbedding,
-        layers: Sequence[SumThenNorm | NormThenSum],
+        layers: Sequence[EncoderLayer],
         final_norm: LayerNorm | None,
         cache_spec: tuple[LayerCache, ...],
         vocab_size: int,

@@ -9,11 +9,10 @@ from engine.layers.distance_scores import distance_scores
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear, plain_rows
 from engine.layers.quantized import plain
-from engine.layers.rope import RopeSpec
-from engine.layers.rotary import cos_sin_table
 from engine.layers.sublayers import Attention, GatedMLP
-from engine.models.assemble import Placement, activation_dtype
+from engine.models.assemble import Placement, TensorSource, activation_dtype
 from engine.models.encoder import (
+    EncoderLayer,
     EncoderMLP,
     LayerNorm,
     NativeEncoder,
@@ -25,14 +24,12 @@ from engine.models.encoder_spec import EncoderSpec
 from engine.models.weights import Weights
 
 
-class EncoderAssembly:
+class EncoderAssembly(TensorSource):
     """Builds the layers of one encoder. Tensors are taken in the order of ``encoder_targets``."""
 
     def __init__(self, spec: EncoderSpec, weights: Weights, placement: Placement) -> None:
+        super().__init__(weights, placement)
         self.spec = spec
-        self.weights = weights
-        self.placement = placement
-        self.tables: dict[RopeSpec, torch.Tensor] = {}
         self.distances: torch.Tensor | None = None
 
     def encoder(self) -> NativeEncoder:
@@ -59,16 +56,13 @@ class EncoderAssembly:
         norm = self.norm("embedding_norm")
         return TextEmbedding(rows, tables, spec.first_position, norm, dtype)
 
-    def layer(self, index: int) -> SumThenNorm | NormThenSum:
+    def layer(self, index: int) -> EncoderLayer:
         comes_first = self.spec.norm.comes_first
         norm = self.norm(f"{index}.attention_norm") if index or not comes_first else None
         attention = self.attention(index)
         mlp_norm = self.norm(f"{index}.mlp_norm")
-        mlp = self.mlp(index)
-        if comes_first:
-            return NormThenSum(attention, norm, mlp, mlp_norm)
-        assert norm is not None
-        return SumThenNorm(attention, norm, mlp, mlp_norm)
+        kind = NormThenSum if comes_first else SumThenNorm
+        return kind(attention, norm, self.mlp(index), mlp_norm)
 
     def attention(self, index: int) -> Attention:
         a, layer = self.spec.attention, self.spec.layers[index]
@@ -111,17 +105,6 @@ class EncoderAssembly:
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=self.placement.quantize_activations,
         )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        device = self.placement.device
-        tensor = plain(self.weights.take(name)).to(device)
-        return tensor.to(activation_dtype(tensor.dtype, device))
-
-    def rope_table(self, rope: RopeSpec) -> torch.Tensor:
-        if rope not in self.tables:
-            table = cos_sin_table(rope, self.placement.max_model_len)
-            self.tables[rope] = table.to(self.placement.device)
-        return self.tables[rope]
 
     def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
         """One layer of KV, which all layers share."""

@@ -45,8 +45,8 @@ class PoolingRunner(Runner):
         ``Advanced`` for an error after the slots advanced."""
         self._check_fit(staged.rows)
         rows, machine = staged.rows, self.machine
-        wishes = [self._wish(slot, is_made_up) for slot in rows.slots.tolist()]
-        by_token = [place for place, wish in enumerate(wishes) if wish.is_by_token]
+        options = [self._options_of(slot, is_made_up) for slot in rows.slots.tolist()]
+        by_token = [place for place, own in enumerate(options) if own.is_by_token]
         assert staged.picked is not None
         step = EagerStep(
             machine,
@@ -55,13 +55,13 @@ class PoolingRunner(Runner):
             staged.picked,
             is_made_up=is_made_up,
             reads_all=bool(by_token) or self._gathered.reads_all,
-            token_types=self._token_types(staged, wishes),
+            token_types=self._token_types(staged, options),
         )
         hidden = step.hidden()
         with section("pool"):
             gathered = self._gathered.gather(staged, hidden)
             results = self._head(gathered.done)
-            chunks = self._chunks(staged, hidden, wishes, by_token)
+            chunks = self._chunks(staged, hidden, options, by_token)
         nothing = torch.zeros_like(staged.picked.slots)  # in place of sampled tokens
         drawn = Drawn(nothing, staged.picked.slots, staged.step.draw_starts, None)
         machine.slots.advance(staged.step.slots, staged.step.query_start, drawn)
@@ -71,33 +71,39 @@ class PoolingRunner(Runner):
             for feature in machine.features:
                 follow(feature, rows)
             ended = np.flatnonzero(rows.samples).tolist()
-            parts = [chunks[int(rows.slots[each])] for each in ended if wishes[each].is_by_token]
+            parts = [chunks[int(rows.slots[each])] for each in ended if options[each].is_by_token]
             fetched = machine.platform.fetch([results, *(torch.cat(part) for part in parts)])
         except torch.AcceleratorError:
             raise
         except Exception as error:
             raise Advanced(f"{type(error).__name__}: {error}") from error
-        return PooledStep(0, self._head, ended, [wishes[each] for each in ended], fetched)
+        return PooledStep(0, self._head, ended, [options[each] for each in ended], fetched)
 
-    def _wish(self, slot: int, is_made_up: bool) -> Wish:
-        """What the request in a slot wants; the model's own task in dummy and warm-up steps."""
+    def _options_of(self, slot: int, is_made_up: bool) -> ResultOptions:
+        """The options of the request in a slot; the model's own task in dummy and warm-up steps."""
         seq = None if is_made_up else self.machine.live.seqs[slot]
         params = PoolingParams() if seq is None or seq.pooling is None else seq.pooling
         task = params.task or self._head.spec.task
-        return Wish(task, params.use_activation, params.dimensions, params.second_text_start)
+        return ResultOptions(
+            task, params.use_activation, params.dimensions, params.second_text_start
+        )
 
-    def _token_types(self, staged: Staged, wishes: Sequence[Wish]) -> torch.Tensor | None:
+    def _token_types(self, staged: Staged, options: Sequence[ResultOptions]) -> torch.Tensor | None:
         """The type of each token [N]: 1 in the second text of a pair; ``None``: all are 0."""
-        if all(wish.second_text is None for wish in wishes):
+        if all(own.second_text is None for own in options):
             return None
         never = self._max_model_len
-        seconds = [never if w.second_text is None else w.second_text for w in wishes]
+        seconds = [never if w.second_text is None else w.second_text for w in options]
         begins = np.repeat(np.array(seconds), staged.rows.counts)
         types = (staged.tokens.positions >= begins).astype(np.int64)
         return self.machine.platform.upload(types)
 
     def _chunks(
-        self, staged: Staged, hidden: torch.Tensor, wishes: Sequence[Wish], places: Sequence[int]
+        self,
+        staged: Staged,
+        hidden: torch.Tensor,
+        options: Sequence[ResultOptions],
+        places: Sequence[int],
     ) -> dict[int, list[torch.Tensor]]:
         """Compute the results of each token in these rows. Returns, by slot, the results of all
         chunks so far. A chunk that is run again replaces its results."""
@@ -106,14 +112,14 @@ class PoolingRunner(Runner):
         for place in places:
             slot, start = int(rows.slots[place]), int(rows.starts[place])
             own = hidden[int(starts[place]) : int(starts[place + 1])].float()
-            results = self._head(own, wishes[place].task)
+            results = self._head(own, options[place].task)
             known = torch.cat(self._by_token[slot])[:start] if start else results[:0]
             chunks[slot] = [known, results]
         return chunks
 
 
-class Wish(NamedTuple):
-    """What a pooled request wants: a task, and the last operation on its result."""
+class ResultOptions(NamedTuple):
+    """The task of a pooled request, and the last operation on its result."""
 
     task: PoolingTask
     use_activation: bool | None
@@ -131,7 +137,7 @@ class PooledStep(NamedTuple):
     first: int
     head: Head
     rows: list[int]  # with results, counted from ``first``
-    wishes: list[Wish]  # of each
+    options: list[ResultOptions]  # of each
     fetched: Fetched  # results of all rows [R, D], then those of each row by token
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
@@ -145,14 +151,14 @@ class PooledStep(NamedTuple):
         pooled, *by_token = self.fetched.tensors
         left, alike = iter(by_token), defaultdict(list)
         found: list[tuple[int, Vectors]] = []
-        for place, (row, wish) in enumerate(zip(self.rows, self.wishes, strict=True)):
-            if wish.is_by_token:
-                found.append((self.first + row, self._activated(next(left), wish)))
+        for place, (row, own) in enumerate(zip(self.rows, self.options, strict=True)):
+            if own.is_by_token:
+                found.append((self.first + row, self._activated(next(left), own)))
             else:
-                alike[wish._replace(second_text=None)].append((place, self.first + row))
-        for wish, pairs in alike.items():
+                alike[own._replace(second_text=None)].append((place, self.first + row))
+        for own, pairs in alike.items():
             places, rows = zip(*pairs, strict=True)
-            found += zip(rows, self._activated(pooled[list(places)], wish), strict=True)
+            found += zip(rows, self._activated(pooled[list(places)], own), strict=True)
         sound = []
         for row, values in sorted(found, key=itemgetter(0)):
             if np.isfinite(values).all():
@@ -163,9 +169,9 @@ class PooledStep(NamedTuple):
             result.pooled = PooledPart.of([*entries_of(result.pooled), *sound])
         return EMPTY, EMPTY
 
-    def _activated(self, values: torch.Tensor, wish: Wish) -> Vectors:
+    def _activated(self, values: torch.Tensor, own: ResultOptions) -> Vectors:
         activated: Vectors = self.head.activate(
-            values, wish.task, use_activation=wish.use_activation, dimensions=wish.dimensions
+            values, own.task, use_activation=own.use_activation, dimensions=own.dimensions
         ).numpy()
         return activated
 

@@ -164,7 +164,7 @@ def attention_is_near(q: torch.Tensor, cache: Cache, chosen: dict) -> None:
 def test_attention_with_scores_by_distance(
     dtype: torch.dtype, window: int, rng: torch.Generator
 ) -> None:
-    """Of heads with keys of their own, in whole texts; the longest has two stretches of keys."""
+    """Each head has keys of its own, texts are whole, and the longest has two stretches of keys."""
     cache = Cache(((1, 0), (37, 0), (300, 0), (5, 0), (64, 0)), (3, 32), rng, dtype=dtype)
     q = torch.randn(cache.num_tokens, 3, 32, generator=rng).to(dtype)
     distances = torch.randn(3, 2 * (300 + 15) + 1, generator=rng)

@@ -77,7 +77,7 @@ def test_emulated_dots_have_the_same_bits(rng: torch.Generator) -> None:
     assert torch.equal(*both)
 
 
-# As in CASES: gates and ups apart, in one, and neither whole panels nor whole vectors.
+# Gates and ups in two targets or in one, also of sizes that are no multiple of a panel or vector.
 GATED = (
     (96, (128, 128), ((8, 8), (16, 0), (1, 5))),
     (70, (256,), ((4,), (13,), (2,))),

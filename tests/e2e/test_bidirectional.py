@@ -32,7 +32,7 @@ def gemma(path: Path, seed: int) -> PreTrainedModel:
 
 
 def qwen2(path: Path, seed: int) -> PreTrainedModel:
-    """As gte-Qwen2: transformers ignores the entry, so its mask is given."""
+    """The form of gte-Qwen2. transformers ignores the entry, so the test gives it the mask."""
     model = Qwen2Model(Qwen2Config(**BASE))
     randomised(model, seed).save_pretrained(path)
     file = path / "config.json"

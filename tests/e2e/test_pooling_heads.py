@@ -274,7 +274,7 @@ def test_a_reranker_of_modules_is_read_as_by_sentence_transformers(tmp_path: Pat
 
 
 def test_scores_by_tokens_equal_those_of_sentence_transformers(tmp_path: Path) -> None:
-    """As of Qwen3-Reranker, whose directory is that of a model that generates."""
+    """The form of Qwen3-Reranker, whose directory is that of a model that generates."""
     base = save_base(tmp_path / "base", random_model("Qwen3", "ForCausalLM"))
     ids = load_tokenizer(ModelConfig(model=str(base))).encode("yes no", add_special_tokens=False)
     first = Transformer(str(base), transformer_task="text-generation")

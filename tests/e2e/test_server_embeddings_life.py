@@ -80,7 +80,7 @@ def test_a_key_is_needed(server: Served) -> None:
 
 
 def test_a_query_goes_in_front_of_a_burst(server: Served) -> None:
-    """Of a lower number, it waits for a step and not for all texts of the burst."""
+    """A query with a lower number waits for one step, not for all texts of the burst."""
     vectors(server, input="warm")
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(vectors, server, input=BURST, priority=1)
