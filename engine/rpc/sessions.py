@@ -276,19 +276,22 @@ class ClientSessions:
 
 @dataclass(slots=True)
 class Waiting:
-    """An encoded batch of outputs that is not sent yet; ``rows``: its outputs without tokens."""
+    """An encoded batch of outputs that is not sent yet; ``rows``: its outputs without tokens and
+    vectors; ``pooled``: the rows that have vectors."""
 
     frame: bytes
     rows: CoreOutputs
+    pooled: list[int]
 
     @property
     def num_bytes(self) -> int:
         return len(self.frame) + FRAME_BYTES
 
-    def ids_with_tokens(self) -> set[str]:
-        """The ids of requests with tokens in this batch."""
+    def ids_with_results(self) -> set[str]:
+        """The ids of requests with tokens or vectors in this batch."""
         ids, counts = self.rows.request_ids, self.rows.counts
-        return {name for i, name in enumerate(ids) if counts is None or counts[i]}
+        with_tokens = {name for i, name in enumerate(ids) if counts is None or counts[i]}
+        return with_tokens.union(ids[row] for row in self.pooled)
 
 
 class SendQueue:
@@ -329,8 +332,11 @@ class SendQueue:
         if self.credits and not len(self) and self._send(frame):
             self.credits -= 1
             return
-        rows = replace(batch, token_ids=[], started=[], logprobs={}, prompt_logprobs={})
-        waiting = Waiting(frame, rows)
+        rows = replace(
+            batch, token_ids=[], started=[], logprobs={}, prompt_logprobs={}, pooled=None
+        )
+        pooled = [] if batch.pooled is None else batch.pooled.rows
+        waiting = Waiting(frame, rows, pooled)
         self._batches.append(waiting)
         self.batch_bytes += waiting.num_bytes
 
@@ -350,12 +356,12 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the unsent outputs. Returns (request id, end) for each end in them. If tokens of the
-        request were dropped, its end becomes an abort with ``reason``."""
+        """Drop the unsent outputs. Returns (request id, end) for each end in them. If tokens or
+        vectors of the request were dropped, its end becomes an abort with ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:
-            lost |= waiting.ids_with_tokens()
+            lost |= waiting.ids_with_results()
             for end in waiting.rows.finished:
                 name = waiting.rows.request_ids[end.index]
                 ends.append((name, _aborted(end, reason) if name in lost else end))
@@ -365,7 +371,7 @@ class SendQueue:
 
 
 def _aborted(end: Finished, reason: str) -> Finished:
-    """A copy of a request's end, changed to an abort with ``reason`` since tokens were dropped."""
+    """A copy of a request's end, changed to an abort with ``reason`` since results were dropped."""
     return replace(end, reason="abort", stop_reason=None, message=reason)
 
 

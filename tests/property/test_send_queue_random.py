@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from support.fake_router import Router, with_requests
 
+from engine.messages.pooling import PooledColumns
 from engine.messages.requests import CoreOutputs, Finished
 from engine.rpc.sessions import FRAME_BYTES, ClientSessions, SendQueue
+
+VECTOR = 1000  # counts as this many tokens
 
 
 class Life:
@@ -39,7 +43,8 @@ class Life:
         rows = [name for name in self.peer.live if self._dice.random() < 0.7]
         counts = [self._dice.randint(0, 2) for _ in rows]
         ends = [Finished(row, "length") for row in range(len(rows)) if self._dice.random() < 0.15]
-        self._publish(rows, counts, ends)
+        pooled = [end.index for end in ends if self._dice.random() < 0.5]
+        self._publish(rows, counts, ends, pooled)
 
     def abort(self) -> None:
         """The core ends these, and says so in outputs."""
@@ -65,13 +70,23 @@ class Life:
             if reason != "abort":
                 assert self._num_read[name] == self.num_made[name], f"{name} lost tokens unsaid"
 
-    def _publish(self, rows: list[str], counts: list[int], ends: list[Finished]) -> None:
+    def _publish(
+        self, rows: list[str], counts: list[int], ends: list[Finished], pooled: Sequence[int] = ()
+    ) -> None:
         for name, count in zip(rows, counts, strict=True):
             self.num_made[name] += count
+        for row in pooled:
+            self.num_made[rows[row]] += VECTOR
         self._reasons.update((rows[end.index], end.reason) for end in ends)
         if rows:
             tokens = [1] * sum(counts)
-            self.peers.publish(0, CoreOutputs(rows, tokens, counts, 0.0, finished=ends))
+            ones = [1] * len(pooled)
+            vectors = (
+                PooledColumns([*pooled], ones, ones, bytes(4 * len(pooled))) if pooled else None
+            )
+            self.peers.publish(
+                0, CoreOutputs(rows, tokens, counts, 0.0, finished=ends, pooled=vectors)
+            )
 
     def _read_sent(self) -> None:
         for each in self._router.batches():
@@ -84,6 +99,8 @@ class Life:
         for name, count in zip(sent.request_ids, counts, strict=True):
             assert name not in self.ends, f"{name}: rows behind its end"
             self._num_read[name] = self._num_read.get(name, 0) + count
+        for row in () if sent.pooled is None else sent.pooled.rows:
+            self._num_read[sent.request_ids[row]] += VECTOR
         self.ends.update((sent.request_ids[end.index], end.reason) for end in sent.finished)
 
 
