@@ -21,6 +21,7 @@ _HALF = np.int32(16)
 _ROUND, _ONE = np.int32(0x7FFF), np.int32(1)
 _MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _NAN = np.int32(0x7FC0)
+_ONE_FLOAT = np.float32(1)
 _ROUNDS = isa.has("avx512bf16")  # whole vectors in one instruction
 
 
@@ -54,19 +55,26 @@ def read_cells(source, target, cell):
 @njit(**INLINE)
 def write_cells(target, source, cell):
     """Write the contiguous float32 array `source` to an address, rounded to nearest even."""
+    write_scaled(target, source, _ONE_FLOAT, cell)
+
+
+@njit(**INLINE)
+def write_scaled(target, source, factor, cell):
+    """Write the contiguous float32 array `source`, times a factor, to an address, rounded to
+    nearest even."""
     if cell == 4:
         floats = f32(target, source.shape)
         for i in range(source.shape[0]):
-            floats[i] = source[i]
+            floats[i] = source[i] * factor
     else:
         done, num = 0, source.shape[0]
         if _ROUNDS:
             while done + LANES <= num:
-                round16(source.ctypes.data + done * 4, target + done * 2)
+                round16(source.ctypes.data + done * 4, factor, target + done * 2)
                 done += LANES
         halves = u16(target, source.shape)
         for i in range(done, num):
-            halves[i] = narrow(source[i])
+            halves[i] = narrow(source[i] * factor)
 
 
 def elements(address, shape, cell):

@@ -144,6 +144,23 @@ def interleave16(typing_context, source, ld_source, target, ld_target):
 
 
 @intrinsic
+def pair_halves(typing_context, one, other, target):
+    """Combine 16 values of 16 bits at `one`, each with that at `other`, in words at `target`, those
+    of `one` in the low halves."""
+
+    def build(context, builder, signature, args):
+        halves = ir.VectorType(_I16, LANES)
+        low, high = (
+            builder.zext(builder.load(_at(builder, each, _I64(0), halves), align=2), _WORDS)
+            for each in args[:2]
+        )
+        _put(builder, builder.or_(low, builder.shl(high, _all(16))), args[2], _I64(0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), build
+
+
+@intrinsic
 def round_turned(typing_context, source, ld_source, target, ld_target):
     """Transpose 32 x 16 float32 and round them to nearest even, as bfloat16 [16, 32]."""
 

@@ -75,6 +75,37 @@ u32, u64 = _array_at(types.uint32), _array_at(types.uint64)
 
 
 @intrinsic
+def unowned(typing_context, arrays):
+    """A tuple of arrays, without their reference counts, whose updates cost as much as short loops
+    over rows. The arrays must live until all use of the result is over: pass them to `keep` then.
+    """
+
+    def build(context, builder, signature, args):
+        made = []
+        for place, kind in enumerate(arrays):
+            given = make_array(kind)(context, builder, builder.extract_value(args[0], place))
+            array = make_array(kind)(context, builder)
+            extents, strides = (
+                cgutils.unpack_tuple(builder, each) for each in (given.shape, given.strides)
+            )
+            populate_array(array, given.data, extents, strides, given.itemsize, meminfo=None)
+            made.append(array._getvalue())
+        return context.make_tuple(builder, arrays, made)
+
+    return arrays(arrays), build
+
+
+@intrinsic
+def keep(typing_context, arrays):
+    """Keep a tuple of arrays in memory until here; Numba frees an array after its last use."""
+
+    def build(context, builder, signature, args):
+        return context.get_dummy_value()
+
+    return types.void(arrays), build
+
+
+@intrinsic
 def next_item(typing_context, counter):
     """Increment the work item counter at the address ``counter`` and return its old value."""
 

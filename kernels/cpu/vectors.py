@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu import isa
@@ -501,18 +502,31 @@ def largest(typing_context, address, count, start):
 
 
 @intrinsic
-def round16(typing_context, source, target):
-    """Convert 16 float32 at `source` to bfloat16 at `target`, rounded to nearest even, with AVX-512
-    BF16. Denormal numbers become zero."""
+def round16(typing_context, source, factor, target):
+    """Multiply 16 float32 at `source` by a factor, and write them to `target` as bfloat16, rounded
+    to nearest even, with AVX-512 BF16. Denormal numbers become zero."""
 
     def build(context, builder, signature, args):
         floats = _load(builder, args[0], _I64(0), ir.VectorType(_F32, LANES))
-        halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
-        place = builder.inttoptr(args[1], halves.type.as_pointer())
+        scaled = builder.fmul(floats, splat(builder, args[1], LANES))
+        halves = builder.fptrunc(scaled, ir.VectorType(BFloat(), LANES))
+        place = builder.inttoptr(args[2], halves.type.as_pointer())
         builder.store(halves, place, align=2)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), build
+    return types.void(types.intp, types.float32, types.intp), build
+
+
+@intrinsic
+def copy_bytes(typing_context, source, target, count):
+    """Copy `count` bytes between addresses, in vectors if the count is known to the compiler."""
+
+    def build(context, builder, signature, args):
+        source, target = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), build
 
 
 @intrinsic

@@ -26,7 +26,7 @@ from kernels.cpu.attention.softmax import (
 from kernels.cpu.cells import read_cells
 from kernels.cpu.columns import cap_scores, soften_row, transpose16
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, keep, next_item, unowned
 from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 KEYS = 64  # keys per product
@@ -57,16 +57,17 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         planned = i64(p[8], (2,))
         kv_heads, softcap = p[5], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
-        q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
-        outputs, scores = np.empty_like(acc), np.zeros((rows, LINE_OF_SCORES), np.float32)
-        sums = outputs, np.empty(room, np.float32), np.empty(room, np.float32)
-        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
-        factors = np.empty_like(total), np.empty_like(total)
-        keys, values = (
+        floats = (
+            np.zeros((3, rows, head_dim), np.float32),
+            np.zeros((rows, LINE_OF_SCORES), np.float32),
             np.empty((head_dim, KEYS), np.float32),
-            np.empty((KEYS, head_dim), np.float32),
+            np.empty((2 if cell == 1 else 1, KEYS, head_dim), np.float32),
+            np.empty((6, room), np.float32),
         )
-        copies = np.empty((KEYS if cell == 1 else 0, head_dim), np.float32)
+        wide, scores, keys, gathered, lines = unowned(floats)
+        q, acc, values, copies = wide[0], wide[1], gathered[0], gathered[-1]
+        sums, factors = (wide[2], lines[0], lines[1]), (lines[2], lines[3])
+        total, largest = lines[4], lines[5]
         while True:
             index = next_item(row)
             if index >= planned[1] * kv_heads:
@@ -98,6 +99,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 fold(sums, (acc, total, largest), factors, num)
                 start += STRETCH
             finish(p, item, head, group, sums, token)
+        keep(floats)
 
     return body
 

@@ -26,8 +26,8 @@ from kernels.cpu.attention.softmax import STRETCH, scale_by
 from kernels.cpu.cells import write_cells
 from kernels.cpu.columns import transpose16
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item, u16
-from kernels.cpu.vectors import LANES, pair_tile_product
+from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, keep, next_item, unowned
+from kernels.cpu.vectors import LANES, copy_bytes, pair_tile_product
 
 _CELL = 2  # bytes of an element of queries and outputs, and of what products read
 _MOST = 6  # rows per product with values
@@ -52,20 +52,23 @@ def dotted_single_body(head_dim: int, group: int, how: int, cell: int):
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
         planned, heads = i64(p[8], (2,)), p[5] * group
-        q, copies = np.zeros((heads, depth), np.uint16), np.zeros((LANES, depth), np.uint16)
-        keys = np.zeros((depth // 2, KEYS), np.int32)
-        values = np.zeros((STRETCH // 2, width), np.int32)
-        scores = np.zeros((group, LINE_OF_SCORES), np.float32)
-        weights = np.zeros((group + more, STRETCH), np.uint16)
-        acc, room = (
-            np.empty((heads + more, width), np.float32),
-            (heads + LANES - 1) // LANES * LANES,
+        room = (heads + LANES - 1) // LANES * LANES
+        halves = (
+            np.zeros((heads, depth), np.uint16),
+            np.zeros((LANES, depth), np.uint16),
+            np.zeros((group + more, STRETCH), np.uint16),
         )
-        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
-        factors = np.empty_like(total), np.empty_like(total)
-        outputs = np.empty((heads, head_dim), np.float32)
-        sums = outputs, np.empty_like(total), np.empty_like(total)
-        added = acc[:heads, :head_dim], total, largest
+        words = np.zeros((depth // 2, KEYS), np.int32), np.zeros((STRETCH // 2, width), np.int32)
+        floats = (
+            np.zeros((group, LINE_OF_SCORES), np.float32),
+            np.empty((heads + more, width), np.float32),
+            np.empty((heads, head_dim), np.float32),
+            np.empty((6, room), np.float32),
+        )
+        (q, copies, weights), (keys, values) = unowned(halves), unowned(words)
+        scores, acc, outputs, lines = unowned(floats)
+        total, largest, factors = lines[0], lines[1], (lines[2], lines[3])
+        sums, added = (outputs, lines[4], lines[5]), (acc[:heads, :head_dim], total, largest)
         while True:
             index = next_item(row)
             if index >= planned[1]:
@@ -83,6 +86,7 @@ def dotted_single_body(head_dim: int, group: int, how: int, cell: int):
                 gather_pairs((p, item[0], head), span, (values, copies), head_dim, cell)
                 add_dots((weights, values, acc[of:]), group, span, vectors, height, how)
             leave(p, (item, index), sums, added, factors, _CELL)
+        keep((halves, words, floats))
 
     return body
 
@@ -90,10 +94,9 @@ def dotted_single_body(head_dim: int, group: int, how: int, cell: int):
 @njit(**INLINE)
 def _copy(source, q, head_dim):
     """Copy queries [heads, head_dim] at address `source` to the rows of q."""
-    given = u16(source, (q.shape[0], head_dim))
+    size = head_dim * _CELL
     for g in range(q.shape[0]):
-        for d in range(head_dim):
-            q[g, d] = given[g, d]
+        copy_bytes(source + g * size, q[g].ctypes.data, size)
 
 
 @njit(inline="always")

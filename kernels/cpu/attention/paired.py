@@ -36,18 +36,20 @@ from kernels.cpu.attention.softmax import (
     scale_and_cap,
 )
 from kernels.cpu.columns import (
+    pair_halves,
     round_turned,
     scale_columns,
     soften_columns,
     transpose16,
 )
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item, u16
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, keep, next_item, u16, unowned
 from kernels.cpu.vectors import (
     DOTS,
     LANES,
     LINE,
     SOFT_DOTS,
+    copy_bytes,
     pair_tile_product,
 )
 
@@ -83,18 +85,25 @@ def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0)
         p = i64(row, (NUM_PARAMETERS + 1,))
         planned, kv_heads = i64(p[8], (2,)), p[5]
         state = np.empty(amx.STATE + LINE, np.uint8)
-        flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
-        copies, values = np.zeros_like(flat[:LANES]), np.zeros((STRETCH // 2, width), np.int32)
-        # Separate for each group of 16 rows, since a group is read several times.
-        scores = np.zeros((rows // LANES, STRETCH, LANES), np.float32)
-        # Padded, since dots compute several rows together.
-        weights = np.zeros((rows + _DOT_ROWS, STRETCH), np.uint16)
-        acc = np.empty((rows + _DOT_ROWS, width), np.float32)
-        total, largest = np.empty(rows, np.float32), np.empty(rows, np.float32)
-        factors, added = (np.empty_like(total), np.empty_like(total)), (acc, total, largest)
-        outputs = np.empty((rows, head_dim), np.float32)
-        sums = outputs, np.empty_like(total), np.empty_like(total)
-        positions, bounds = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
+        halves = (
+            np.zeros((rows, depth), np.uint16),
+            np.zeros((LANES, depth), np.uint16),
+            # Weights. Padded, since dots compute several rows together.
+            np.zeros((rows + _DOT_ROWS, STRETCH), np.uint16),
+        )
+        words = np.empty((depth // 2, rows), np.int32), np.zeros((STRETCH // 2, width), np.int32)
+        places = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
+        floats = (
+            np.empty((rows + _DOT_ROWS, width), np.float32),
+            np.empty((rows, head_dim), np.float32),
+            np.empty((6, rows), np.float32),
+            # Scores. Separate for each group of 16 rows, since a group is read several times.
+            np.zeros((rows // LANES, STRETCH, LANES), np.float32),
+        )
+        (flat, copies, weights), (q, values) = unowned(halves), unowned(words)
+        (positions, bounds), (acc, outputs, lines, scores) = unowned(places), unowned(floats)
+        total, largest, factors = lines[0], lines[1], (lines[2], lines[3])
+        added, sums = (acc, total, largest), (outputs, lines[4], lines[5])
         if is_tiled:
             amx.begin((state.ctypes.data + LINE - 1) & -LINE, soft)
         while True:
@@ -125,6 +134,7 @@ def paired_body(head_dim: int, group: int, how: int, cell: int, single: int = 0)
                 finish(p, item, head, group, sums, _CELL)
         if is_tiled:
             amx.end(state.ctypes.data, soft)
+        keep((halves, words, places, floats))
 
     return body
 
@@ -238,22 +248,19 @@ def _begin(p, item, head, group, targets, head_dim, used):
     (scratch memory, queries in pairs [head size / 2, rows, 2], positions [rows]); used: number of
     groups of 16 rows that are multiplied."""
     flat, q, positions = targets
-    width, before = group * head_dim, item[6]
+    width, before, stride = group * head_dim, item[6], flat.shape[1] * _CELL
     for i in range(item[2]):
-        address = p[1] + row_address(item[1], i, head, p, width * _CELL)
-        source = u16(address, (group, head_dim))
+        source = p[1] + row_address(item[1], i, head, p, width * _CELL)
+        target = flat.ctypes.data + i * group * stride
         for g in range(group):
-            target = flat[i * group + g]
-            for d in range(head_dim):
-                target[d] = source[g, d]
+            copy_bytes(source + g * head_dim * _CELL, target + g * stride, head_dim * _CELL)
             positions[i * group + g] = before + i
     for r in range(item[2] * group, used * LANES):
         positions[r] = before + item[2] - 1
-    stride = flat.shape[1] * _CELL
     for r in range(0, used * LANES, LANES):
         for k in range(0, q.shape[0], LANES):
             target = q[k].ctypes.data + r * 4
-            transpose16(flat[r].ctypes.data + k * 4, stride, target, flat.shape[0] * 4, 4)
+            transpose16(flat[r].ctypes.data + k * 4, stride, target, q.shape[1] * 4, 4)
 
 
 @njit(inline="always")
@@ -274,10 +281,8 @@ def keys_address(place, span, copies, head_dim, cell):
         address, stride = key_address(p, table, head, first, size), size
     else:
         for position in range(begin, end):
-            source = u16(key_address(p, table, head, position, size), (head_dim,))
-            target = copies[position - first]
-            for d in range(head_dim):
-                target[d] = source[d]
+            source = key_address(p, table, head, position, size)
+            copy_bytes(source, address + (position - first) * stride, size)
     return address, stride
 
 
@@ -356,7 +361,7 @@ def _score_dots(left, q, scores, how):
 def _pair_up(source, values, first, num, head_dim):
     """Copy bfloat16 values [num, head_dim] to `values`, where the values of two keys are
     interleaved. source: (address, row stride in bytes); first: index of the first key."""
-    j, (address, stride) = 0, source
+    j, (address, stride), whole = 0, source, head_dim // LANES * LANES
     while j < num:
         row, pair = u16(address + j * stride, (head_dim,)), values[(first + j) // 2]
         if (first + j) % 2:
@@ -364,7 +369,10 @@ def _pair_up(source, values, first, num, head_dim):
                 pair[d] |= np.int32(row[d]) << 16
         elif j + 1 < num:
             other = u16(address + (j + 1) * stride, (head_dim,))
-            for d in range(head_dim):
+            for d in range(0, whole, LANES):
+                at = address + j * stride + d * _CELL
+                pair_halves(at, at + stride, pair.ctypes.data + d * 4)
+            for d in range(whole, head_dim):
                 pair[d] = np.int32(row[d]) | np.int32(other[d]) << 16
             j += 1
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.cells import write_cells
+from kernels.cpu.cells import write_scaled
 from kernels.cpu.columns import cap_scores, exp2_of_all, fold_factors
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import EXACT, f32
@@ -73,8 +73,7 @@ def settle(values, total, largest, sink, target, size):
         total += exp2_of_all(fused(f32(sink, (1,))[0], LOG2_E, -largest))
     if largest == EMPTY:
         total = _NAN
-    scale_by(_ONE / total, values)
-    write_cells(target, values, size)
+    write_scaled(target, values, _ONE / total, size)
 
 
 @njit(**EXACT)
