@@ -29,7 +29,7 @@ from kernels.cpu.attention.softmax import (
 )
 from kernels.cpu.cells import read_cells
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, keep, next_item, unowned
 from kernels.cpu.vectors import LANES, LINE, add_tile_product, lanes_of, prefetch, tile_product
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -49,14 +49,16 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
         kv_heads, softcap = p[5], np.float32(real[10])
         heads = kv_heads * group
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
-        q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
-        outputs, scores = np.empty_like(acc), np.zeros((group, LINE_OF_SCORES), np.float32)
-        room = (heads + LANES - 1) // LANES * LANES
-        sums = outputs, np.empty(room, np.float32), np.empty(room, np.float32)
-        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
-        factors = np.empty(room, np.float32), np.empty(room, np.float32)
-        keys = np.empty((head_dim, KEYS), np.float32)
-        copies = np.empty((KEYS if cell == 1 else 0, head_dim), np.float32)
+        floats = (
+            np.empty((3, heads, head_dim), np.float32),
+            np.zeros((group, LINE_OF_SCORES), np.float32),
+            np.empty((head_dim, KEYS), np.float32),
+            np.empty((KEYS if cell == 1 else 0, head_dim), np.float32),
+            np.empty((6, (heads + LANES - 1) // LANES * LANES), np.float32),
+        )
+        wide, scores, keys, copies, lines = unowned(floats)
+        q, acc, sums = wide[0], wide[1], (wide[2], lines[0], lines[1])
+        factors, total, largest = (lines[2], lines[3]), lines[4], lines[5]
         while True:
             index = next_item(row)
             if index >= planned[1]:
@@ -87,6 +89,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 else:
                     _add((p, item), arrays, head, group, vectors, lanes, held)
             leave(p, (item, index), sums, (acc, total, largest), factors, token)
+        keep(floats)
 
     return body
 

@@ -34,7 +34,7 @@ from kernels.cpu.columns import (
     transpose16,
 )
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item, u16
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, keep, next_item, u16, unowned
 from kernels.cpu.vectors import prefetch
 
 _CELL = 2  # bytes of an element of queries and outputs, and of what products read
@@ -70,21 +70,26 @@ def tiled_single_body(head_dim: int, group: int, how: int, cell: int):
         tiles = (heads + _RUN - 1) // _RUN
         width = tiles * _RUN
         state = np.empty(amx.STATE + _LINE, np.uint8)
-        q = np.zeros((tiles + kv_heads, steps * _RUN, _RUN), np.int32)
-        places, scores = np.empty(most // _RUN, np.int64), np.empty((most, width), np.float32)
-        # Rows of a tile after those of its head belong to the next head, or are unused.
-        weights = np.empty((most // _UNIT * width + _RUN, _RUN), np.int32)
-        acc, outputs = (
-            np.empty((heads, head_dim), np.float32),
-            np.empty((heads, head_dim), np.float32),
+        integers = (
+            np.zeros((tiles + kv_heads, steps * _RUN, _RUN), np.int32),  # queries
+            # Weights. Rows of a tile after those of its head belong to the next head, or are
+            # unused.
+            np.empty((most // _UNIT * width + _RUN, _RUN), np.int32),
+            np.empty((2, _RUN), np.int32),
+            np.empty(most // _RUN, np.int64),
+            np.empty(2 * _PIECES + _RUN * head_dim * _CELL + _LINE, np.uint8),
+            np.zeros((2, _RUN, head_dim), np.uint16),
+            np.zeros((_RUNS * _RUN if cell == 1 else 0) * head_dim + _LINE, np.uint16),
         )
-        sums = outputs, np.empty(width, np.float32), np.empty(width, np.float32)
-        factors = np.empty(width, np.float32), np.empty(width, np.float32)
-        total, largest = np.empty(width, np.float32), np.empty(width, np.float32)
-        bounds = np.empty((2, _RUN), np.int32)
-        pieces = np.empty(2 * _PIECES + _RUN * head_dim * _CELL + _LINE, np.uint8)
-        edge, blank = np.zeros((_RUN, head_dim), np.uint16), np.zeros((_RUN, head_dim), np.uint16)
-        copies = np.zeros((_RUNS * _RUN if cell == 1 else 0) * head_dim + _LINE, np.uint16)
+        floats = (
+            np.empty((most, width), np.float32),
+            np.empty((2, heads, head_dim), np.float32),
+            np.empty((6, width), np.float32),
+        )
+        q, weights, bounds, places, pieces, edges, copies = unowned(integers)
+        scores, wide, lines = unowned(floats)
+        acc, edge, blank, sums = wide[0], edges[0], edges[1], (wide[1], lines[0], lines[1])
+        factors, total, largest = (lines[2], lines[3]), lines[4], lines[5]
         amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
         while True:
             index = next_item(row)
@@ -104,6 +109,7 @@ def tiled_single_body(head_dim: int, group: int, how: int, cell: int):
             _add((p, own), rooms, (weights, acc), numbers, columns, cell, soft)
             leave(p, (item, index), sums, (acc, total, largest), factors, _CELL)
         amx.end(state.ctypes.data, soft)
+        keep((integers, floats))
 
     return body
 
