@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse requests with tools that a server would run (web_search and the like) instead "
         "of ignoring these tools",
     )
+    group.add_argument(
+        "--no-page",
+        dest="page",
+        action="store_false",
+        help="serve no page for browsers at /; by default it is open, its data need a key",
+    )
     _add_watching(group)
     _add_access(parser.add_argument_group("access to the server"))
     _add_limits(parser.add_argument_group("limits of the server"))
@@ -182,6 +188,7 @@ def run(parsed: argparse.Namespace) -> int:
         health_timeout=parsed.health_timeout,
         otlp_traces_endpoint=parsed.otlp_traces_endpoint,
         reader_timeout=parsed.reader_timeout,
+        has_page=parsed.page,
         request_log=parsed.request_log,
         max_queue_seconds=parsed.max_queue_seconds,
         limits=ServerLimits(**_given(parsed, LIMITS)),

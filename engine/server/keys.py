@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -109,15 +109,23 @@ class KeyGuard:
     """ASGI middleware that answers a request without a valid key with status 401, and a request
     whose key has too many open requests with 429."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:
-        """most: maximum number of open requests per API key; ``None``: no limit."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        most: int | None = None,
+        also_open: Collection[str] = (),
+    ) -> None:
+        """most: maximum number of open requests per API key; ``None``: no limit. also_open: paths
+        that need no key, besides ``OPEN_PATHS``."""
         self.app = app
         self._keys = keys
         self._most = most
+        self._open_paths = frozenset((*OPEN_PATHS, *also_open))
         self._num_open: Counter[bytes] = Counter()  # requests, by the digest of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        is_open = scope["type"] != "http" or scope["path"] in self._open_paths
         if is_open or not self._keys.has_any:
             await self.app(scope, receive, send)
             return

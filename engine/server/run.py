@@ -37,6 +37,7 @@ from engine.server.limits import ServerLimits
 from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
+from engine.server.page.assets import PageAssets
 from engine.server.pooled.inputs import MAX_INPUTS
 from engine.server.private_parts import TRANSFORMERS, check_private_parts
 from engine.server.readers import SlowReaders, cut
@@ -114,6 +115,7 @@ class ServerOptions:
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
     origins: AllowedOrigins = field(default_factory=AllowedOrigins)
+    has_page: bool = True  # a page for browsers at ``/``
     request_log: RequestLogKind | None = None  # default: text if the log level is info
 
     def __post_init__(self) -> None:
@@ -158,10 +160,14 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
         routes = routes_of(
             engine, names, adapters, operations, options.limits, options.chat_template
         )
+        assets = PageAssets() if options.has_page else None
+        if assets is not None:
+            routes += assets.routes()
         app = make_app(routes)
         # Middleware, from the innermost to the outermost.
         app = QueueGate(app, engine)
-        app = KeyGuard(app, keys, options.limits.max_requests_per_key)
+        open_paths = () if assets is None else assets.paths
+        app = KeyGuard(app, keys, options.limits.max_requests_per_key, open_paths)
         app = operations.traffic.counting(app, routes)
         if tracing is not None:
             app = tracing.begin(engine, names.first, app)

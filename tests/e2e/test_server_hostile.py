@@ -380,7 +380,7 @@ def bare(method: str, target: str, host: str = "a") -> bytes:
 
 def test_without_a_key_nothing_but_health_is_told(server: Served) -> None:
     """Whatever the Host header and the target say: what is matched is what is guarded."""
-    told = {"/health", "/ready", "/ping", "/version"}
+    told = {"/", "/health", "/ready", "/ping", "/version"}
     found = operations(server)
     assert len(found) > 10
     for method, path in found:
