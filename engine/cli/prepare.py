@@ -37,6 +37,9 @@ def run(parsed: argparse.Namespace) -> int:
         pools = "only_pooling" in engine.session.client.decided.capabilities
         for params in (PoolingParams(),) if pools else SAMPLING:
             _compute(engine, params)
+        from engine.worker.warmup import wait_for_kernels
+
+        wait_for_kernels()
     from kernels.cpu.disk_cache import CURRENT
     from kernels.cpu.isa import KERNEL_CACHE, LEVEL, processor
 

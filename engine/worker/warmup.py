@@ -50,6 +50,7 @@ EVERYTHING = SamplingParams(
     max_tokens=NUM_DECODES + 1,
     ignore_eos=True,
 )
+KERNELS_THREAD = "prepare-kernels"
 LARGEST_SECONDS = 0.5  # the largest step is run at start only if it takes less
 
 
@@ -68,7 +69,15 @@ def prepare_kernels(info: ModelInfo, model: ModelConfig, kv_dtype: str) -> None:
     prepared = partial(
         prepare, dtype, kind, logger.info, has_blocks=has_blocks, is_encoder=is_encoder
     )
-    threading.Thread(target=prepared, name="prepare-kernels").start()
+    threading.Thread(target=prepared, name=KERNELS_THREAD).start()
+
+
+def wait_for_kernels() -> None:
+    """Block until threads of ``prepare_kernels`` have compiled and stored all kernels, also those
+    that the first requests do not use."""
+    for thread in threading.enumerate():
+        if thread.name == KERNELS_THREAD:
+            thread.join()
 
 
 def warm_up(driver: Driver, num_blocks: int) -> float:
