@@ -93,6 +93,7 @@ campaign: $(READY)
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
 	$(ONE_THREAD) $(BIN)/python tools/server_campaign.py all
 	$(ONE_THREAD) $(BIN)/python tools/retrieval.py
+	$(BIN)/python tools/clean_root.py
 	$(PYTEST) -m perf tests
 
 bench: $(READY)
