@@ -332,6 +332,11 @@ class AsyncLLMEngine(AsyncAdapters):
         return self._session.tokenizer
 
     @property
+    def model_path(self) -> str:
+        """Directory of the model, or of those of its files that this process uses."""
+        return self._session.model_path
+
+    @property
     def recommended(self) -> Mapping[str, Any]:
         """Default sampling parameters from the model's generation_config.json, keyed by field of
         ``SamplingParams``. Requests get them only if the caller passes them on."""

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("frontend",), "requests and outputs on the user's side"),
     (("llm_engine", "async_engine"), "engines for single steps and for asyncio"),
     (("llm",), "the `LLM` class: prompts to outputs"),
-    (("server",), "the APIs of OpenAI and Anthropic"),
+    (("server",), "the APIs of OpenAI, Anthropic and Ollama"),
     (("cli",), "the `metronome` command"),
     (("policylab.verify",), "checks of policies and schedulers"),
     (("policylab.sim", "policylab.simulated"), "simulation on a virtual clock"),

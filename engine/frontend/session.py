@@ -61,6 +61,8 @@ class Session:
         """Set up the front end of ``client``. recommended: default values for
         ``SamplingParams``; pooling: how the model pools."""
         self.client = client
+        self.model_path = config.model.model
+        """Directory of the model, or of those of its files that this process uses."""
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
             tokenizer,

@@ -1,4 +1,4 @@
-"""The HTTP server: the APIs of OpenAI and Anthropic over an ``AsyncLLMEngine``.
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama over an ``AsyncLLMEngine``.
 
 run          start uvicorn and the engine, and end them
 app          the routes and the ASGI application
@@ -20,6 +20,7 @@ chat         POST /v1/chat/completions
 responses    POST /v1/responses and stored responses (responses_body: its requests;
              responses_items: the conversation; responses_tools: kinds of tools)
 messages     Anthropic's POST /v1/messages (messages_body: its requests)
+ollama       Ollama's API: /api/chat and others
 speech       parse the output of a chat model into thinking, text and tool calls
 blocks       the blocks of an answer, for responses and messages
 tokenize     POST /tokenize and /detokenize

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from engine.messages.requests import CompletionOutput, RequestOutput, code_of
 from engine.server.blame import with_client_names
 from engine.server.bodies import RequestBody
 from engine.server.errors import as_api_error, error_of_end
-from engine.server.streams import DONE, event_of
+from engine.server.streams import DONE, EVENTS, event_of
 
 TEXT = b"<text>"
 OURS = "~"  # in the engine's request ids: separates the client's id from a random suffix
@@ -72,10 +72,12 @@ class Frame(NamedTuple):
 
 
 class HttpAnswer(ABC):
-    """The answer to one HTTP request, sent complete or as server-sent events."""
+    """The answer to one HTTP request, sent complete or as events while it is generated."""
 
     left_out: tuple[str, ...] = ()
     """Types of requested tools that the server would have to run; the prompt does not list them."""
+    stream_type: ClassVar[bytes] = EVENTS
+    """The media type of a streamed answer."""
 
     def set_request_id(self, request_id: str) -> None:  # noqa: B027  (most make their own ids)
         """Use the id of the HTTP request in the answer. The id need not be unique."""

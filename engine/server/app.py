@@ -32,6 +32,7 @@ from engine.server.messages import Messages, count_tokens
 from engine.server.messages_body import MessagesRequest
 from engine.server.named import NamedBodies
 from engine.server.names import ServedNames
+from engine.server.ollama.routes import OllamaApi
 from engine.server.operations import Operations
 from engine.server.pooled.routes import PooledApi
 from engine.server.responses import Responses, ResponseStore
@@ -55,8 +56,8 @@ NOT_YET = (
     "/v1/audio/translations",
 )
 NO_TEXT = (
-    "returns vectors or scores and generates no text; use /v1/embeddings, /rerank, /score, "
-    "/classify or /pooling, or start a server with a model that generates"
+    "returns vectors or scores and generates no text; use /v1/embeddings, /api/embed, /rerank, "
+    "/score, /classify or /pooling, or start a server with a model that generates"
 )
 NO_VECTORS = (
     "generates text and returns no vectors; start a server with a model for embeddings or "
@@ -80,7 +81,7 @@ class Api:
     ) -> None:
         """chat_template: used instead of the model's own template."""
         self._engine = engine
-        self._model = ChatModel(engine, chat_template)
+        self.chat_model = ChatModel(engine, chat_template)
         self._store = ResponseStore()
         self._names = names
         self._adapters = adapters
@@ -118,22 +119,22 @@ class Api:
         """Continue one prompt or several."""
         body = await self._bodies.read(request, CompletionRequest)
         answer = Completion(self._engine, body, self._bodies.model_of(body))
-        return await self._answer(request, body.stream, answer)
+        return await self.answer(request, body.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         body = await self._bodies.read(request, ChatRequest)
-        answer = Chat(await self._model.loaded(), body, self._bodies.model_of(body))
-        return await self._answer(request, body.stream, answer)
+        answer = Chat(await self.chat_model.loaded(), body, self._bodies.model_of(body))
+        return await self.answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """Create a response, which may be stored and continued."""
         body = await self._bodies.read(request, ResponsesRequest)
         owner = owner_of(request.scope)
         answer = Responses(
-            await self._model.loaded(), body, self._bodies.model_of(body), self._store, owner
+            await self.chat_model.loaded(), body, self._bodies.model_of(body), self._store, owner
         )
-        return await self._answer(request, body.stream, answer)
+        return await self.answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
         """Get a stored response."""
@@ -149,13 +150,13 @@ class Api:
     async def messages(self, request: Request) -> ASGIApp:
         """Create a message, in Anthropic's form."""
         body = await self._bodies.read(request, MessagesRequest)
-        answer = Messages(await self._model.loaded(), body, self._bodies.model_of(body))
-        return await self._answer(request, body.stream, answer)
+        answer = Messages(await self.chat_model.loaded(), body, self._bodies.model_of(body))
+        return await self.answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Count the prompt tokens of a message request."""
         body = await self._bodies.read(request, MessagesRequest)
-        counted = await count_tokens(await self._model.loaded(), body)
+        counted = await count_tokens(await self.chat_model.loaded(), body)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
@@ -181,7 +182,7 @@ class Api:
     async def tokenize(self, request: Request) -> ASGIApp:
         """Encode a text or a conversation as token ids."""
         return json_response(
-            await tokenize(self._model, await self._bodies.read(request, TokenizeRequest))
+            await tokenize(self.chat_model, await self._bodies.read(request, TokenizeRequest))
         )
 
     async def detokenize(self, request: Request) -> ASGIApp:
@@ -197,7 +198,8 @@ class Api:
 
     # -- helpers
 
-    async def _answer(self, request: Request, is_stream: bool, answer: HttpAnswer) -> ASGIApp:
+    async def answer(self, request: Request, is_stream: bool, answer: HttpAnswer) -> ASGIApp:
+        """Send an answer, complete or as a stream. Raises the errors before its first event."""
         name = request_id_of(request.scope)
         answer.set_request_id(name)
         headers = self._without_server_tools(name, answer.left_out)
@@ -277,7 +279,9 @@ def routes_of(
 ) -> list[ApiRoute]:
     """All routes of the server. ``chat_template`` is used instead of the model's own template."""
     api = Api(engine, names, adapters, limits, chat_template)
-    text, pooled = api.text_routes(), PooledApi(engine, names, adapters, limits).routes()
+    ollama = OllamaApi(engine, names, adapters, limits, api.chat_model, api.answer)
+    text = [*api.text_routes(), *ollama.text_routes()]
+    pooled = [*PooledApi(engine, names, adapters, limits).routes(), *ollama.pooled_routes()]
     if engine.runner == "pooling":
         text = [refused(route, f"{names.first} {NO_TEXT}") for route in text]
     else:
@@ -286,6 +290,7 @@ def routes_of(
         *text,
         *pooled,
         *api.routes(),
+        *ollama.routes(),
         *AdapterRoutes(adapters, limits.max_body_bytes).routes(operations),
         *operations.routes(),
     ]

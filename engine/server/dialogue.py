@@ -1,4 +1,4 @@
-"""Chat generation, shared by chat completions, responses and messages: prompt, request, output."""
+"""Chat generation, which the APIs of conversations share: prompt, request, output."""
 
 from __future__ import annotations
 
@@ -136,6 +136,7 @@ class ChatGeneration:
         self._messages = plain_messages(body.messages)
         self._begun = begun_answer(body, self._messages)
         self._tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self._rendered: TextPrompt | None = None
         self._prompt: TextPrompt = {}
         self._turns: dict[int, ParsedAnswer] = {}
         self.num_thinking_tokens = 0
@@ -181,7 +182,12 @@ class ChatGeneration:
         return AnswerPiece(completion, events, turn, output)
 
     async def prompt(self) -> TextPrompt:
-        """The rendered prompt of the conversation. Raises ``RequestError``."""
+        """The prompt of the conversation, rendered by the first call. Raises ``RequestError``."""
+        if self._rendered is None:
+            self._rendered = await self._render()
+        return self._rendered
+
+    async def _render(self) -> TextPrompt:
         body = self._body
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:

@@ -18,7 +18,7 @@ class DirectStream(Streaming):
     client disconnects; a slow client gets the outputs of several steps in one event."""
 
     def __init__(self, answer: HttpAnswer) -> None:
-        super().__init__()
+        super().__init__(answer.stream_type)
         self._answer = answer
         self._first = b""
         self._reader: OutputReader | None = None  # until ``begin`` has succeeded

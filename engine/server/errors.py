@@ -1,4 +1,4 @@
-"""HTTP errors in the forms of OpenAI and Anthropic."""
+"""HTTP errors in the forms of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -118,6 +118,10 @@ class ApiError(Exception):
         about = {"type": kinds.get(self.status, other), "message": self.shown}
         return {"type": "error", "error": about}
 
+    def ollama(self) -> dict[str, str]:
+        """This error in Ollama's form."""
+        return {"error": self.shown}
+
     def body(self) -> bytes:
         """This error in OpenAI's form: the body of a response, or the last event of a stream."""
         about = {
@@ -190,7 +194,7 @@ def log_unforeseen(error: BaseException) -> None:
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """The response for an error; path: decides between OpenAI's and Anthropic's form."""
+    """The response for an error; path: decides whose form it has."""
     note_error(error.code or error.type, error.param)
     headers = {}
     if error.retry_after is not None:
@@ -199,10 +203,18 @@ def error_response(error: ApiError, path: str = "") -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 408 or error.code == "request_failed":
         headers["x-should-retry"] = "false"  # clients would retry, and fail again
-    body = msgspec.json.encode(error.anthropic()) if is_anthropic(path) else error.body()
+    if is_anthropic(path):
+        body = msgspec.json.encode(error.anthropic())
+    else:
+        body = msgspec.json.encode(error.ollama()) if is_ollama(path) else error.body()
     return Response(body, error.status, headers, "application/json")
 
 
 def is_anthropic(path: str) -> bool:
     """Whether a path belongs to Anthropic's API."""
     return path.startswith("/v1/messages")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path belongs to Ollama's API."""
+    return path.startswith("/api/")

@@ -8,11 +8,19 @@ from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError
 from engine.server.errors import as_api_error, error_response
 from engine.server.http.answered import stamped
+from engine.server.ollama.paths import OLLAMA_PATHS
 from engine.server.pooled.paths import POOLED_PATHS
 from engine.server.streams import swallow
 
 QUEUED_PATHS = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", *POOLED_PATHS)
+    (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        *OLLAMA_PATHS,
+        *POOLED_PATHS,
+    )
 )
 
 

@@ -18,7 +18,7 @@ from engine.server.errors import ApiError, error_response
 from engine.server.http.answered import stamped
 
 logger = logging.getLogger("engine.server")
-OPEN_PATHS = ("/health", "/ready", "/ping", "/version")  # need no key
+OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/api/version")  # need no key
 LOOK_SECONDS = 1.0  # between two checks whether the file has changed
 
 

@@ -34,14 +34,26 @@ class NamedBodies:
 
     async def read(self, request: Request, kind: type[A]) -> A:
         """The body of a request. Raises ``ApiError`` for a wrong one, or an unknown model."""
-        body = request.scope[BODY] = read(await self._bodies.read(request), kind)
-        check_limits(body, self._limits)
+        body = await self.read_any(request, kind)
         named: NamesModel = body  # type: ignore[assignment]
-        if named.model is None or self._names.has(named.model):
-            named.model = ""
-        elif not await self._adapters.has(named.model):
-            raise self._adapters.unknown(named.model)
+        named.model = await self.adapter_of(named.model)
         return body
+
+    async def read_any(self, request: Request, kind: type[A]) -> A:
+        """The body of a request, whatever model it names. Raises ``ApiError`` for a wrong one."""
+        body: A = read(await self._bodies.read(request), kind)
+        request.scope[BODY] = body
+        check_limits(body, self._limits)
+        return body
+
+    async def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request names, or an empty text for the model itself. Raises
+        ``ApiError`` for an unknown name."""
+        if name is None or self._names.has(name):
+            return ""
+        if await self._adapters.has(name):
+            return name
+        raise self._adapters.unknown(name)
 
     def model_of(self, body: msgspec.Struct) -> str:
         """The name that the answer has: that of the adapter, or the model's first one."""

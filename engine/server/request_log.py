@@ -24,7 +24,19 @@ from engine.server.records import LEFT, RECORD, RequestRecord
 RequestLogKind = Literal["text", "json", "off"]
 
 logger = logging.getLogger("engine.requests")
-PROBES = frozenset(("/health", "/ready", "/ping", "/load", "/metrics", "/version", "/is_paused"))
+PROBES = frozenset(
+    (
+        "/health",
+        "/ready",
+        "/ping",
+        "/load",
+        "/metrics",
+        "/version",
+        "/is_paused",
+        "/",
+        "/api/version",
+    )
+)
 """Paths that monitoring polls, which are logged only if they fail."""
 LEFT_SECONDS = 0.5  # until the engine has reported the end of a request whose client disconnected
 FAILED = 500

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 SWALLOW_SECONDS = 1.0
 SWALLOW_BYTES = 1 << 20
 DONE = b"data: [DONE]\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise nginx buffers the events
 ]
@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Streaming:
     """Base class of ASGI responses that stream events."""
 
-    def __init__(self) -> None:
-        self.headers = list(HEADERS)
+    def __init__(self, media_type: bytes = EVENTS) -> None:
+        self.headers = [(b"content-type", media_type), *HEADERS]
 
 
 class EventStream(Streaming):

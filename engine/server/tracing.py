@@ -26,6 +26,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import FinishedRequest
 from engine.observe.guard import ObserverGuard
 from engine.server.answers import OURS
+from engine.server.ollama.paths import OLLAMA_PATHS
 from engine.server.pooled.paths import POOLED_PATHS
 
 SERVICE = "metronome"
@@ -36,6 +37,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    **OLLAMA_PATHS,
     **POOLED_PATHS,
 }
 OPERATION: ContextVar[str] = ContextVar("operation")

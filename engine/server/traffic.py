@@ -13,6 +13,7 @@ from engine.observe.histograms import Histogram
 
 NO_ROOM = (429, 503)
 SECONDS_TO_REFUSE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+API_PREFIXES = ("/v1/", "/api/")
 OTHER = "other"  # stands for all paths without a route
 
 
@@ -53,7 +54,7 @@ class Traffic:
                         self.refusals.add(time.perf_counter() - began)
                 return send(message)
 
-            is_work = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+            is_work = scope["method"] == "POST" and scope["path"].startswith(API_PREFIXES)
             self.num_in_flight += is_work
             try:
                 await app(scope, receive, count)

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from engine.messages.params import OPTIONAL_WHOLE_RANGES, REAL_RANGES, WHOLE_RANGES
-from engine.server.errors import is_anthropic
+from engine.server.errors import is_anthropic, is_ollama
 from engine.server.http.answered import answered
 
 REASONS = {
@@ -32,6 +32,8 @@ REASONS = {
 }
 RANGES = {limits.field: limits for limits in (*REAL_RANGES, *WHOLE_RANGES, *OPTIONAL_WHOLE_RANGES)}
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS = {"text/event-stream": {"schema": EVENT}}
+LINES = {"application/x-ndjson": {"schema": {"type": "object"}}}
 ALWAYS = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
 """Statuses that every route may return."""
 
@@ -65,6 +67,12 @@ class AnthropicErrorAnswer(msgspec.Struct):
     error: AnthropicErrorAbout
 
 
+class OllamaErrorAnswer(msgspec.Struct):
+    """The body of a response with an error, on the routes of Ollama's API."""
+
+    error: str
+
+
 class ApiRoute(Route):
     """A route with its entry in the OpenAPI document."""
 
@@ -91,11 +99,14 @@ class ApiRoute(Route):
         self.summary = (handle.__doc__ or "").strip().partition("\n")[0]
 
 
+ERRORS = (ErrorAnswer, AnthropicErrorAnswer, OllamaErrorAnswer)
+
+
 def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str, Any]:
     """The OpenAPI document of the routes; ``models``: the served names."""
     described = [route for route in routes if isinstance(route, ApiRoute)]
     bodies = [each for route in described for each in (route.takes, route.gives) if each]
-    kinds = list(dict.fromkeys([ErrorAnswer, AnthropicErrorAnswer, *bodies]))
+    kinds = list(dict.fromkeys([*ERRORS, *bodies]))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
@@ -150,10 +161,9 @@ def _operation(route: ApiRoute, schema_of: dict[Any, Any], models: Sequence[str]
     if route.gives is not None:
         good["content"] = _json(schema_of[route.gives])
     if route.streams:
-        good["content"]["text/event-stream"] = {"schema": EVENT}
+        good["content"] |= LINES if is_ollama(route.path) else EVENTS
     headers = {"X-Request-Id": {"schema": {"type": "string"}}}
-    error = AnthropicErrorAnswer if is_anthropic(route.path) else ErrorAnswer
-    wrong = {"content": _json(schema_of[error]), "headers": headers}
+    wrong = {"content": _json(schema_of[_error_of(route.path)]), "headers": headers}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {
@@ -174,6 +184,12 @@ def _operation(route: ApiRoute, schema_of: dict[Any, Any], models: Sequence[str]
             for name in names
         ]
     return operation
+
+
+def _error_of(path: str) -> type[msgspec.Struct]:
+    if is_anthropic(path):
+        return AnthropicErrorAnswer
+    return OllamaErrorAnswer if is_ollama(path) else ErrorAnswer
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

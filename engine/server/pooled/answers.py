@@ -138,7 +138,7 @@ async def embed(call: Call, body: b.EmbeddingRequest) -> b.EmbeddingAnswer:
     def item(index: int, vector: Vectors) -> b.Embedding:
         return b.Embedding(index=index, embedding=encode(vector))
 
-    return b.EmbeddingAnswer(**call.head, data=await _encoded(vectors, item), usage=usage)
+    return b.EmbeddingAnswer(**call.head, data=await encoded(vectors, item), usage=usage)
 
 
 async def pool(call: Call, body: b.PoolingRequest) -> b.PoolingAnswer:
@@ -150,12 +150,10 @@ async def pool(call: Call, body: b.PoolingRequest) -> b.PoolingAnswer:
             return b.Pooled(index=index, data=as_base64(vector), shape=list(vector.shape))
         return b.Pooled(index=index, data=vector.tolist())
 
-    return b.PoolingAnswer(**call.head, data=await _encoded(vectors, item), usage=usage)
+    return b.PoolingAnswer(**call.head, data=await encoded(vectors, item), usage=usage)
 
 
-async def _encoded(
-    vectors: Sequence[Vectors], item: Callable[[int, Vectors], msgspec.Struct]
-) -> list[Any]:
+async def encoded(vectors: Sequence[Vectors], item: Callable[[int, Vectors], Any]) -> list[Any]:
     """The items of an answer, as JSON. Many numbers are encoded in another thread and one by one,
     so that other tasks run meanwhile."""
 
