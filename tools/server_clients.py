@@ -92,15 +92,20 @@ class Client:
         done.touch()
 
 
-NODE = ("openai", "@anthropic-ai/sdk", "ai@6", "@ai-sdk/openai-compatible@2", "zod")
+NODE = ("openai", "@anthropic-ai/sdk", "ai@6", "@ai-sdk/openai-compatible@2", "zod", "ollama")
 CLIENTS = {
     "openai-agents": Client("openai_agents_client.py", ("openai-agents",), "openai-agents"),
     "langchain": Client(
         "langchain_client.py", ("langchain-openai", "langchain-anthropic"), "langchain"
     ),
     "litellm": Client("litellm_client.py", ("litellm",), "litellm"),
+    "ollama": Client("ollama_client.py", ("ollama",), "ollama"),
+    "langchain-ollama": Client(
+        "langchain_ollama_client.py", ("langchain-ollama",), "langchain-ollama"
+    ),
     "npm openai": Client("node_clients.mjs", NODE, "node", ("openai",)),
     "npm anthropic": Client("node_clients.mjs", NODE, "node", ("anthropic",)),
+    "npm ollama": Client("node_clients.mjs", NODE, "node", ("ollama",)),
     "npm ai": Client("node_clients.mjs", NODE, "node", ("ai",)),
     "parameters": Client("parameters_client.py", ("openai", "anthropic"), "parameters"),
     "lm-eval": Client("lm_eval_client.py", ("lm-eval[api]",), "lm-eval"),

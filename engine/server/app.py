@@ -37,7 +37,7 @@ from engine.server.operations import Operations
 from engine.server.pooled.routes import PooledApi
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_body import ResponsesRequest
-from engine.server.streams import EventStream, while_there
+from engine.server.streams import EventStream, swallow, while_there
 from engine.server.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -301,6 +301,7 @@ def refused(route: ApiRoute, why: str) -> ApiRoute:
 
     async def refuse(request: Request) -> ASGIApp:
         """Not supported by this model."""
+        await swallow(request.receive)
         message = f"{route.path} is not supported: {why}"
         raise ApiError(400, message, code="not_supported")
 
@@ -309,6 +310,7 @@ def refused(route: ApiRoute, why: str) -> ApiRoute:
 
 async def not_yet(request: Request) -> ASGIApp:
     """Not supported yet (answered with 400, since clients retry after a 501)."""
+    await swallow(request.receive)
     raise ApiError(
         400,
         f"{request.scope['path']} is not supported yet: this server generates text only",

@@ -1,7 +1,8 @@
-"""The three APIs whose answers have calls: what is asked of each, and what its answers say."""
+"""The APIs whose answers have calls: what is asked of each, and what its answers say."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +14,8 @@ from engine.server.chat import Chat
 from engine.server.dialogue import LoadedChatModel
 from engine.server.messages import Messages
 from engine.server.messages_body import MessagesRequest
+from engine.server.ollama.answers import ChatAnswer
+from engine.server.ollama.bodies import ChatBody
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_body import ResponsesRequest
 from engine.server.speech.turns import ChatFormat
@@ -44,7 +47,7 @@ def voice_of(speech: ChatFormat, engine: FakeEngine) -> LoadedChatModel:
 def asked_of(name: str, *, stream: bool) -> dict[str, Any]:
     """A request of this API with the tools of the corpus."""
     asked: dict[str, Any] = {"model": "m", "stream": stream}
-    if name == "chat":
+    if name in ("chat", "ollama"):
         return {**asked, "messages": USER, "tools": TOOLS}
     if name == "responses":
         tools = [{"type": "function", **function} for function in FUNCTIONS]
@@ -162,6 +165,32 @@ def _streamed_message(events: list[Any]) -> Read:
     return _whole_message({"content": blocks})
 
 
+def _ollama(loaded: LoadedChatModel, stream: bool) -> HttpAnswer:
+    wanted = asked_of("ollama", stream=stream)
+    return ChatAnswer(loaded, msgspec.convert(wanted, ChatBody), "m")
+
+
+def _whole_ollama(answer: Any) -> Read:
+    message = answer["message"]
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    assert [call["index"] for call in calls] == [*range(len(calls))]
+    assert all(call["id"] for call in message.get("tool_calls") or [])
+    written = [(call["name"], json.dumps(call["arguments"])) for call in calls]
+    return Read(message["content"], message.get("thinking", ""), written)
+
+
+def _streamed_ollama(lines: list[Any]) -> Read:
+    assert [line["done"] for line in lines] == [*([False] * (len(lines) - 1)), True]
+    messages = [line["message"] for line in lines]
+    parts: dict[str, Any] = {"content": "", "thinking": "", "tool_calls": []}
+    for message in messages:
+        parts["content"] += message["content"]
+        parts["thinking"] += message.get("thinking", "")
+        parts["tool_calls"] += message.get("tool_calls", [])
+    assert messages[-1] == {"role": "assistant", "content": ""}
+    return _whole_ollama({"message": parts})
+
+
 APIS = {
     "chat": Api(
         _chat,
@@ -189,5 +218,14 @@ APIS = {
         lambda answer: answer.get("delta", answer)["stop_reason"],
         -2,
         lambda event: event.get("delta", {}).get("type") == "input_json_delta",
+    ),
+    "ollama": Api(
+        _ollama,
+        _whole_ollama,
+        _streamed_ollama,
+        {"stop": "stop", "length": "length"},
+        lambda answer: answer["done_reason"],
+        -1,
+        lambda event: bool(event["message"].get("tool_calls")),
     ),
 }

@@ -1,4 +1,4 @@
-"""An answer, in pieces of some tokens, through a reader or through one of the three APIs."""
+"""An answer, in pieces of some tokens, through a reader or through one of the APIs."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.recommended: dict[str, Any] = {}
         self.object_rules = NO_RULES
+        self.max_model_len = 4096
         self._completions = completions
 
     def each(self) -> Iterator[RequestOutput]:

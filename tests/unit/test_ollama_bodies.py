@@ -99,7 +99,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def meaning(api: str, fields: dict[str, Any]) -> Any:
-    """What the engine would be told, or the ``ApiError``."""
+    """What the engine gets, or the ``ApiError``."""
     kind, good = BODIES[api]
     body = None
     try:

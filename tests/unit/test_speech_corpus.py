@@ -1,4 +1,4 @@
-"""The corpus of answers: read the same whole and in pieces of any size, by all three APIs."""
+"""The corpus of answers: read the same whole and in pieces of any size, by all APIs."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ def test_an_answer_is_read_as_it_is_meant(family: str, case: Case) -> None:
         check(read_of(answer), case)
 
 
+def with_whole_calls(case: Case) -> Case:
+    """As an API has it that sends the arguments of a call as an object."""
+    calls = [(tool, object_in(a) if isinstance(a, str) else a) for tool, a in case.calls]
+    return case._replace(calls=calls)
+
+
 def answers_of(api: Api, family: str, case: Case, size: int) -> tuple[Any, list[Any]]:
     """The answer of an API, whole and as events."""
     tokenizer, speech = tokenizer_of(family, "tokens"), speech_of(family, "tokens")
@@ -89,7 +95,7 @@ def test_all_apis_say_the_same_whole_and_streamed(family: str, name: str) -> Non
     for case, size in zip(CASES[family], itertools.cycle([1, 4, 9]), strict=False):
         answer, events = answers_of(api, family, case, size)
         read, parts = api.whole(answer), api.streamed(events)
-        check(parts, case)
+        check(parts, with_whole_calls(case) if name == "ollama" else case)
         if name == "messages":
             parts = parts._replace(calls=[(tool, object_in(text)) for tool, text in parts.calls])
         assert parts == read, case.title
@@ -98,7 +104,7 @@ def test_all_apis_say_the_same_whole_and_streamed(family: str, name: str) -> Non
             assert api.end(events[api.last]) == api.ends[case.reason], case.title
 
 
-@pytest.mark.parametrize("name", sorted(APIS))
+@pytest.mark.parametrize("name", sorted(APIS.keys() - {"ollama"}))
 def test_arguments_come_in_pieces(name: str) -> None:
     api = APIS[name]
     for family in sorted(CASES):

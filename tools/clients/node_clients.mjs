@@ -1,4 +1,4 @@
-// npm's openai, @anthropic-ai/sdk, and ai with @ai-sdk/openai-compatible: `node node_clients.mjs URL CLIENT`.
+// npm's openai, @anthropic-ai/sdk, ollama, and ai with @ai-sdk/openai-compatible: `node node_clients.mjs URL CLIENT`.
 // Packages are looked for from the current directory.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
@@ -153,6 +153,63 @@ async function anthropicCells() {
   };
 }
 
+async function ollamaCells() {
+  const { Ollama } = await load("ollama");
+  const api = new Ollama({ host: url });
+  const about = { model: MODEL, messages, options: { num_predict: 64 } };
+  const tools = [{ type: "function", function: { name: "weather", description: "x", parameters: PARAMETERS } }];
+  const short = { num_predict: 8, temperature: 0 };
+  const texts = async (stream) => {
+    let text = "";
+    for await (const part of stream) text += part.message?.content ?? part.response;
+    return text;
+  };
+  return {
+    chat: async () => {
+      const whole = await api.chat({ ...about, options: short });
+      check(whole.done && whole.eval_count > 0 && whole.eval_duration > 0, whole);
+      check((await api.generate({ model: MODEL, prompt: QUESTION, options: short })).eval_count > 0, "generate");
+    },
+    stream: async () => {
+      const whole = await api.chat({ ...about, options: short });
+      check((await texts(await api.chat({ ...about, options: short, stream: true }))) === whole.message.content, whole);
+      const one = { model: MODEL, prompt: QUESTION, options: short };
+      check((await texts(await api.generate({ ...one, stream: true }))) === (await api.generate(one)).response, "generate");
+    },
+    tool: async () => {
+      const call = { function: { name: "weather", arguments: { city: "Rome" } } };
+      const turns = [...messages, { role: "assistant", content: "", tool_calls: [call] }, { role: "tool", tool_name: "weather", content: "sunny" }];
+      check((await api.chat({ ...about, messages: turns, tools })).prompt_eval_count > 0, "result");
+      const parts = [];
+      for await (const part of await api.chat({ ...about, tools, stream: true })) parts.push(...(part.message.tool_calls ?? []));
+      for (const each of parts) check(each.function.name === "weather" && typeof each.function.arguments === "object", each);
+    },
+    schema: async () => {
+      const whole = await api.chat({ ...about, format: PARAMETERS });
+      checkCity(JSON.parse(whole.message.content));
+      JSON.parse((await api.generate({ model: MODEL, prompt: QUESTION, format: PARAMETERS })).response);
+    },
+    error: async () => {
+      await fails(api.chat({ ...about, options: { temperature: 9 } }), (error) => check(error.status_code === 400 && error.message.includes("options.temperature"), String(error)));
+      await fails(api.chat({ ...about, model: "gpt-9" }), (error) => check(error.status_code === 404, String(error)));
+      await fails(api.pull({ model: MODEL }), (error) => check(error.message.includes("/api/pull is not supported"), String(error)));
+      await fails(api.embed({ model: MODEL, input: "x" }), (error) => check(error.message.includes("no vectors"), String(error)));
+    },
+    cancel: async () => {
+      const stream = await api.chat({ ...about, options: { num_predict: 1500 }, stream: true });
+      for await (const _ of stream) break;
+      stream.abort();
+      await waitUntilIdle();
+    },
+    lists: async () => {
+      check((await api.list()).models[0].name === MODEL + ":latest", "list");
+      check((await api.ps()).models[0].context_length > 0, "ps");
+      check((await api.show({ model: MODEL })).capabilities.includes("completion"), "show");
+      check((await api.version()).version, "version");
+    },
+  };
+}
+
 async function aiCells() {
   const ai = await load("ai");
   const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
@@ -200,7 +257,7 @@ async function aiCells() {
   };
 }
 
-const cells = await { openai: openaiCells, anthropic: anthropicCells, ai: aiCells }[client]();
+const cells = await { openai: openaiCells, anthropic: anthropicCells, ollama: ollamaCells, ai: aiCells }[client]();
 for (const [cell, use] of Object.entries(cells)) {
   let result = "right", why = "";
   try {

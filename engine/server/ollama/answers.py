@@ -67,7 +67,7 @@ class OllamaAnswer(HttpAnswer):
         self._token_names = TokenNames(loaded.tokenizer)
         self._most = most_of(loaded, body)
         self._began = time.monotonic()
-        self._num_calls = 0  # that have ended
+        self._num_calls = 0  # that have ended, and so were or will be sent
         self._num_tokens = 0
 
     def set_request_id(self, request_id: str) -> None:
@@ -115,6 +115,8 @@ class OllamaAnswer(HttpAnswer):
         """Count the tokens and calls of a piece, and return its log-probabilities."""
         self._num_tokens += len(piece.completion.token_ids)
         self._num_calls += sum(isinstance(event, CallEnd) for event in piece.events)
+        if piece.completion.finish_reason is not None:  # the last call may be cut off
+            self._num_calls = len(piece.turn.calls)
         num = self._body.top_logprobs or 0
         found = chat_logprobs(piece.completion, num, self._token_names)
         return [] if found is None else found["content"]

@@ -40,7 +40,7 @@ from engine.server.ollama.options import context_of
 from engine.server.pooled.answers import Call, encoded
 from engine.server.pooled.bodies import EmbeddingRequest
 from engine.server.pooled.inputs import Results
-from engine.server.streams import while_there
+from engine.server.streams import swallow, while_there
 
 Json = dict[str, Any]
 OLLAMA_VERSION = "0.13.0"
@@ -209,16 +209,16 @@ class OllamaApi:
         call.require("embed")
         limit = self._engine.max_model_len
         most = context_of(body.values, limit)
-        asked = EmbeddingRequest(
+        pooled = EmbeddingRequest(
             input=[*given] if isinstance(given, list) else given,
             dimensions=dimensions,
             truncate_prompt_tokens=(-1 if most == limit else most) if body.truncate else None,
             **{field: getattr(body, field) for field in (*QUEUED, "model")},
         )
-        params = asked.params("embed", dimensions)
+        params = pooled.params("embed", dimensions)
         if not body.truncate:
             await self._check_length(given, most)
-        return await while_there(call.results(asked, params), request.receive)
+        return await while_there(call.results(pooled, params), request.receive)
 
     async def _check_length(self, given: str | list[str], most: int) -> None:
         """Raise ``ApiError`` if a text has more than ``most`` tokens."""
@@ -270,6 +270,7 @@ async def version(request: Request) -> ASGIApp:
 
 async def unmanaged(request: Request) -> ASGIApp:
     """Not supported: the model is chosen when the server starts."""
+    await swallow(request.receive)
     raise ApiError(
         400,
         f"{request.scope['path']:.80} is not supported: this server has one model, which is chosen "
