@@ -13,6 +13,7 @@ from engine.core.control import AdapterDoor, Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
+from engine.kv.changes import CacheChanges
 from engine.messages.requests import (
     AddRequest,
     CoreOutputs,
@@ -126,6 +127,10 @@ class InprocClient(CoreClient):
         ``"decode"``. ``num_moved``: number of requests that got output tokens in the last step."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
+
+    def follow_cache(self) -> CacheChanges | None:
+        """Begin to collect which blocks enter and leave the prefix cache; ``None`` without one."""
+        return self._live().scheduler.follow_cache()
 
     def num_unfinished(self) -> int:
         if self._core is None:

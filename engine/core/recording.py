@@ -12,6 +12,7 @@ from typing import Any
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
 from engine.errors import RequestError
+from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, FinishReason
@@ -175,6 +176,9 @@ class RecordingScheduler(SchedulerInterface):
         answer = self.inner.reset_prefix_cache(reset_running)
         self._record(lambda times: steplog.ResetCall(times, reset_running))
         return answer
+
+    def follow_cache(self) -> CacheChanges | None:
+        return self.inner.follow_cache()
 
     def set_pause_state(self, state: PauseState) -> None:
         self.inner.set_pause_state(state)

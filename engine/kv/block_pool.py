@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.config.kv_groups import NULL_BLOCK
 from engine.kv.evictions import Evictions
 from engine.kv.prefix_watch import PrefixWatch
+
+
+class Follower(Protocol):
+    """Called for cache keys that enter and leave a prefix cache."""
+
+    def published(self, keys: Sequence[bytes]) -> None: ...
+
+    def lost(self, keys: Iterable[bytes]) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class PrefixCache:
@@ -23,6 +34,7 @@ class PrefixCache:
         self.num_losses = 0  # incremented whenever a block is no longer cached
         self.on_loss: Callable[[bytes], None] | None = None
         self.watch: PrefixWatch | None = None  # called for every hash that appears or disappears
+        self.follower: Follower | None = None  # called for the same, for other processes
         self.evictions = Evictions(num_blocks)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
@@ -32,6 +44,10 @@ class PrefixCache:
     def num_hashes(self) -> int:
         """Number of different hashes of cached blocks."""
         return len(self._block)
+
+    def keys(self) -> KeysView[bytes]:
+        """The different hashes of cached blocks."""
+        return self._block.keys()
 
     def find(self, block_hash: bytes) -> int | None:
         """The oldest block with this hash, or None."""
@@ -73,6 +89,8 @@ class PrefixCache:
         self.version += 1
         if self.watch is not None:
             self.watch.published(block_hashes)
+        if self.follower is not None:
+            self.follower.published(block_hashes)
 
     def unpublish(self, block: int) -> None:
         """Remove the block from the cache if it is there. Requests that use the block are not
@@ -87,6 +105,8 @@ class PrefixCache:
                 self.on_loss(block_hash)
             if self.watch is not None:
                 self.watch.lost(block_hash)
+            if self.follower is not None:
+                self.follower.lost((block_hash,))
 
     def rename(self, block: int, block_hash: bytes | None) -> None:
         """Cache a cached block under another hash, or no longer (``None``). This is not counted as
@@ -127,6 +147,8 @@ class PrefixCache:
                 lost.append(block_hash)
         if lost:
             self.evictions.add_each(lost)
+            if self.follower is not None:
+                self.follower.lost(lost)
         self.version += 1
         self.num_losses += 1
 
@@ -138,6 +160,8 @@ class PrefixCache:
         self._twins.clear()
         if self.watch is not None:
             self.watch.cleared()
+        if self.follower is not None:
+            self.follower.cleared()
         self.version += 1
         self.num_losses += 1
 

@@ -106,6 +106,14 @@ class FastHasher:
         secret = hashlib.sha256(b"metronome prefix cache %d" % seed).digest()
         self._key = secret[:DIGEST_BYTES] if key is None else key
         self.root = secret[DIGEST_BYTES:]
+        self.secret = self._key + self.root
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> FastHasher:
+        """The hasher of another process, given its ``secret``."""
+        hasher = cls(0, key=secret[:DIGEST_BYTES])
+        hasher.root, hasher.secret = secret[DIGEST_BYTES:], secret
+        return hasher
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
         count = len(data) // width

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.config.kv_groups import FULL, Group
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
+from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
 from engine.kv.prefix_ends import CACHING_OFF, NO_SNAPSHOT, NOT_READ, PrefixEnds, is_bare
@@ -443,6 +444,10 @@ class KVManager:
         self._prefix_index.clear()
         self.counts.num_resets += 1
         return True
+
+    def follow_cache(self) -> CacheChanges | None:
+        """Begin to collect what enters and leaves the prefix cache; ``None`` without caching."""
+        return self._prefix_index.follow() if self.caching else None
 
     def drain(self, *, is_launched: bool = True) -> Deltas:
         """Return the changes of block tables since the last call, and publish new cache events.

@@ -19,6 +19,7 @@ import msgspec
 
 from engine.config.kv_groups import FULL, NULL_BLOCK, Group
 from engine.kv.block_pool import PrefixCache
+from engine.kv.changes import CacheChanges
 from engine.kv.events import EventLog
 from engine.kv.snapshots import Snapshots
 from engine.kv.tables import Allocation, KVRequest, PrefixHit
@@ -54,6 +55,8 @@ class BlockHasher(Protocol):
     """A hash function over consecutive blocks. All its digests have the same length in bytes."""
 
     root: bytes
+    secret: bytes
+    """What another process needs for the same hashes: empty for SHA-256."""
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
         """Hash the consecutive blocks in ``data``, of ``width`` bytes each. ``parent``: hash of the
@@ -70,6 +73,7 @@ class Sha256Hasher:
     """Hashes blocks with SHA-256: equal in every process, and nobody can construct collisions."""
 
     root = hashlib.sha256(b"metronome prefix cache").digest()
+    secret = b""
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
         sha256 = hashlib.sha256
@@ -280,6 +284,15 @@ class PrefixIndex:
         chain = [] if allocation is None else allocation.chain
         self._chains.extend(chain, req, len(req.tokens))
         return chain
+
+    def follow(self) -> CacheChanges:
+        """Begin to collect what enters and leaves the cache, in a group with full attention if
+        there is one."""
+        full = next((g for g, group in enumerate(self._groups) if not group.window), 0)
+        hasher = self._chains.hasher
+        changes = CacheChanges(self._cache, len(hasher.root), secret=hasher.secret, group=full)
+        self._cache.follower = changes
+        return changes
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
         """Remove all blocks with these hashes from the cache, whichever requests wrote them."""

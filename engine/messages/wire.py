@@ -75,11 +75,16 @@ class Credit(msgspec.Struct, array_like=True, frozen=True, tag="credit"):
     num_batches: int
 
 
+class Follow(msgspec.Struct, array_like=True, frozen=True, tag="follow"):
+    """Send what the prefix cache contains, and from now on what changes in it. For clients that
+    choose between several cores. Answered by ``CacheNews`` messages."""
+
+
 class Bye(msgspec.Struct, array_like=True, frozen=True, tag="bye"):
     """The client disconnects; its unfinished requests are aborted."""
 
 
-FromClient = Hello | Submit | Abort | Call | Credit | Bye
+FromClient = Hello | Submit | Abort | Call | Credit | Follow | Bye
 
 
 # Core to client, on the data socket.
@@ -141,7 +146,21 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
     """An empty message, by which the core checks that the client is still connected."""
 
 
-ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe
+class CacheNews(msgspec.Struct, array_like=True, frozen=True, tag="cache"):
+    """Changes of the prefix cache, and the work of other clients, for a client that follows them.
+
+    A block's id is the first eight bytes of its hash. Ids are concatenated."""
+
+    sequence: int  # counts the messages to this client since the last one with is_whole
+    is_whole: bool  # stored has all cached blocks: forget what was known
+    stored: bytes
+    removed: bytes
+    load: int  # tokens that other clients' requests have yet to compute, at most
+    secret: bytes = b""  # key and root of the block hash with is_whole; empty for SHA-256
+    has_cache: bool = True  # False: there is no prefix cache, or it cannot be followed
+
+
+ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe | CacheNews
 
 
 # On the control socket, where answers never wait for a step.

@@ -1,65 +1,162 @@
 """Balancer: chooses a core for each request, by cached prefix and load.
 
-The decision depends only on which requests were sent to which core. A prompt goes to the core that
-has received the longest prefix of it before, unless this core has much more work than the others;
-then it goes to the core with the least work. (Like SGLang's cache-aware router.)
+Each core reports which blocks its prefix cache has and how much work other front ends have given it
+(``CacheNews``). The front end hashes a prompt as the cores do, so it knows how many of its tokens
+each core would have to compute. Blocks of its own unfinished requests count as cached, so requests
+with equal prompts that arrive together go to the same core. A request goes where the fewest tokens
+must be computed: those that it waits for, and its own. If several cores are equal, it goes where
+the fewest blocks were stored lately, and so the fewest are evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
+from engine.kv.changes import block_ids
+from engine.kv.prefix_index import BlockHasher, Chains, PlainContent, Sha256Hasher
 from engine.messages.requests import AddRequest
+from engine.messages.wire import CacheNews
+from engine.rpc.work import Work
+from engine.sched.request import as_array
 
-MAX_REMEMBERED = 100_000
-MAX_LEAD = 1.5  # a core with the prefix may have this many times the work of the least loaded core
-MIN_LEAD_TOKENS = 2048  # smaller differences in work are ignored
+PRICE = 2.0  # of a token to compute: the request waits for it, and others after it
+MEMORY = 2.0  # a core's stored blocks are forgotten after this many times its cache
+
+
+class Placed(NamedTuple):
+    """An unfinished request: its core, and the ids of its prompt's blocks."""
+
+    core: int
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class CoreView:
+    """What is known about a core."""
+
+    own: Work = field(default_factory=Work)
+    """The work of this front end's unfinished requests."""
+    others: int = 0
+    """Tokens that those of other front ends have yet to compute, as the core reported it."""
+    cached: set[int] = field(default_factory=set)
+    """Ids of the blocks in its prefix cache."""
+    coming: dict[int, int] = field(default_factory=dict)
+    """Ids of the blocks in prompts of unfinished requests, with the number of these requests."""
+    secret: bytes = b""
+    has_cache: bool = True
+    num_stored: float = 0.0
+    """Blocks that its cache has stored lately: where many are stored, many are evicted."""
+
+    @property
+    def load(self) -> int:
+        return self.own.load + self.others
+
+    def num_known(self, ids: Sequence[int]) -> int:
+        """How many of the first blocks it has or will have."""
+        cached, coming = self.cached, self.coming
+        num = 0
+        for each in ids:
+            if each not in cached and each not in coming:
+                break
+            num += 1
+        return num
 
 
 class Balancer:
     """Chooses one of ``num_cores`` cores for each request. Call ``end`` when a request ends.
 
-    ``max_remembered``: number of prompt blocks to remember; the oldest are dropped first.
-    """
+    Memory: an integer for each block in the caches and in the prompts of unfinished requests."""
 
-    def __init__(
-        self, num_cores: int, block_size: int, *, max_remembered: int = MAX_REMEMBERED
-    ) -> None:
-        self.loads = [0] * num_cores
-        """Tokens of each core's unfinished requests: prompts, plus the longest possible outputs."""
+    def __init__(self, num_cores: int, block_size: int) -> None:
         self.adapters: dict[str, str] = {}
         """Digests of LoRA adapters by name, as far as they are known: prompts share nothing with
         those of a name's earlier versions."""
         self._block_size = block_size
-        self._max_remembered = max_remembered
-        self._seen: dict[int, int] = {}  # hash of a prompt prefix -> the last core it was sent to
-        self._placed: dict[str, tuple[int, int]] = {}  # request id -> core, number of tokens
+        self._cores = [CoreView() for _ in range(num_cores)]
+        self._placed: dict[str, Placed] = {}  # by request id
         self._here = list(range(num_cores))  # cores that can be chosen
+        self._chains = {b"": Chains(Sha256Hasher(), block_size)}  # by secret
+
+    @property
+    def loads(self) -> list[int]:
+        """Tokens that the unfinished requests of each core have yet to compute, at most."""
+        return [core.load for core in self._cores]
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks of prompts of unfinished requests."""
+        return sum(len(core.coming) for core in self._cores)
+
+    def cached(self, core: int) -> frozenset[int]:
+        """Ids of the blocks that a core has in its prefix cache, as far as it has reported."""
+        return frozenset(self._cores[core].cached)
 
     def choose(self, request: AddRequest) -> int:
         """Choose the core for a request, and add the request to that core's work."""
-        beginnings = list(self._beginnings(request))
-        core = self._fair(beginnings)
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
-        self.loads[core] += num_tokens
-        self._placed[request.request_id] = (core, num_tokens)
-        self._remember(beginnings, core)
-        return core
+        ids = self._ids(request)
+        num_prompt = len(request.prompt_token_ids)
+        best, num_cached, lowest = 0, 0, (inf, inf)
+        for index in self._here:
+            core = self._cores[index]
+            known = min(core.num_known(ids[core.secret]) * self._block_size, num_prompt - 1)
+            price = (core.load + PRICE * (num_prompt - known), core.num_stored)
+            if price < lowest:
+                best, num_cached, lowest = index, known, price
+        core = self._cores[best]
+        core.own.add(request, num_cached)
+        placed = self._placed[request.request_id] = Placed(best, ids[core.secret])
+        for each in placed.ids:
+            core.coming[each] = core.coming.get(each, 0) + 1
+        return best
 
     def core_of(self, request_id: str) -> int | None:
         """The core of an unfinished request, or None."""
         placed = self._placed.get(request_id)
-        return None if placed is None else placed[0]
+        return None if placed is None else placed.core
+
+    def start(self, request_id: str) -> None:
+        """Record that the prompt of a request has been computed; unknown ids are ignored."""
+        placed = self._placed.get(request_id)
+        if placed is not None:
+            self._cores[placed.core].own.start(request_id)
 
     def end(self, request_id: str) -> None:
         """Remove a request that has ended or was not accepted; unknown ids are ignored."""
-        core, num_tokens = self._placed.pop(request_id, (0, 0))
-        self.loads[core] -= num_tokens
+        placed = self._placed.pop(request_id, None)
+        if placed is None:
+            return
+        core = self._cores[placed.core]
+        core.own.end(request_id)
+        coming = core.coming
+        for each in placed.ids:
+            num = coming[each] - 1
+            if num:
+                coming[each] = num
+            else:
+                del coming[each]
+
+    def update(self, core: int, news: CacheNews) -> None:
+        """Record what a core has reported. Messages of a core must come in their order."""
+        view = self._cores[core]
+        view.others, view.has_cache = news.load, news.has_cache
+        if news.is_whole:
+            view.cached.clear()
+            view.secret = news.secret
+        view.cached.difference_update(_numbers(news.removed))
+        stored = _numbers(news.stored)
+        view.cached.update(stored)
+        view.num_stored += len(stored)
+        if view.num_stored > MEMORY * max(len(view.cached), 1):
+            for each in self._cores:
+                each.num_stored /= 2
 
     def remove(self, core: int) -> list[str]:
         """Exclude a core that has died. Returns the ids of its unfinished requests."""
         self._here.remove(core)
-        names = [name for name, (place, _) in self._placed.items() if place == core]
+        names = [name for name, placed in self._placed.items() if placed.core == core]
         for name in names:
             self.end(name)
         return names
@@ -67,33 +164,38 @@ class Balancer:
     def restore(self, core: int) -> None:
         """Include a core that was restarted and has nothing cached."""
         self._here.append(core)
-        self._seen = {each: place for each, place in self._seen.items() if place != core}
+        self._cores[core] = CoreView()
 
-    def _fair(self, beginnings: list[int]) -> int:
-        """The core that has received the longest prefix of this prompt and is not too busy; else
-        the one with the least work. ``beginnings``: hashes of the prompt's prefixes."""
-        least = min(self.loads[core] for core in self._here)
-        limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
-        for beginning in reversed(beginnings):
-            core = self._seen.get(beginning)
-            if core in self._here and self.loads[core] <= limit:
-                return core
-        return next(core for core in self._here if self.loads[core] == least)
-
-    def _beginnings(self, request: AddRequest) -> Iterator[int]:
-        """Hashes of the prompt's prefixes of 1, 2, 3, ... whole blocks."""
-        tokens, size = request.prompt_token_ids, self._block_size
+    def _ids(self, request: AddRequest) -> dict[bytes, list[int]]:
+        """Ids of the prompt's full blocks, by the secret of the cores' hash; one entry unless cores
+        have different secrets."""
+        secrets = {self._cores[index].secret for index in self._here}
+        if not any(self._cores[index].has_cache for index in self._here):
+            return {secret: [] for secret in secrets}
         adapter = request.adapter
         if adapter is not None:
             adapter = self.adapters.get(adapter, adapter)
-        digest = hash((request.cache_salt, adapter))
-        for end in range(size, len(tokens) + 1, size):
-            digest = hash((digest, *tokens[end - size : end]))
-            yield digest
+        tokens = as_array(request.prompt_token_ids)
+        content = PlainContent(tokens, request.cache_salt, adapter, request.media)
+        ids = {}
+        for secret in secrets:
+            chain: list[bytes] = []
+            self._chains_of(secret).extend(chain, content, len(tokens))
+            ids[secret] = _numbers(block_ids(chain))
+        return ids
 
-    def _remember(self, beginnings: list[int], core: int) -> None:
-        for beginning in beginnings:
-            self._seen.pop(beginning, None)  # to make it the newest entry
-            self._seen[beginning] = core
-        while len(self._seen) > self._max_remembered:
-            del self._seen[next(iter(self._seen))]
+    def _chains_of(self, secret: bytes) -> Chains:
+        if secret not in self._chains:
+            self._chains[secret] = Chains(_fast_hasher(secret), self._block_size)
+        return self._chains[secret]
+
+
+def _fast_hasher(secret: bytes) -> BlockHasher:
+    from engine.kv.fast_hash import FastHasher  # imports Numba
+
+    return FastHasher.of_secret(secret)
+
+
+def _numbers(ids: bytes) -> list[int]:
+    """The ids of blocks as integers."""
+    return memoryview(ids).cast("Q").tolist()

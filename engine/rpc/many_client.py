@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import zmq
@@ -62,13 +63,19 @@ class ManyCoresClient(CoreClient):
             self._waker = sockets.Waker()
             self._poller.register(self._waker.fd, zmq.POLLIN)
             self._restarts = Restarts(start, self._waker.wake)
-        for core in self._cores:
-            self._watch(core)
+        for index, core in enumerate(self._cores):
+            self._watch(index, core)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the cores that this client has started, for monitoring."""
         return [pid for index in self._alive for pid in self._cores[index].pids]
+
+    @property
+    def loads(self) -> list[int]:
+        """Tokens that the requests of each core have yet to compute, at most, as far as is known:
+        those of this client and of others."""
+        return self._balancer.loads
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self.check_alive()
@@ -292,7 +299,7 @@ class ManyCoresClient(CoreClient):
         self._cores[index] = core
         self._alive = sorted([*self._alive, index])
         self._balancer.restore(index)
-        self._watch(core)
+        self._watch(index, core)
         logger.warning(
             "core %d of %d serves again, started in %.1f s (process %s)",
             index,
@@ -301,9 +308,12 @@ class ManyCoresClient(CoreClient):
             ", ".join(map(str, core.pids)),
         )
 
-    def _watch(self, core: EngineCoreClient) -> None:
+    def _watch(self, index: int, core: EngineCoreClient) -> None:
         for each in core.sources:
             self._poller.register(each, zmq.POLLIN)
+        if len(self._cores) > 1:
+            with self._named(index):
+                core.follow(partial(self._balancer.update, index))
 
     def _take(self) -> list[CoreOutputs]:
         """The outputs received from all cores. After the death of the last core, it raises the
@@ -320,6 +330,8 @@ class ManyCoresClient(CoreClient):
         if self._death is not None and not batches:
             raise self._death
         for batch in batches:
+            for started in batch.started:
+                self._balancer.start(batch.request_ids[started.index])
             for end in batch.finished:
                 self._balancer.end(batch.request_ids[end.index])
         return batches

@@ -33,6 +33,7 @@ from engine.messages.wire import (
     Credit,
     Failure,
     Fault,
+    Follow,
     FromClient,
     Hello,
     Refusal,
@@ -42,6 +43,7 @@ from engine.messages.wire import (
 )
 from engine.observe.logs import Throttle
 from engine.rpc.failures import failure_of
+from engine.rpc.followers import Followers
 from engine.rpc.sessions import ClientSession, ClientSessions
 
 MAX_ARRIVALS = 1000  # most messages read between two steps, so that many messages delay no step
@@ -83,6 +85,7 @@ class CoreLoop:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._ending = dispatcher.ending
+        self._followers = dispatcher.followers
         self._config = config
         self._clock = clock
         self._idle_since: float | None = None
@@ -112,11 +115,15 @@ class CoreLoop:
                 break
             self._dispatcher.take(identity, frames, self._clock())
             self._idle_since = None
-        self._sessions.tend(self._clock())
+        now = self._clock()
+        self._sessions.tend(now)
+        self._followers.tell(now)
         self._count()
 
     def _step(self) -> None:
         outputs = self._core.turn()
+        if self._core.is_idle or any(batch.finished for batch in outputs.values()):
+            self._followers.tell(self._clock(), at_once=True)  # before the ends
         for index, batch in outputs.items():
             self._sessions.publish(index, batch)
         if self._core.is_idle:
@@ -138,7 +145,7 @@ class CoreLoop:
     def _patience_ms(self) -> int:
         """Milliseconds to sleep without a message, until a deadline or another task is due."""
         now = self._clock()
-        due = [self._sessions.next_look()]
+        due = [self._sessions.next_look(), self._followers.next_look()]
         if self._ending.at is not None:
             due.append(self._ending.at)
         if self._core.has_unfinished():
@@ -187,6 +194,7 @@ class Dispatcher:
         self._sessions = sessions
         self._token = token
         self.ending = ending
+        self.followers = Followers(core, sessions)
         self._decoder: MessageDecoder[FromClient] = MessageDecoder(FromClient)
         self._complaints = Throttle()  # limits log lines about clients without a session
 
@@ -255,6 +263,8 @@ class Dispatcher:
                 if message.num_batches < 1:
                     raise WireError(f"credit has {message.num_batches} batches, must be at least 1")
                 self._sessions.grant(session, message.num_batches)
+            case Follow():
+                self.followers.add(session)
             case Bye():
                 self._sessions.leave(session)
 
@@ -271,6 +281,7 @@ class Dispatcher:
             return failure_of(error, default=RequestError)
         times = (request.queue_deadline, request.end_deadline)
         session.live[request.request_id] = tuple(time for time in times if time is not None)
+        session.work.add(request)
         return None
 
     def _answer(self, session: ClientSession, call: Call) -> None:

@@ -28,6 +28,7 @@ from engine.ipc.sockets import MAX_CONNECTIONS, Socket
 from engine.messages.requests import CoreOutputs, Finished, pick_rows, with_ends
 from engine.messages.wire import Dead, Outputs, Probe, ToClient
 from engine.observe.logs import Throttle
+from engine.rpc.work import Work
 
 logger = logging.getLogger("engine.core")
 MAX_BACKLOG_BYTES = 64 << 20
@@ -55,6 +56,8 @@ class ClientSession:
     """Its unfinished requests by id, with their deadlines."""
     complaints: Throttle = field(default_factory=Throttle)
     """Limits log lines about this client."""
+    work: Work = field(default_factory=Work)
+    """The work of its unfinished requests."""
 
     def __str__(self) -> str:
         return f"client {self.index} ({self.name})" if self.name else f"client {self.index}"
@@ -101,6 +104,15 @@ class ClientSessions:
     def get(self, identity: bytes) -> ClientSession | None:
         return self._by_identity.get(identity)
 
+    def at(self, index: int) -> ClientSession | None:
+        """The session of the client with this index; ``None`` if it has disconnected."""
+        return self._by_index.get(index)
+
+    @property
+    def load(self) -> int:
+        """Tokens that the unfinished requests of all clients have yet to compute, at most."""
+        return sum(session.work.load for session in self._by_identity.values())
+
     # -- sessions
 
     def welcome(self, identity: bytes, name: str) -> ClientSession:
@@ -131,6 +143,7 @@ class ClientSessions:
             logger.info("%s has left; its %d requests are aborted", session, len(session.live))
             self._drop(list(session.live))
             session.live.clear()
+            session.work.clear()
 
     def tend(self, now: float) -> None:
         """Retry unsent messages and probe clients; does nothing before ``next_look``."""
@@ -166,6 +179,11 @@ class ClientSessions:
             return
         self._tell(session, session.queue.answer, frame)
         self._limit(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
+
+    def try_to_send(self, session: ClientSession, message: ToClient) -> bool:
+        """Send a message that may be lost. Returns False, and drops it, if the socket is full or
+        others wait to be sent before it."""
+        return not session.queue and self._offer(session.identity, self._encoder.encode(message))
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
         """Send a step's outputs to the client with this index, or queue them."""
@@ -216,8 +234,11 @@ class ClientSessions:
             if piece.fault:
                 logger.warning("outputs of request %.80r cannot be sent: %s", ids[0], piece.fault)
                 self._drop(ids)
+            for started in piece.batch.started:
+                session.work.start(ids[started.index])
             for end in piece.batch.finished:
                 session.live.pop(ids[end.index], None)
+                session.work.end(ids[end.index])
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
@@ -230,6 +251,7 @@ class ClientSessions:
         logger.warning("%s: its %d requests are aborted", reason, len(ids))
         self._drop(ids)
         session.live.clear()
+        session.work.clear()
         ends = session.queue.give_up(reason)
         ends += [(name, Finished(0, "abort", message=reason)) for name in ids]
         self._publish(session, with_ends(CoreOutputs([], [], [], time), ends))

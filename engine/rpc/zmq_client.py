@@ -37,10 +37,12 @@ from engine.messages.wire import (
     Abort,
     Answer,
     Bye,
+    CacheNews,
     Call,
     Credit,
     Dead,
     Fault,
+    Follow,
     Hello,
     Outputs,
     Submit,
@@ -169,6 +171,13 @@ class EngineCoreClient(CoreClient):
         self._request(number, frame)
         return value_of(name, self._answer(number))
 
+    def follow(self, told: Callable[[CacheNews], object]) -> None:
+        """Have the core report its prefix cache and its load from now on. ``told`` is called with
+        each report, in order, while other methods of this client run."""
+        self._live()
+        self._protocol.told = told
+        self._send(self._protocol.follow())
+
     def shutdown(self) -> None:
         if os.getpid() != self._owner:
             return
@@ -277,6 +286,8 @@ class EngineCoreClient(CoreClient):
             self._protocol.welcome = reply
         elif reply is not None and reply.number in self._expected:
             self._expected[reply.number] = reply
+        if self._protocol.has_gap:
+            self._send(self._protocol.follow())
 
     def _kill(self, check: str) -> None:
         """Treat a core that hangs as dead, and kill it if this client owns it."""
@@ -332,6 +343,11 @@ class ClientProtocol:
         """Number of requests that the core has accepted and whose end the user has not taken."""
         self.stats: SchedulerStats | None = None
         """The latest statistics that ``request_stats`` requested."""
+        self.told: Callable[[CacheNews], object] | None = None
+        """Called with each report of the core's cache, if this client follows it."""
+        self.has_gap = False
+        """True if a report was lost, so that the whole cache must be requested."""
+        self._num_news = 0  # reports since the whole cache
         self.offset = ClockOffset()
         self._clock = clock
         self._hello_at = 0.0  # when hello was sent
@@ -390,6 +406,11 @@ class ClientProtocol:
         self._stats_call, frame = self.call("stats", ())
         return frame
 
+    def follow(self) -> bytes:
+        """The message that requests the whole cache, and then its changes."""
+        self.has_gap, self._num_news = False, -1
+        return self._encoder.encode(Follow())
+
     def bye(self) -> bytes:
         return self._encoder.encode(Bye())
 
@@ -420,6 +441,8 @@ class ClientProtocol:
                 _check_places([each.index for each in batch.started], batch.request_ids)
                 self.offset.from_core(batch, self._clock())
                 self.unread.append(batch)
+            case CacheNews():
+                self._note_news(message)
             case Dead():
                 raise death_of(message.message, message.traceback)
             case Fault():
@@ -438,6 +461,18 @@ class ClientProtocol:
                         self.stats = value_of("stats", message)
                 return message
         return None
+
+    def _note_news(self, news: CacheNews) -> None:
+        """Pass a report on. After a gap, all are dropped until the whole cache comes."""
+        if news.is_whole:
+            self._num_news = 0
+        elif self._num_news >= 0 and news.sequence == self._num_news + 1:
+            self._num_news += 1
+        else:
+            self.has_gap = self._num_news >= 0
+            return
+        if self.told is not None:
+            self.told(news)
 
     def _note_submitted(self, message: Submitted) -> None:
         self._note_never_sent(message.number)

@@ -12,6 +12,7 @@ from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from engine.kv.changes import CacheChanges
     from engine.kv.connector import KVSource
     from engine.sched.predict.headroom import Judgement
 
@@ -114,6 +115,11 @@ class SchedulerInterface(ABC):
         order. They stay preempted even if False is returned because a KV transfer uses blocks.
         """
         return False
+
+    def follow_cache(self) -> CacheChanges | None:
+        """Begin to collect which blocks enter and leave the prefix cache, for clients of several
+        cores. ``None``: their requests are then sent to cores by load only."""
+        return None
 
     def set_pause_state(self, state: PauseState) -> None:
         """Pause the scheduler as ``state`` defines, or resume it (``UNPAUSED``)."""

@@ -22,6 +22,7 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from engine.config.sched import SchedulerConfig
+from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, FinishReason
@@ -442,6 +443,9 @@ class Scheduler(SchedulerInterface):
             for req in [*self.roster.running, *self.roster.block_holders.values()]:
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
+
+    def follow_cache(self) -> CacheChanges | None:
+        return self.kv.follow_cache()
 
     def take_judgements(self) -> list[Judgement]:
         return self.view.headroom.take()

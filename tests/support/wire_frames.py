@@ -25,11 +25,13 @@ from engine.messages.wire import (
     Abort,
     Answer,
     Bye,
+    CacheNews,
     Call,
     Credit,
     Dead,
     Failure,
     Fault,
+    Follow,
     FromClient,
     FromControl,
     Health,
@@ -93,6 +95,7 @@ TO_CORE: dict[str, Any] = {
     "abort": Abort(["a", "b"]),
     "call": Call(3, "pause", ["new"]),
     "credit": Credit(128),
+    "follow": Follow(),
     "bye": Bye(),
 }
 TOO_LONG = Failure("RequestError", "no", None, "prompt", "context_length_exceeded")
@@ -109,6 +112,8 @@ TO_CLIENT: dict[str, Any] = {
     "fault": Fault("not a message"),
     "dead": Dead("the engine core died", "Traceback"),
     "probe": Probe(),
+    "cache, whole": CacheNews(0, True, bytes(range(16)), b"", 512, b"key and root"),
+    "cache, changes": CacheNews(1, False, bytes(8), bytes(range(8)), 0),
 }
 CONTROL: dict[str, Any] = {"ping": Ping(TOKEN), "shutdown": Shutdown(TOKEN, 5.0)}
 FROM_CONTROL: dict[str, Any] = {"health": Health("ready", 0.25, 10, 2, 1)}

@@ -278,11 +278,11 @@ class Cores2:
 
 def test_prompts_of_a_replaced_adapter_share_nothing_with_those_before() -> None:
     balancer = Balancer(2, 4)
-    for digest, core in (("1", 0), ("1", 0), ("2", 1)):
+    for number, (digest, core) in enumerate([("1", 0), ("1", 0), ("2", 1)]):
         balancer.adapters = {"x": digest}
-        request = make_request(f"{digest} {core} {len(balancer.loads)}", [7] * 9, 3, adapter="x")
+        request = make_request(str(number), [7] * 90, 3, adapter="x")
         assert balancer.choose(request) == core
-        balancer.loads = [1, 0]
+        balancer.start(str(number))
 
 
 def test_the_use_of_adapters_is_summed_over_cores() -> None:

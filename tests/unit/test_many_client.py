@@ -28,6 +28,9 @@ class ScriptedCore:
     def fail(self, error: EngineDeadError) -> None:
         self._script = [error]
 
+    def follow(self, told: object) -> None:
+        pass
+
     def check_alive(self) -> None:
         if self._script and isinstance(self._script[0], EngineDeadError):
             raise self._script[0]

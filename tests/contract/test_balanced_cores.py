@@ -1,0 +1,112 @@
+"""Front ends over the same cores: they know what each core has cached and how busy it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from support.core_clients import HostedCore, drain
+from support.patience import WAIT_SECONDS
+from support.simulate import make_request
+from support.spawned import FakeBuild, fake_config
+
+from engine.ipc.codec import MessageDecoder, MessageEncoder
+from engine.messages.wire import CacheNews, Follow, ToClient
+from engine.rpc.launch import open_core
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import ClientProtocol, EngineCoreClient
+
+pytestmark = pytest.mark.usefixtures("place")
+PROMPT = list(range(1, 200))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def hosted(stack: ExitStack, num: int, **build: Any) -> list[HostedCore]:
+    return [stack.enter_context(HostedCore(FakeBuild(**build))) for _ in range(num)]
+
+
+def front_end(stack: ExitStack, cores: list[HostedCore]) -> ManyCoresClient:
+    addresses = ", ".join(core.address.data for core in cores)
+    client = open_core(fake_config(core_address=addresses))
+    assert isinstance(client, ManyCoresClient)
+    stack.callback(client.shutdown)
+    return client
+
+
+def steps_of(core: HostedCore) -> int:
+    """Tokens that a core has computed."""
+    one = EngineCoreClient(core.address)
+    stats = one.stats()
+    one.shutdown()
+    assert stats is not None
+    return stats.num_scheduled_tokens
+
+
+def test_what_one_front_end_left_is_found_by_another(stack: ExitStack) -> None:
+    cores = hosted(stack, 3)
+    one, other = front_end(stack, cores), front_end(stack, cores)
+    one.add_all([make_request(f"{one.id_prefix}{i}", [i] * 40, 2) for i in range(300, 302)])
+    one.add_all([make_request(f"{one.id_prefix}a", PROMPT, 2)])  # to the third
+    drain(one)
+    tokens = [steps_of(core) for core in cores]
+    assert tokens[2] > 190 > max(tokens[:2])
+    for i in range(3):  # a late one, too
+        client = front_end(stack, cores) if i == 2 else other
+        for _ in range(2):
+            client.stats()  # answered after what was reported before
+        client.add_all([make_request(f"{client.id_prefix}{i}", [*PROMPT, i], 2)])
+        drain(client)
+        assert [steps_of(core) for core in cores[:2]] == tokens[:2]
+
+
+def test_one_front_end_sees_the_load_of_another(stack: ExitStack) -> None:
+    cores = hosted(stack, 2, step_seconds=0.005)
+    one, other = front_end(stack, cores), front_end(stack, cores)
+    one.add_all([make_request(f"{one.id_prefix}a", [7] * 400, 100)])
+    until = time.monotonic() + WAIT_SECONDS
+    while other.loads[0] == 0:
+        assert time.monotonic() < until, "the load was not reported"
+        other.step()
+    other.add_all([make_request(f"{other.id_prefix}{i}", [i + 1] * 9, 2) for i in range(3)])
+    drain(other)
+    assert steps_of(cores[1]) == 3 * 10
+    drain(one)
+    while other.loads != [0, 0]:
+        assert time.monotonic() < until, "the end was not reported"
+        other.step()
+
+
+def test_a_missed_report_is_made_up_for() -> None:
+    """As a client of another kind of connection might need it."""
+    protocol, encode = ClientProtocol(), MessageEncoder().encode
+    seen: list[CacheNews] = []
+    protocol.told = seen.append
+    assert MessageDecoder(Follow).decode([protocol.follow()]) == Follow()
+
+    def come(*news: CacheNews) -> list[CacheNews]:
+        before = len(seen)
+        for each in news:
+            protocol.feed([encode(each)])
+        return seen[before:]
+
+    whole, first = CacheNews(0, True, bytes(8), b"", 0), CacheNews(1, False, b"", b"", 5)
+    assert come(first) == [] and not protocol.has_gap  # it was not asked for anew
+    assert come(whole, first) == [whole, first]
+    third = replace_sequence(first, 3)
+    assert come(third) == [] and protocol.has_gap
+    protocol.follow()
+    assert come(replace_sequence(first, 4)) == [] and not protocol.has_gap
+    assert come(whole, first) == [whole, first]
+    assert isinstance(whole, ToClient)
+
+
+def replace_sequence(news: CacheNews, sequence: int) -> CacheNews:
+    return CacheNews(sequence, news.is_whole, news.stored, news.removed, news.load)
