@@ -14,6 +14,8 @@ from engine.server.http.body import Bodies
 from engine.server.limits import ServerLimits, check_limits
 from engine.server.names import ServedNames
 
+LATEST = ":latest"
+"""What clients of Ollama add to names."""
 A = TypeVar("A", bound=msgspec.Struct)
 
 
@@ -47,12 +49,15 @@ class NamedBodies:
         return body
 
     async def adapter_of(self, name: str | None) -> str:
-        """The adapter that a request names, or an empty text for the model itself. Raises
-        ``ApiError`` for an unknown name."""
-        if name is None or self._names.has(name):
+        """The adapter that a request names, with the tag ``:latest`` or without, or an empty text
+        for the model itself. Raises ``ApiError`` for an unknown name."""
+        if name is None:
             return ""
-        if await self._adapters.has(name):
-            return name
+        for spelling in dict.fromkeys((name, name.removesuffix(LATEST), name + LATEST)):
+            if self._names.has(spelling):
+                return ""
+            if await self._adapters.has(spelling):
+                return spelling
         raise self._adapters.unknown(name)
 
     def model_of(self, body: msgspec.Struct) -> str:

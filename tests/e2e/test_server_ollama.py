@@ -235,6 +235,13 @@ def test_names_that_are_not_served(client: Any) -> None:
             assert refused.value.status_code == 404
 
 
+def test_other_apis_know_the_names_of_lists(server: Served) -> None:
+    """Some clients list models here and chat there."""
+    body = {"model": "box:latest", "messages": ASK, "max_tokens": 3}
+    assert post(server, "/v1/chat/completions", body).json["model"] == "box"
+    assert post(server, "/api/show", {"name": "box:latest"}).status == 200
+
+
 def test_models_are_not_managed(client: Any, server: Served) -> None:
     for use in (
         lambda: client.pull("box"),

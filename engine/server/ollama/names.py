@@ -1,4 +1,4 @@
-"""Names of models with a tag: ``name:latest`` is ``name``."""
+"""Names of models as Ollama's clients have them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from engine.server.errors import ApiError
 from engine.server.limits import check_limits
-from engine.server.named import NamedBodies, NamesModel
+from engine.server.named import LATEST, NamedBodies, NamesModel
 
-LATEST = ":latest"
 A = TypeVar("A", bound=msgspec.Struct)
 
 
@@ -21,7 +19,7 @@ def tagged(name: str) -> str:
 
 
 class TaggedBodies(NamedBodies):
-    """Reads bodies that name a model or an adapter with its tag or without."""
+    """Reads bodies of Ollama's requests."""
 
     async def read_named(self, request: Request, kind: type[A]) -> tuple[A, str]:
         """The body of a request, and the name in it. Raises ``ApiError``."""
@@ -33,15 +31,3 @@ class TaggedBodies(NamedBodies):
         name = named.model
         named.model = await self.adapter_of(name)
         return body, name
-
-    async def adapter_of(self, name: str | None) -> str:
-        """The adapter that a name means, or an empty text for the model itself. Raises
-        ``ApiError`` for an unknown name."""
-        given = name or ""
-        for spelling in (given.removesuffix(LATEST), tagged(given)):
-            if spelling != given:
-                try:
-                    return await super().adapter_of(spelling)
-                except ApiError:
-                    continue
-        return await super().adapter_of(given)
