@@ -100,7 +100,9 @@ def started(
             time.sleep(0.02)
         yield process, url, time.monotonic() - begin
     finally:
-        process.kill()
+        if process.poll() is None:
+            # With it, all processes of its namespace end; `unshare` would leave them.
+            os.kill(first_process(process), signal.SIGKILL)
         process.wait()
 
 

@@ -6,17 +6,34 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.patience import WAIT_SECONDS
 from support.permissions import bound
 
 from engine.assets import BOX_MODEL
+from engine.cli import prepare
+from engine.cli.main import main
+from engine.worker import warmup
+from kernels.cpu import isa
 from kernels.cpu.disk_cache import CachePlaces, OneSaverAtATime, directory_name
 
 ROOT = Path(__file__).parents[2]
 PREPARE = "from kernels.cpu import slots; import logging; slots.GROW.prepare()"
+# Another processor: older, and with another name.
+ELSEWHERE = """
+from llvmlite import binding
+features = dict(binding.get_host_cpu_features())
+newer = ("avx512", "avx10", "amx", "avxvnni", "avxifma", "vaes", "vpclmulqdq", "gfni", "sha")
+older = {name: on and not name.startswith(newer) for name, on in features.items()}
+binding.get_host_cpu_features = lambda: older
+binding.get_host_cpu_name = lambda: "haswell"
+"""
+NAMED = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}
 GENERATE = (
     *("-m", "engine.cli.main", "generate", "--model", str(BOX_MODEL)),
     *("--max-tokens", "3", "--num-threads", "1", "Hello"),
@@ -89,6 +106,36 @@ def test_what_was_prepared_is_found_where_nothing_can_be_written(
     done = run("-c", PREPARE, cwd=packages, METRONOME_KERNEL_CACHE=str(cache))
     assert warnings_of(done) == []
     assert kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")}
+
+
+@pytest.mark.skipif("avx2" not in isa.available(), reason="needs AVX2")
+@pytest.mark.parametrize("is_named", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kernels_for_a_named_processor_are_found_on_others(tmp_path: Path, is_named: bool) -> None:
+    cache, variables = tmp_path / "cache", NAMED if is_named else {}
+    run("-c", PREPARE, METRONOME_KERNEL_CACHE=str(cache), **variables)
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+    assert before
+    run("-c", ELSEWHERE + PREPARE, METRONOME_KERNEL_CACHE=str(cache), **variables)
+    after = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+    assert (before == after) == is_named
+
+
+def test_prepare_waits_for_kernels_that_its_own_requests_do_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed, stored = threading.Event(), []
+    load = warmup.prepare
+
+    def late(*args: Any, **options: Any) -> None:
+        load(*args, **options)
+        computed.wait(WAIT_SECONDS)
+        time.sleep(0.2)
+        stored.append("kernels")
+
+    monkeypatch.setattr(warmup, "prepare", late)
+    monkeypatch.setattr(prepare, "_compute", lambda engine, params: computed.set())
+    assert main(["prepare", str(BOX_MODEL), "--num-threads", "1", "--num-kv-blocks", "64"]) == 0
+    assert stored == ["kernels"]
 
 
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
