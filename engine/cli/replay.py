@@ -1,6 +1,7 @@
 """Replay a step log: check that the same inputs give the same plans.
 
-Options that are given replace the recorded ones. The first plan that differs is reported.
+Options that are given replace the recorded ones. The first plan that differs is reported. Of
+several cores, the logs of all are replayed.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.config.cli import json_object
 from engine.config.kv_groups import FULL, kinds_of
 from engine.core.replay import groups_of, replay
 from engine.errors import ConfigError
-from engine.observe.steplog import StepLog
+from engine.observe.steplog import StepLog, logs_of
 
 DIFFERENT = 1
 
@@ -50,14 +52,19 @@ def run(parsed: argparse.Namespace) -> int:
     changes = dict(parsed.changes)
     if parsed.policy_options is not None:
         changes["policy_options"] = parsed.policy_options
-    outcome = replay(
-        parsed.log,
-        policy=parsed.policy,
-        allow_truncated=parsed.allow_truncated,
-        **changes,
-    )
-    print(outcome)
-    groups = groups_of(StepLog(parsed.log, allow_truncated=parsed.allow_truncated).header)
+    logs = logs_of(parsed.log)
+    are_equal = [_replay(log, parsed, changes, is_named=logs != [parsed.log]) for log in logs]
+    return 0 if all(are_equal) else DIFFERENT
+
+
+def _replay(
+    log: Path, parsed: argparse.Namespace, changes: dict[str, Any], *, is_named: bool
+) -> bool:
+    """Replay one log and print the outcome, with the log's name if ``is_named``. Returns whether
+    all plans were equal."""
+    outcome = replay(log, policy=parsed.policy, allow_truncated=parsed.allow_truncated, **changes)
+    print(f"{log}: {outcome}" if is_named else outcome)
+    groups = groups_of(StepLog(log, allow_truncated=parsed.allow_truncated).header)
     if groups != (FULL,):
         print(f"KV groups by attention: {kinds_of(groups)}")
-    return DIFFERENT if outcome.difference is not None else 0
+    return outcome.difference is None

@@ -53,8 +53,11 @@ class CacheConfig:
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
-    """Address of these events, ipc:// or tcp://. Default: a new socket file, whose path is
-    logged."""
+    """Address of these events, ipc:// or tcp://. Default: a new socket file, whose path is logged.
+    Of several cores the n-th uses the n-th port from there on, or -n at the end of the file. Past
+    events are at the first port after these, or at -replay."""
+    kv_events_topic: str = ""
+    """Topic of these events, for subscribers that filter by it, such as kv@POD@MODEL."""
     kv_events_buffer_steps: int = 10_000
     """Batches of events kept for subscribers that connect late or miss some."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config.cache import CacheConfig
+from engine.config.cache import MAX_EVENTS_PORT, CacheConfig
 from engine.config.check import check_range, check_types
 from engine.config.core import CoreConfig, PollConfig
 from engine.config.gpu import GPUConfig
@@ -38,7 +38,8 @@ class EngineOptions:
     disable_log_stats: bool = field(default=False, metadata=FRONT_END)
     """Do not log the line of statistics every few seconds."""
     step_log: str | Path | None = None
-    """File that records every input and plan of the scheduler, for metronome replay."""
+    """File that records every input and plan of the scheduler, for metronome replay. With several
+    cores, each has a file that ends with -core0, -core1, ..."""
     torch_profiler_dir: str | Path | None = None
     """Directory for the traces of start_profile and stop_profile. If set, generate, chat and bench
     profile themselves."""
@@ -84,6 +85,10 @@ class EngineConfig(EngineOptions):
     """Directory for the worker's traces, as an absolute path."""
     kernel_cache: str | None = None
     """Directory for the worker's compiled kernels, as an absolute path."""
+    rank: int = 0
+    """Number of this core among those that were started together."""
+    num_ranks: int = 1
+    """How many cores were started together."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -99,17 +104,16 @@ class EngineConfig(EngineOptions):
                 f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "
                 "machine (None: the cores that this process may use)"
             )
-        if self.core.data_parallel_size > 1 and self.step_log is not None:
+        self._check_events()
+
+    def _check_events(self) -> None:
+        endpoint, num_cores = self.cache.kv_events_endpoint, self.core.data_parallel_size
+        _, is_tcp, port = (endpoint or "").rpartition(":")
+        most = MAX_EVENTS_PORT + 2 - 2 * num_cores
+        if num_cores > 1 and is_tcp and port.isdigit() and int(port) > most:
             raise ConfigError(
-                f"step_log is {self.step_log!r} and data_parallel_size is "
-                f"{self.core.data_parallel_size}: a log records one scheduler; set only one of the "
-                "two"
-            )
-        if self.core.data_parallel_size > 1 and self.cache.kv_events_endpoint is not None:
-            raise ConfigError(
-                f"kv_events_endpoint is {self.cache.kv_events_endpoint!r} and data_parallel_size "
-                f"is {self.core.data_parallel_size}: each core needs its own address; leave "
-                "kv_events_endpoint out, and each core logs a new one"
+                f"kv_events_endpoint is {endpoint!r} and data_parallel_size is {num_cores}: each "
+                f"core needs two ports from there on, so the port must be at most {most}"
             )
 
 

@@ -178,7 +178,7 @@ def wire(
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
     failures = failures or Failures()
-    kv = make_kv_manager(config, decided, clock=clock, failures=failures)
+    kv = make_kv_manager(config, decided, failures=failures, resources=chosen.resources)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
         return make_scheduler(
@@ -469,9 +469,14 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
 
 
 def make_kv_manager(
-    config: EngineConfig, decided: Decided, *, clock: Callable[[], float], failures: Failures
+    config: EngineConfig,
+    decided: Decided,
+    *,
+    failures: Failures,
+    resources: Sequence[Resource] = (),
 ) -> KVManager:
-    """Create the KV manager with the configured block hash and event publisher."""
+    """Create the KV manager with the configured block hash and event publisher. ``resources``:
+    among them the one that knows adapters, if there is one."""
     cache = config.cache
     events = None
     if cache.enable_kv_events:
@@ -479,13 +484,26 @@ def make_kv_manager(
 
         publisher = KVEventPublisher(
             cache.kv_events_endpoint,
+            topic=cache.kv_events_topic,
+            rank=config.rank,
+            num_ranks=config.num_ranks,
             num_remembered=cache.kv_events_buffer_steps,
             guard=ObserverGuard(
                 failures, "kv_events", "events that cannot be published are dropped"
             ),
         )
-        logger.info("KV cache events are published at %s", publisher.endpoint)
-        events = EventLog(publisher, block_size=decided.block_size, clock=clock)
+        logger.info(
+            "KV cache events are published at %s, past ones at %s",
+            *(publisher.endpoint, publisher.replay_endpoint),
+        )
+        events = EventLog(
+            publisher,
+            block_size=decided.block_size,
+            clock=time.time,
+            groups=decided.kv_groups,
+            name_of=adapter_names(resources),
+            rank=config.rank,
+        )
     kv = KVManager(
         decided.num_kv_blocks,
         decided.block_size,
@@ -497,6 +515,14 @@ def make_kv_manager(
     if decided.snapshot_blocks:
         kv.keep_states(decided.snapshot_blocks, cache.state_snapshot_interval or 0)
     return kv
+
+
+def adapter_names(resources: Sequence[Resource]) -> Callable[[str], str]:
+    """A function that returns the name of an adapter, given its digest."""
+    for each in resources:
+        if isinstance(each, AdapterSlots) and each.library is not None:
+            return each.library.name_of
+    return str
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:

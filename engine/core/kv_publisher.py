@@ -1,10 +1,12 @@
 """Publishes prefix-cache events over ZeroMQ, for routers that choose a core by cached prefix.
 
-    PUB      sends [sequence, batch] for each batch; batches for a slow subscriber are dropped
-    ROUTER   receives [sequence], replies with up to 500 batches from there on and an end marker
+    PUB      sends [topic, sequence, batch] for each; batches for a slow subscriber are dropped
+    ROUTER   receives ["", sequence], replies with ["", topic, sequence, batch] for each batch from
+             there on, and ["", "", -1, ""]
 
-Batches are sent as msgpack. They contain prompt tokens, so by default the socket is a file that
-only its user can open. From subscribers, nothing but a sequence number is decoded.
+Sequence numbers have eight bytes, big-endian. Batches are sent as msgpack. They contain prompt
+tokens, so by default the socket is a file that only its user can open. From subscribers, nothing
+but a sequence number is decoded.
 """
 
 from __future__ import annotations
@@ -24,30 +26,48 @@ from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
 from engine.observe.guard import Failures, ObserverGuard
 
-PAGE = 500  # batches per reply; below the 1000 messages that a socket queues per subscriber
-END = -1  # the sequence number after a page
+END = -1  # the sequence number after the last batch of a reply
 SEQUENCE_BYTES = 8
+ROOM = 100_000  # batches that wait for a subscriber that reads slowly
+SPARE_MESSAGES = 100  # that a socket queues for a subscriber, in addition to the past batches
 
 
-def replay_endpoint(endpoint: str) -> str:
-    """Address at which subscribers request past batches: the publisher's socket file with the
-    suffix "-replay", or the next TCP port."""
+def events_endpoint(endpoint: str, rank: int) -> str:
+    """Address of the core number ``rank``: the socket file with the number appended, or the TCP
+    port that is higher by the number. The core 0 has ``endpoint`` itself."""
+    if not rank:
+        return endpoint
+    return f"{endpoint}-{rank}" if endpoint.startswith(IPC) else _next_port(endpoint, rank)
+
+
+def replay_endpoint(endpoint: str, num_ranks: int = 1) -> str:
+    """Address at which subscribers request past batches: the core's socket file with the suffix
+    "-replay", or the TCP port that is higher by the number of cores."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
+    return _next_port(endpoint, num_ranks)
+
+
+def _next_port(endpoint: str, distance: int) -> str:
     host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + 1}"
+    return f"{host}:{int(port) + distance}"
 
 
 class KVEventPublisher:
     """Publishes batches of prefix-cache events, and keeps the last ``num_remembered`` for replay.
 
-    ``endpoint``: ``None`` for a new socket file in a new private directory. Raises ``ConfigError``
-    if the address cannot be used. Call ``close`` at the end."""
+    ``endpoint``: that of the core 0, ``None`` for a new socket file in a new private directory.
+    ``topic``: sent with each batch, for subscribers that filter. ``rank``, ``num_ranks``: number of
+    this core, and of all that share ``endpoint``. Raises ``ConfigError`` if the address cannot be
+    used. Call ``close`` at the end."""
 
     def __init__(
         self,
         endpoint: str | None,
         *,
+        topic: str = "",
+        rank: int = 0,
+        num_ranks: int = 1,
         num_remembered: int = 10_000,
         guard: ObserverGuard | None = None,
     ) -> None:
@@ -56,13 +76,18 @@ class KVEventPublisher:
         if endpoint is None:
             self._directory = Directory.create()
             endpoint = f"{IPC}{self._directory.path}/kv-events"
-        self.endpoint = endpoint
+            rank = 0
+        self.endpoint = events_endpoint(endpoint, rank)
+        self.replay_endpoint = replay_endpoint(self.endpoint, num_ranks)
+        self._topic = topic.encode()
+        self._num_sent = 0
         self._past: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
         self._lock = threading.Lock()  # on _past
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._publisher = self._bind(zmq.PUB, self.endpoint)
-        router = self._bind(zmq.ROUTER, replay_endpoint(self.endpoint))
+        room = num_remembered + SPARE_MESSAGES
+        router = self._bind(zmq.ROUTER, self.replay_endpoint, room)
         self._thread = threading.Thread(
             target=self._answer, args=(router,), name="kv-events", daemon=True
         )
@@ -74,10 +99,11 @@ class KVEventPublisher:
         self._guard.run(self._publish, batch)
 
     def _publish(self, batch: KVEventBatch) -> None:
+        sequence, self._num_sent = self._num_sent, self._num_sent + 1
         payload = self._encoder.encode(batch)
         with self._lock:
-            self._past.append((batch.sequence, payload))
-        self._publisher.send_multipart([to_bytes(batch.sequence), payload], zmq.NOBLOCK)
+            self._past.append((sequence, payload))
+        self._publisher.send_multipart([self._topic, to_bytes(sequence), payload], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the sockets and end the thread. May be repeated."""
@@ -86,13 +112,14 @@ class KVEventPublisher:
         self._publisher.close(linger=0)
         self._context.term()  # makes the thread's socket raise; the thread closes it
         self._thread.join()
-        for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
+        for endpoint in (self.endpoint, self.replay_endpoint):
             if endpoint.startswith(IPC):  # ZeroMQ does not remove the file
                 Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
         self._remove_directory()
 
-    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, room: int = ROOM) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
+        bound.setsockopt(zmq.SNDHWM, room)
         try:
             if _is_served(endpoint):  # ZeroMQ would take over another process's socket file
                 raise zmq.ZMQError(errno.EADDRINUSE)
@@ -122,14 +149,14 @@ class KVEventPublisher:
         router.close(linger=0)
 
     def _resend(self, router: zmq.Socket[bytes], who: bytes, frames: list[bytes]) -> None:
-        if len(frames) != 1 or len(frames[0]) != SEQUENCE_BYTES:
+        if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
             return  # not a valid request
-        start = from_bytes(frames[0])
+        start = from_bytes(frames[1])
         with self._lock:
-            page = [item for item in self._past if item[0] >= start][:PAGE]
-        for sequence, payload in page:
-            router.send_multipart([who, to_bytes(sequence), payload])
-        router.send_multipart([who, to_bytes(END), b""])
+            past = [item for item in self._past if item[0] >= start]
+        for sequence, payload in past:
+            router.send_multipart([who, b"", self._topic, to_bytes(sequence), payload])
+        router.send_multipart([who, b"", b"", to_bytes(END), b""])
 
 
 def _is_served(endpoint: str) -> bool:

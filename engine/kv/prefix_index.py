@@ -324,4 +324,13 @@ class PrefixIndex:
         size = self._block_size
         tokens: array[int] = req.tokens[nth.start * size : nth.stop * size]
         parent = chain[nth.start - 1] if nth.start else None
-        events.stored(chain[nth.start : nth.stop], parent, tokens, req.adapter, group)
+        media = [(item.offset - nth.start * size, item.hash) for item in req.media]
+        events.stored(
+            chain[nth.start : nth.stop],
+            parent,
+            tokens,
+            group,
+            adapter=req.adapter,
+            salt=req.cache_salt,
+            media=[(offset, name) for offset, name in media if 0 <= offset < len(tokens)],
+        )

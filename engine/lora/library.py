@@ -300,6 +300,11 @@ class AdapterLibrary:
         path = self._in_directory(name)
         return None if path is None else self._new(name, 0, Order(name, path)).info()
 
+    def name_of(self, digest: str) -> str:
+        """A name of the adapter with this digest; the digest if none is known."""
+        names = (name for name, version in self._names.items() if version.digest == digest)
+        return next(names, digest)
+
     def listed(self) -> list[dict[str, Any]]:
         """The adapters that are loaded, in the order of their numbers."""
         known = [version for version in self._names.values() if version.digest]

@@ -9,6 +9,7 @@ column that can be derived from the previous plan is left out."""
 from __future__ import annotations
 
 import atexit
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -248,6 +249,23 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
         lost_snapshots=None if record.lost_snapshots is None else _column(record.lost_snapshots),
         pooled=None if record.pooled is None else PooledPart.without_values(_column(record.pooled)),
     )
+
+
+def core_log(path: str | Path, rank: int) -> str:
+    """The step log of one of several cores, given the path for all of them."""
+    return f"{path}-core{rank}"
+
+
+def logs_of(path: str | Path) -> list[Path]:
+    """The step logs at this path: the file, or one for each of several cores and of its starts."""
+    path = Path(path)
+    if path.exists():
+        return [path]
+    found = re.compile(re.escape(path.name) + r"-core(\d+)(?:\.(\d+))?").fullmatch
+    names = path.parent.iterdir() if path.parent.is_dir() else ()
+    logs = {each: match for each in names if (match := found(each.name))}
+    key = {each: (int(match[1]), int(match[2] or 0)) for each, match in logs.items()}
+    return sorted(logs, key=key.__getitem__) or [path]
 
 
 class StepLogWriter:

@@ -26,6 +26,7 @@ from engine.ipc.address import Address, Directory, address_of
 from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, StartReport, report_to_parent
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
+from engine.observe.steplog import core_log
 from engine.rpc.failures import KINDS, death_of
 from engine.rpc.gpus import environments_of
 from engine.rpc.host import ORPHANED, EngineCoreHost
@@ -73,7 +74,8 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     num_starts = [count() for _ in range(num_cores)]
 
     def start(index: int) -> Starting:
-        child, address = spawn(started(own, next(num_starts[index])), build, environments[index])
+        config = started(numbered(own, index, num_cores), next(num_starts[index]))
+        child, address = spawn(config, build, environments[index])
         return Starting(child, partial(connect, own, child, address))
 
     with ExitStack() as failing:
@@ -126,6 +128,15 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
         cache=replace(cache, memory_utilization=cache.memory_utilization / num_cores),
         num_threads=max(1, cores // num_cores),
     )
+
+
+def numbered(config: EngineConfig, rank: int, num_ranks: int) -> EngineConfig:
+    """Return the configuration of one of several cores, which publishes events at an address of
+    its own and has its number in the name of its step log."""
+    log = config.step_log
+    if log is not None and num_ranks > 1:
+        log = core_log(log, rank)
+    return replace(config, step_log=log, rank=rank, num_ranks=num_ranks)
 
 
 def started(config: EngineConfig, num_before: int) -> EngineConfig:

@@ -6,8 +6,10 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 from support.core_clients import own_place
@@ -21,11 +23,12 @@ from engine.config.kv_groups import FULL, Group
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.build import wire
-from engine.core.kv_publisher import KVEventPublisher, replay_endpoint
+from engine.core.kv_publisher import KVEventPublisher, events_endpoint, replay_endpoint
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from engine.messages.requests import MediaItem
 from engine.observe.guard import Failures, ObserverGuard
 from policylab.verify.fake import DigestWorker
 
@@ -46,8 +49,22 @@ class Listener:
 
 def listened(num_blocks=11, **options):
     listener = Listener()
-    events = EventLog(listener, block_size=16, clock=lambda: 2.5)
+    groups = options.get("groups", (FULL,))
+    events = EventLog(
+        listener,
+        block_size=16,
+        clock=lambda: 2.5,
+        groups=groups,
+        name_of={"digest": "lora"}.__getitem__,
+        rank=3,
+    )
     return KVManager(num_blocks, 16, events=events, **options), listener
+
+
+def numbers(kv, req):
+    """The hashes of the request's full blocks, as routers read them."""
+    hashes = [kv.cache.hash_of(block) for block in kv.held(req)]
+    return [int.from_bytes(each[-8:], "big") for each in hashes if each is not None]
 
 
 def last_events(kv, listener):
@@ -58,15 +75,21 @@ def last_events(kv, listener):
 @pytest.mark.behaviour(67)
 def test_storing_is_one_event_with_parent_tokens_and_adapter():
     kv, listener = listened()
-    req = holder(0, list(range(55)), adapter="lora")
+    req = holder(0, list(range(55)), adapter="digest", cache_salt="salt")
     fill(kv, req)
-    hashes = [kv.cache.hash_of(block) for block in kv.held(req)[:3]]
-    assert last_events(kv, listener) == [BlockStored(hashes, None, list(range(48)), 16, "lora", 0)]
+    hashes = numbers(kv, req)
+    keys = [["lora", "salt"], ["lora"], ["lora"]]
+    (event,) = last_events(kv, listener)
+    assert event == BlockStored(
+        hashes, None, list(range(48)), 16, lora_name="lora", extra_keys=keys
+    )
+    assert listener.batches[-1].data_parallel_rank == 3
     req.tokens.extend(range(55, 80))
     assert kv.reserve(req, 80)
     kv.commit(req, 80)
     (stored,) = last_events(kv, listener)
-    assert stored.parent_hash == hashes[2] and stored.token_ids == list(range(48, 80))
+    assert stored.parent_block_hash == hashes[2] and stored.extra_keys == keys[1:]
+    assert stored.token_ids == list(range(48, 80))
     assert len(stored.block_hashes) == 2
 
 
@@ -79,13 +102,19 @@ def test_each_eviction_is_an_event_and_a_reset_clears_all():
     (stored,) = last_events(kv, listener)
     other = holder(1, [2] * 128)
     assert kv.reserve(other, 128)  # six blocks are empty, the last two of four must go
-    removed = [BlockRemoved(block_hash) for block_hash in reversed(stored.block_hashes)]
-    assert last_events(kv, listener) == removed[:2]
+    assert last_events(kv, listener) == [BlockRemoved(stored.block_hashes[:1:-1])]
     kv.finish(other)
     assert kv.reset_prefix_cache()
     assert last_events(kv, listener) == [AllBlocksCleared()]
-    assert [batch.sequence for batch in listener.batches] == [0, 1, 2]
-    assert {batch.time for batch in listener.batches} == {2.5}
+    assert [batch.ts for batch in listener.batches] == [2.5, 2.5, 2.5]
+
+
+def test_media_are_among_the_extra_keys():
+    kv, listener = listened()
+    media = [MediaItem(3, 4, "a"), MediaItem(20, 20, "b"), MediaItem(50, 2, "late")]
+    fill(kv, holder(0, list(range(55)), media=media))
+    (event,) = last_events(kv, listener)
+    assert event.extra_keys == [[("a", 3)], [("b", 4)], None]
 
 
 @pytest.mark.behaviour(67)
@@ -116,20 +145,23 @@ def test_each_group_of_layers_says_so():
     kv, listener = listened(num_blocks=20, groups=[Group(), Group(window=16)])
     req = holder(0, [1] * 32)
     fill(kv, req)
-    assert [event.group for event in last_events(kv, listener)] == [0, 1]
-    first, second = listener.batches[0].events
+    first, second = last_events(kv, listener)
+    assert (first.group_idx, first.kv_cache_spec_kind) == (0, "full_attention")
+    assert first.kv_cache_spec_sliding_window is None
+    assert (second.group_idx, second.kv_cache_spec_kind) == (1, "sliding_window")
+    assert second.kv_cache_spec_sliding_window == 16
     assert first.block_hashes == second.block_hashes
     kv.finish(req)
     kv.pool.take(19)
     removed = last_events(kv, listener)
-    assert sorted(event.group for event in removed) == [0, 0, 1, 1]
-    assert {event.block_hash for event in removed} == set(first.block_hashes)
+    lost = sorted((event.group_idx, each) for event in removed for each in event.block_hashes)
+    assert lost == sorted((group, each) for group in (0, 1) for each in first.block_hashes)
 
 
 def test_a_set_of_hashes_kept_by_the_events_is_the_cache(seed):
     rng = random.Random(seed)
     kv, listener = listened(num_blocks=12)
-    known: set[bytes] = set()
+    known: set[int] = set()
     for step in range(300):
         req = holder(0, [rng.randrange(2) for _ in range(rng.choice([16, 32, 64]))])
         req.reads_cache = rng.random() < 0.7
@@ -144,18 +176,19 @@ def test_a_set_of_hashes_kept_by_the_events_is_the_cache(seed):
                 if isinstance(event, BlockStored):
                     known |= set(event.block_hashes)
                 elif isinstance(event, BlockRemoved):
-                    known.remove(event.block_hash)
+                    assert known >= set(event.block_hashes)
+                    known -= set(event.block_hashes)
                 else:
                     known.clear()
         listener.batches.clear()
-        assert known == set(kv.cache.hashes) - {None}
+        assert known == {int.from_bytes(each[-8:], "big") for each in kv.cache.hashes if each}
 
 
 # -- over sockets
 
 
 def batch(sequence: int) -> KVEventBatch:
-    return KVEventBatch(sequence, 0.5, [BlockRemoved(bytes([sequence % 256])), AllBlocksCleared()])
+    return KVEventBatch(float(sequence), [BlockRemoved([sequence]), AllBlocksCleared()])
 
 
 @pytest.fixture
@@ -190,7 +223,7 @@ def test_batches_arrive_as_they_were_sent(publisher, subscriber):
 
 
 def test_a_late_listener_asks_for_what_it_missed(publisher, subscriber):
-    for number in range(550):  # more than one page
+    for number in range(550):
         publisher.publish(batch(number))
     assert subscriber.catch_up(5) == [batch(number) for number in range(550)]
     assert subscriber.catch_up(5) == [] and subscriber.num_lost == 0
@@ -210,7 +243,7 @@ def test_a_gap_is_seen_and_filled(publisher, subscriber):
 def test_what_is_lost_for_good_is_counted(publisher, subscriber):
     for number in range(1000):
         publisher.publish(batch(number))
-    assert [one.sequence for one in subscriber.catch_up(5)] == list(range(400, 1000))
+    assert [one.ts for one in subscriber.catch_up(5)] == list(range(400, 1000))
     assert subscriber.num_lost == 400
 
 
@@ -218,7 +251,7 @@ def test_nonsense_is_not_answered_and_does_no_harm(publisher, subscriber):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(replay_endpoint(publisher.endpoint))
-        for frames in ([b""], [b"GET / HTTP/1.1"], [b"12345678", b"more"]):
+        for frames in ([b""], [b"GET / HTTP/1.1"], [b"12345678", b"more"], [b"", b"123"]):
             stranger.send_multipart(frames)
         publisher.publish(batch(0))
         assert subscriber.catch_up(5) == [batch(0)]
@@ -276,6 +309,58 @@ def test_the_past_of_a_port_is_told_on_the_next():
     assert replay_endpoint("tcp://127.0.0.1:5557") == "tcp://127.0.0.1:5558"
 
 
+def test_each_of_several_cores_has_its_own_addresses():
+    of_tcp = [events_endpoint("tcp://*:5557", rank) for rank in range(3)]
+    assert of_tcp == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5559"]
+    assert [replay_endpoint(each, 3) for each in of_tcp] == [
+        "tcp://*:5560",
+        "tcp://*:5561",
+        "tcp://*:5562",
+    ]
+    assert events_endpoint("ipc:///x", 0) == "ipc:///x"
+    assert replay_endpoint(events_endpoint("ipc:///x", 2), 3) == "ipc:///x-2-replay"
+
+
+def test_the_bytes_are_those_that_routers_read(tmp_path):
+    """As decoders of vLLM's events do, which also request past batches so."""
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/e", topic="kv@pod@m", rank=1, num_ranks=2)
+    subscriber = KVEventSubscriber(publisher.endpoint, "kv@", publisher.replay_endpoint)
+    stored = BlockStored([1 << 63], 7, [5, 6], 2, lora_name="sql", extra_keys=[["sql"]])
+    events = [stored, BlockRemoved([8, 9], group_idx=1), AllBlocksCleared()]
+    publisher.publish(KVEventBatch(0.5, events, 1))
+    assert publisher.endpoint.endswith("/e-1")
+    with zmq.Context() as context, context.socket(zmq.REQ) as request:
+        request.setsockopt(zmq.LINGER, 0)
+        request.connect(publisher.replay_endpoint)
+        request.send((0).to_bytes(8, "big"))
+        assert request.poll(5000)
+        topic, sequence, payload = request.recv_multipart()
+    assert (topic, sequence) == (b"kv@pod@m", bytes(8))
+    first = {
+        "type": "BlockStored",
+        "block_hashes": [1 << 63],
+        "parent_block_hash": 7,
+        "token_ids": [5, 6],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": "sql",
+        "extra_keys": [["sql"]],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+        "kv_cache_spec_sliding_window": None,
+    }
+    second = {"type": "BlockRemoved", "block_hashes": [8, 9], "medium": "GPU", "group_idx": 1}
+    assert msgspec.msgpack.decode(payload) == [
+        0.5,
+        [first, second, {"type": "AllBlocksCleared"}],
+        1,
+    ]
+    assert subscriber.catch_up(5) == [KVEventBatch(0.5, events, 1)]
+    subscriber.close()
+    publisher.close()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -315,8 +400,8 @@ def test_an_engine_publishes_what_its_requests_leave_behind(tmp_path):
     while core.has_work:
         core.step()
     (seen,) = subscriber.catch_up(5)
-    assert seen.time == 1.5 and seen.events[0].token_ids == list(range(32))
-    assert len(seen.events[0].block_hashes[0]) == 16
+    assert abs(seen.ts - time.time()) < 600 and seen.events[0].token_ids == list(range(32))
+    assert len(seen.events[0].block_hashes) == 2
     subscriber.close()
     core.scheduler.shutdown()
     assert not (tmp_path / "events").exists()
@@ -328,11 +413,11 @@ def test_cache_events_that_cannot_be_sent_are_dropped(caplog: pytest.LogCaptureF
         None, guard=ObserverGuard(failures, "kv_events", "they are dropped")
     )
     try:
-        for number in range(3):
-            publisher.publish(KVEventBatch(number, 0.0, [object()]))  # type: ignore[list-item]
-        publisher.publish(KVEventBatch(3, 0.0, []))
+        for _ in range(3):
+            publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item]
+        publisher.publish(KVEventBatch(3.0, []))
     finally:
         publisher.close()
-    publisher.publish(KVEventBatch(4, 0.0, []))
+    publisher.publish(KVEventBatch(4.0, []))
     assert failures.counters() == {"observer_failures.kv_events": 4}
     assert len(caplog.messages) == 1

@@ -16,22 +16,22 @@ class KVEventSubscriber:
     must then be thrown away.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, topic: str = "", replay: str | None = None) -> None:
         self.num_lost = 0
         self._next = 0  # sequence number of the next batch
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
-        self._live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._live.connect(endpoint)
         self._replay = self._context.socket(zmq.DEALER)
-        self._replay.connect(replay_endpoint(endpoint))
+        self._replay.connect(replay or replay_endpoint(endpoint))
 
     def read(self, timeout: float) -> list[KVEventBatch]:
         """The next batches; [] if none came within ``timeout`` seconds."""
         if not self._live.poll(round(1000 * timeout)):
             return []
-        sequence, payload = self._live.recv_multipart()
+        _, sequence, payload = self._live.recv_multipart()
         first = from_bytes(sequence)
         missed = self.catch_up(timeout) if first > self._next else []
         return missed + self._take(first, payload)
@@ -51,10 +51,10 @@ class KVEventSubscriber:
         self._context.destroy(linger=0)
 
     def _ask(self, timeout: float) -> list[KVEventBatch]:
-        self._replay.send(to_bytes(self._next))
+        self._replay.send_multipart([b"", to_bytes(self._next)])
         batches: list[KVEventBatch] = []
         while self._replay.poll(round(1000 * timeout)):
-            sequence, payload = self._replay.recv_multipart()
+            _, _, sequence, payload = self._replay.recv_multipart()
             if from_bytes(sequence) == END:
                 return batches
             batches += self._take(from_bytes(sequence), payload)
