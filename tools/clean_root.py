@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +29,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.dockerfile import Bind, Image, build, entering  # noqa: E402
+from support.dockerfile import Bind, Image, build, entering, steps_of  # noqa: E402
 from support.served import free_port, is_ready  # noqa: E402
 
 from engine.assets import BOX_MODEL  # noqa: E402
 
 MIRROR = "http://deb.debian.org/debian"
 SUITE = "bookworm"
+PYPI = "https://pypi.org/simple"
+REACH_SECONDS = 10.0
 MAX_START_SECONDS = 5.0
 WAIT_SECONDS = 120.0
 STREAM_TOKENS = 200
@@ -43,6 +46,21 @@ NEEDED = ("debootstrap", "unshare", "chroot", "setpriv", "mount")
 # Where programs of this machine find registries and what they trust. Used in steps, kept nowhere.
 LENT = ("PIP_CERT", "PIP_CONFIG_FILE", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+def torch_index(path: Path) -> dict[str, str]:
+    """PyPI as a build argument where the Dockerfile's index of torch cannot be reached."""
+    (default,) = (
+        text.partition("=")[2]
+        for keyword, text in steps_of(path)
+        if keyword == "ARG" and text.startswith("TORCH_INDEX=")
+    )
+    try:
+        urllib.request.urlopen(default, timeout=REACH_SECONDS).close()
+    except OSError as error:
+        print(f"{default} cannot be reached ({error}): torch comes from {PYPI}")
+        return {"TORCH_INDEX": PYPI}
+    return {}
 
 
 def lent() -> tuple[dict[str, str], list[Bind]]:
@@ -149,11 +167,13 @@ def measure(image: Image, model: Path, folder: Path, starts: int) -> dict[str, A
             is_healthy = is_checked(image, url)
             end = drained(process, url)
         compiled += sum(log.read_text().count(each) for each in COMPILES)
+    cache = image.root / image.env["HOME"].lstrip("/") / ".cache"
     return {
         "seconds_to_health": seconds,
         "median": statistics.median(seconds),
         "compiled_again": compiled,
         "user": owner,
+        "owners_of_cache": sorted({each.stat().st_uid for each in [cache, *cache.rglob("*")]}),
         "health_check": is_healthy,
         "drain": end,
     }
@@ -166,6 +186,8 @@ def failures(found: dict[str, Any]) -> list[str]:
         > MAX_START_SECONDS,
         "a start compiles kernels": found["compiled_again"] > 0,
         "the server runs as root": found["user"] == 0,
+        "a volume that begins as ~/.cache cannot be written": found["owners_of_cache"]
+        != [found["user"]],
         "the health check fails": not found["health_check"],
         "the stream is cut": found["drain"]["finish"] != "length",
         "the exit status is not 0": found["drain"]["exit_status"] != 0,
@@ -187,7 +209,8 @@ def main() -> int:
     if os.geteuid() != 0 or missing:
         print(f"skipped: needs root, and {', '.join(missing or NEEDED)}")
         return 0
-    chosen = dict(each.split("=", 1) for each in parsed.build_arg)
+    chosen = torch_index(parsed.file)
+    chosen |= dict(each.split("=", 1) for each in parsed.build_arg)
     with tempfile.TemporaryDirectory() as temporary:
         folder = parsed.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

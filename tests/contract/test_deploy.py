@@ -28,7 +28,7 @@ from engine.cli.main import make_parser
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile*[!e]"))
 MANIFESTS = sorted(DEPLOY.glob("k8s/*.yaml"))
 UNIT = DEPLOY / "systemd" / "metronome.service"
-NOT_OF_THE_API = ("kustomization.yaml", "prometheus-adapter.yaml")
+NOT_OF_THE_API = ("kustomization.yaml", "prometheus-adapter.yaml", "prometheus-operator.yaml")
 MAX_EXPOSURE = 20  # tenths; "safe" ends there
 
 
@@ -130,6 +130,19 @@ def test_manifests_belong_together() -> None:
     assert {each["name"] for each in container["volumeMounts"]} == {
         each["name"] for each in pod()["volumes"]
     }
+
+
+def test_prometheus_in_a_cluster_scrapes_the_pods() -> None:
+    (monitor,) = documents(DEPLOY / "k8s" / "prometheus-operator.yaml")
+    labels = deployment()["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"] == labels
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (container,) = pod()["containers"]
+    assert endpoint["port"] in {each["name"] for each in container["ports"]}
+    secrets = [each["secret"]["secretName"] for each in pod()["volumes"] if "secret" in each]
+    assert endpoint["authorization"]["credentials"]["name"] in secrets
+    # Alerts ask for this job.
+    assert labels[monitor["spec"]["jobLabel"]] == "metronome"
 
 
 def test_scaling_reads_a_metric_that_the_adapter_offers() -> None:
