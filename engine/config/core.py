@@ -11,6 +11,7 @@ from engine.config.option import FRONT_END, STARTER
 from engine.errors import ConfigError
 
 OnCoreDeath = Literal["exit", "restart", "stay"]
+DataParallelBackend = Literal["mp", "ray"]
 MAX_CORES = 64
 MAX_POLL_MS = 2**31 - 1  # the limit of a poll
 MAX_DIGITS = 20  # Python refuses to convert texts with far more
@@ -26,6 +27,9 @@ class CoreOptions:
     """Cores that share the requests, each in its own process with the whole model (and its own GPU,
     where there are GPUs). A request goes where its prompt is cached, or where the load is
     lowest."""
+    data_parallel_backend: DataParallelBackend = field(default="mp", metadata=STARTER)
+    """Where these cores run. mp: on this machine. ray: on the nodes of the Ray cluster that this
+    machine belongs to, each core with num_threads CPUs or a GPU."""
     core_address: str | None = field(default=None, metadata=FRONT_END)
     """Use the core at this address, as metronome core printed it; also set its model, for the
     tokenizer. Several addresses, separated by commas, share the requests."""
@@ -59,6 +63,11 @@ class CoreConfig(CoreOptions):
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size} and multiprocess is False: "
                 "several cores need processes of their own; set multiprocess=True"
+            )
+        if self.data_parallel_backend == "ray" and not self.multiprocess:
+            raise ConfigError(
+                "data_parallel_backend is 'ray' and multiprocess is False: cores on a Ray cluster "
+                "are processes of their own; set multiprocess=True"
             )
         if self.multiprocess and self.core_address is not None:
             raise ConfigError(

@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_POOL_SIZE = 64  # text processes of each kind
+MAX_THREADS = 4096  # of a core on a node of a cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ class EngineConfig(EngineOptions):
                 "True: text processes need a tokenizer; set only one of the two"
             )
         cores = os.cpu_count() or 1
+        if self.core.data_parallel_backend == "ray":  # nodes may have more
+            cores = max(cores, MAX_THREADS)
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
             raise ConfigError(
                 f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "

@@ -121,6 +121,16 @@ CORE_SECRET = "METRONOME_CORE_SECRET"
 """Secret that a core and its clients share, for cores that are reached over TCP."""
 
 
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Address of the Ray cluster; Ray's own variable. Default: the cluster that runs on this
+machine."""
+
+
+def ray_address() -> str | None:
+    """Return ``RAY_ADDRESS``, ``None`` if it is not set or empty."""
+    return os.environ.get(RAY_ADDRESS) or None
+
+
 DECODE_POLL_TIMEOUT = "METRONOME_DECODE_POLL_TIMEOUT_MS"
 """``decode_poll_timeout_ms`` of engines without the option."""
 

@@ -60,7 +60,7 @@ for _reason, _names in {
     "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend "
     "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
     "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
-    "data_parallel_address data_parallel_rpc_port data_parallel_backend enable_eplb enable_dbo "
+    "data_parallel_address data_parallel_rpc_port enable_eplb enable_dbo "
     "fully_sharded_loras",
     _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
     "lora_target_modules enable_tower_connector_lora default_mm_loras",

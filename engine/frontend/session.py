@@ -22,7 +22,7 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.client import CoreClient
-from engine.errors import EngineDeadError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.frontend.adapters import Adapters
 from engine.frontend.output import OutputProcessor
 from engine.frontend.pooled_text import PooledOutputs
@@ -95,16 +95,18 @@ class Session:
         needed; for a core elsewhere, only the files that the front end uses. Raises
         ``ConfigError``."""
         set_up_logging(config.log_level)
-        is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
+        on_ray = config.core.data_parallel_backend == "ray"
+        is_here = not (config.core.core_addresses or on_ray)
+        has_text = not config.model.skip_tokenizer_init
         model = fetched(config.model, for_core=is_here, for_text=has_text)
-        config = replace(config, model=model)
+        requested, config = config, replace(config, model=model)
         recommended = recommended_sampling(model)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
             pool = TextPool(config.model, config.tokenizer_pool_size)
         try:
-            client = open_core(config)
+            client = open_on_ray(requested) if on_ray else open_core(config)
             if pool is not None:
                 pool.wait_until_ready()
         except BaseException:
@@ -245,6 +247,18 @@ def _limits(
         object_rules=ObjectRules(config.additional_properties, config.property_order),
         has_adapters="adapters" in decided.capabilities,
     )
+
+
+def open_on_ray(config: EngineConfig) -> CoreClient:
+    """Start the cores on a Ray cluster. Raises ``ConfigError`` if Ray is not installed."""
+    try:
+        from engine.cluster.cores.launch import start_cores_on_ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data_parallel_backend is 'ray', and {error.name} is not installed: pip install "
+            "metronome-engine[ray]"
+        ) from error
+    return start_cores_on_ray(config)
 
 
 def _pooling(model: ModelConfig, capabilities: Sequence[str]) -> PoolingSpec | None:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -47,13 +47,44 @@ logger = logging.getLogger("engine.core")
 
 
 class StartReport(msgspec.Struct, array_like=True, frozen=True):
-    """A child's report that it is ready. If its start failed, ``kind`` and ``message`` have the
-    error."""
+    """A child's report that it is ready, and at which address. If its start failed, ``kind`` and
+    ``message`` have the error."""
 
     is_ready: bool
     kind: str = ""
     message: str = ""
     traceback: str = ""
+    address: str = ""
+
+
+class CoreProcess(Protocol):
+    """The process of a core that a client owns: a ``Child``, or a process on another machine."""
+
+    @property
+    def pid(self) -> int:
+        """The process id, on the machine on which the process runs."""
+        ...
+
+    @property
+    def pidfd(self) -> int:
+        """A file descriptor of this process that is readable once the core's process has ended."""
+        ...
+
+    def how_it_ended(self) -> str | None:
+        """How the process ended, e.g. "was killed by SIGKILL"; ``None`` if it runs."""
+        ...
+
+    def request_end(self) -> None:
+        """Request the process to end, without waiting. ``close`` must still be called."""
+        ...
+
+    def kill(self) -> None:
+        """End the process immediately. ``close`` must still be called."""
+        ...
+
+    def close(self) -> None:
+        """Request the process to end, and kill it if it does not. May be repeated."""
+        ...
 
 
 class Child:
@@ -86,15 +117,21 @@ class Child:
                     )
                     self._process.start()
                 failing.callback(_dispose, self._process)
-                self.pidfd = os.pidfd_open(self.pid)
-                """Readable once the process has ended; valid until ``close``."""
+                self._pidfd = os.pidfd_open(self.pid)
             failing.pop_all()
         self._end_request = EndRequest()
         self._num_oom_kills = oom_kills()
         self._lock = threading.Lock()  # only one thread may wait for the process
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self._process, self.line, self._end_request, self.pidfd, at_end
+            self,
+            _end,
+            os.getpid(),
+            self._process,
+            self.line,
+            self._end_request,
+            self._pidfd,
+            at_end,
         )
         self._end.atexit = False
         atexit.register(self._end)
@@ -103,6 +140,11 @@ class Child:
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the process has ended; valid until ``close``."""
+        return self._pidfd
 
     def wait_until_ready(self, timeout: float) -> StartReport:
         """Wait for the child's start report.
@@ -297,6 +339,8 @@ class ParentWatch:
 
     def __init__(self, line: Line, on_death: Callable[[], object]) -> None:
         self.on_death = on_death
+        self.is_requested = False
+        """Whether the parent has requested the end; False if it has died."""
         self._line = line
         threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
 
@@ -308,6 +352,8 @@ class ParentWatch:
                     multiprocessing.connection.wait([self._line, parent])
             finally:
                 os.close(parent)
+        with suppress(OSError, EOFError):
+            self.is_requested = self._line.poll() and self._line.recv_bytes() == END
         self.on_death()
 
 

@@ -105,15 +105,18 @@ def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
 
 
 def many(
-    failing: ExitStack, clients: Iterator[EngineCoreClient], start: Start | None = None
+    failing: ExitStack,
+    clients: Iterator[EngineCoreClient],
+    start: Start | None = None,
+    at_end: Callable[[], object] = lambda: None,
 ) -> ManyCoresClient:
-    """Combine the clients of several cores into one. If this fails, the clients made so far are
-    shut down when ``failing`` is closed."""
+    """Combine the clients of several cores into one, which calls ``at_end`` after its shutdown. If
+    this fails, the clients made so far are shut down when ``failing`` is closed."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
         known.append(client)
-    together = ManyCoresClient(known, start=start)
+    together = ManyCoresClient(known, start=start, at_end=at_end)
     failing.pop_all()
     return together
 
@@ -219,28 +222,47 @@ def start_error(report: StartReport) -> EngineError:
 
 
 def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
-    """The main function of a core's process. Its log is written in a thread, so that no step waits
-    for it."""
+    """The main function of a core's process, which listens at a socket file in ``path``."""
     directory = Directory(Path(path))
-    watch = ParentWatch(line, lambda: _leave(directory))  # also while the model is being loaded
+
+    def make_host() -> EngineCoreHost:
+        return EngineCoreHost(build(config), config, directory.address, directory=directory)
+
+    serve_for_parent(line, config, make_host, at_loss=directory.remove)
+
+
+def serve_for_parent(
+    line: Line,
+    config: EngineConfig,
+    make_host: Callable[[], EngineCoreHost],
+    *,
+    at_loss: Callable[[], object] = lambda: None,
+    serves_others: bool = False,
+) -> None:
+    """Make a core's host in this process, report its address to the parent, and serve until the
+    parent ends or requests the end. The log is written in a thread, so that no step waits for it.
+
+    at_loss: called before this process ends if the parent has died while the core was made.
+    serves_others: the clients are not the parent, and must learn of its death as of the core's."""
+    watch = ParentWatch(line, lambda: _leave(at_loss))  # also while the model is being loaded
     set_up_logging(config.log_level)
     with logging_in_background():
-        _serve_core(line, build, config, directory, watch)
+        _serve_core(line, make_host, watch, serves_others)
 
 
 def _serve_core(
-    line: Line, build: Build, config: EngineConfig, directory: Directory, watch: ParentWatch
+    line: Line, make_host: Callable[[], EngineCoreHost], watch: ParentWatch, serves_others: bool
 ) -> None:
     try:
-        host = EngineCoreHost(build(config), config, directory.address, directory=directory)
+        host = make_host()
     except Exception as error:
         report_to_parent(
             line, StartReport(False, type(error).__name__, str(error), traceback.format_exc())
         )
         return
-    watch.on_death = lambda: _end_orphaned(host)
+    watch.on_death = lambda: _end_orphaned(host, at_once=serves_others and not watch.is_requested)
     host.handle_signals(signal.SIGTERM)
-    report_to_parent(line, StartReport(True))
+    report_to_parent(line, StartReport(True, address=host.address.data))
     try:
         host.serve()
     except EngineDeadError:  # clients have received the error; the parent sees the exit status
@@ -250,13 +272,15 @@ def _serve_core(
         host.close()
 
 
-def _end_orphaned(host: EngineCoreHost) -> None:
-    """End the core and then this process, because the parent process has died."""
+def _end_orphaned(host: EngineCoreHost, at_once: bool) -> None:
+    """End the core and then this process, because the parent process has died or requested it."""
+    if at_once:  # no last messages: to clients the core has died
+        os._exit(ORPHANED)
     host.end_orphaned()
     time.sleep(EXIT_SECONDS)
     os._exit(ORPHANED)
 
 
-def _leave(directory: Directory) -> None:
-    directory.remove()
+def _leave(at_loss: Callable[[], object]) -> None:
+    at_loss()
     os._exit(ORPHANED)

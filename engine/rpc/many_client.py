@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,7 +43,15 @@ class ManyCoresClient(CoreClient):
 
     max_call_bytes = MAX_CALL_BYTES
 
-    def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
+    def __init__(
+        self,
+        cores: Sequence[EngineCoreClient],
+        *,
+        start: Start | None = None,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """at_end: called when all cores have been shut down."""
+        self._at_end = at_end
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
         self._lost: list[CoreOutputs] = []  # ends of requests whose core has died
@@ -169,6 +177,7 @@ class ManyCoresClient(CoreClient):
         if self._restarts is not None:
             self._restarts.close()
         shut_down(self._cores)
+        self._at_end()
         if self._waker is not None:
             self._waker.close()
 

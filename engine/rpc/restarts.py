@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import ConfigError, EngineDeadError
-from engine.ipc.process import Child
+from engine.ipc.process import CoreProcess
 from engine.rpc.zmq_client import EngineCoreClient
 
 logger = logging.getLogger("engine.core")
@@ -26,7 +26,7 @@ EXPECTED_SECONDS = 5.0  # assumed duration of a start before any was measured
 class Starting(NamedTuple):
     """A process that is loading a core, and a function that returns its client when it is ready."""
 
-    child: Child
+    child: CoreProcess
     connect: Callable[[], EngineCoreClient]
 
 
@@ -71,7 +71,7 @@ class Restarts:
         self._done: deque[RestartOutcome] = deque()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # protects the children, which ``stop`` kills
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, CoreProcess] = {}
         self._is_stopped = threading.Event()
 
     @property

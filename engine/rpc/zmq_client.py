@@ -27,7 +27,7 @@ from engine.errors import EngineDeadError, EngineError, WireError
 from engine.ipc import sockets
 from engine.ipc.address import Address, address_of
 from engine.ipc.codec import MessageDecoder, MessageEncoder
-from engine.ipc.process import Child
+from engine.ipc.process import CoreProcess
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
@@ -76,7 +76,7 @@ class EngineCoreClient(CoreClient):
         self,
         address: Address,
         *,
-        child: Child | None = None,
+        child: CoreProcess | None = None,
         name: str = "",
         welcome_timeout: float = WELCOME_SECONDS,
         hang_timeout: float = HANG_SECONDS,

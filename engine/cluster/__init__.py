@@ -1,0 +1,1 @@
+"""Cores on the nodes of a Ray cluster."""

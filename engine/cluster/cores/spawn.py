@@ -1,0 +1,133 @@
+"""Starts a core's process on a node, for the actor ``CoreNode``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from engine.assets import BOX_MODEL
+from engine.config.engine import EngineConfig
+from engine.config.env import NUM_THREADS, core_secret
+from engine.core.build import build_core
+from engine.core.inproc_client import InprocClient
+from engine.errors import ConfigError
+from engine.hub.fetch import fetched
+from engine.ipc.address import TCP, tcp_address
+from engine.ipc.process import Child, Line, StartReport
+from engine.observe.logs import set_up_logging
+from engine.rpc.host import EngineCoreHost
+from engine.rpc.launch import Build, serve_for_parent
+
+TRIES = 20  # pairs of ports that a core tries to listen at
+
+
+@dataclass(frozen=True)
+class CoreOrder:
+    """A core that a node must start."""
+
+    build: Build
+    config: EngineConfig
+    has_box_model: bool
+    """Run the model in the engine's package, wherever that is installed on the node."""
+    ip: str
+    """Address of the node, at which the core listens."""
+    secret: str | None
+    """Secret of the core and its client; ``None``: the one in the node's environment."""
+    num_sharing: int
+    """Cores of this engine on the node, which share its memory and, without ``num_threads``, its
+    processors."""
+    variables: dict[str, str]
+    """Environment variables of the core's process."""
+
+
+def build_fetched_core(config: EngineConfig) -> InprocClient:
+    """Build a core; fetches the model to this node first if it is named by its repository."""
+    return build_core(replace(config, model=fetched(config.model, for_core=True, for_text=False)))
+
+
+def spawn(order: CoreOrder) -> Child:
+    """Start a process that builds a core and serves it over TCP."""
+    set_up_logging(order.config.log_level)
+    # The new process would import the main module, which is Ray's program for workers.
+    sys.modules["__main__"].__file__ = None
+    threads = num_threads(order)
+    return Child(
+        "engine core",
+        serve_on_node,
+        replace(order, config=replace(order.config, num_threads=threads)),
+        environment={**order.variables, NUM_THREADS: str(threads)},  # Ray's own value is 1
+    )
+
+
+def started(child: Child, order: CoreOrder) -> tuple[bytes, int]:
+    """Wait until the core is ready. Returns the encoded start report and the process id."""
+    report = child.wait_until_ready(order.config.core.core_ready_timeout)
+    return msgspec.msgpack.encode(report), child.pid
+
+
+def failure_report(error: Exception) -> bytes:
+    """The encoded start report of a process that could not be started."""
+    return msgspec.msgpack.encode(
+        StartReport(False, type(error).__name__, str(error), traceback.format_exc())
+    )
+
+
+def num_threads(order: CoreOrder) -> int:
+    """Threads of the core's kernels: as requested, or a share of the node's processors."""
+    cores = len(os.sched_getaffinity(0))
+    wanted = order.config.num_threads
+    return min(wanted, cores) if wanted is not None else max(1, cores // order.num_sharing)
+
+
+def serve_on_node(line: Line, order: CoreOrder) -> None:
+    """The main function of a core's process on a node."""
+    config = _of_this_node(order)
+    serve_for_parent(
+        line,
+        config,
+        lambda: _host(order.build(config), config, order.ip),
+        serves_others=True,
+    )
+
+
+def _of_this_node(order: CoreOrder) -> EngineConfig:
+    """The configuration with this node's paths, its share of memory and the secret."""
+    config = order.config
+    model = config.model
+    if order.has_box_model:
+        model = replace(model, model=str(BOX_MODEL))
+    share = config.cache.memory_utilization / order.num_sharing
+    secret = core_secret() if order.secret is None else order.secret
+    return replace(
+        config,
+        model=model,
+        cache=replace(config.cache, memory_utilization=share),
+        core=replace(config.core, core_secret=secret),
+    )
+
+
+def _host(core: InprocClient, config: EngineConfig, ip: str) -> EngineCoreHost:
+    """Serve a core at two free ports of this node. Raises ``ConfigError`` if there are none."""
+    for left in reversed(range(TRIES)):
+        try:
+            address = tcp_address(f"{TCP}{ip}:{_free_port(ip)}", config.core.core_secret)
+            return EngineCoreHost(core, config, address)
+        except (ConfigError, OSError) as error:  # the next port is in use
+            if left:
+                continue
+            core.shutdown()
+            raise ConfigError(
+                f"the core cannot listen at {ip}, this node's address in the cluster: {error}"
+            ) from error
+    raise AssertionError("unreachable")
+
+
+def _free_port(ip: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((ip, 0))
+        return int(probe.getsockname()[1])
