@@ -93,4 +93,4 @@ def _problems_of_files(
         if name not in node:
             yield f"model {model} has no file {name}; copy it from here"
         elif here[name] != node[name]:
-            yield f"{model}/{name} has {node[name]} bytes, here {here[name]}; copy it from here"
+            yield f"model {model}: {name} has {node[name]} bytes, here {here[name]}; copy it"

@@ -29,10 +29,14 @@ def start_cores_on_ray(config: EngineConfig, build: Build = build_fetched_core) 
     homes: dict[int, str] = {}  # the node of each core
 
     def connect(core: PlacedCore, index: int) -> EngineCoreClient:
-        about = core.node()
-        check_nodes(config, [about])
-        homes[index] = about["node"]
-        return core.connect(Counter(homes.values())[about["node"]])
+        with ExitStack() as failing:
+            failing.callback(core.close)
+            about = core.node()
+            check_nodes(config, [about])
+            homes[index] = about["node"]
+            client = core.connect(Counter(homes.values())[about["node"]])
+            failing.pop_all()
+        return client
 
     def place(index: int) -> PlacedCore:
         own = started(numbered(config, index, num_cores), next(num_starts[index]))

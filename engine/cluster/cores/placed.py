@@ -77,17 +77,10 @@ class PlacedCore:
         return self._about
 
     def connect(self, num_sharing: int) -> EngineCoreClient:
-        """Start the core and return its client when it is ready. On failure the process is ended.
+        """Start the core and return its client when it is ready.
 
         num_sharing: cores of this engine on the node. Raises the errors of ``build``, and
         ``EngineDeadError`` if the process or the node dies."""
-        try:
-            return self._connected(num_sharing)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connected(self, num_sharing: int) -> EngineCoreClient:
         own = self._config.core.core_secret
         secret = secrets.token_urlsafe(32) if own is None else own
         order = self._order(None if own is not None else secret, num_sharing)
