@@ -25,6 +25,7 @@ from engine.config.args import EngineArgs
 from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.async_adapters import AsyncAdapters
+from engine.frontend.async_watching import AsyncWatching
 from engine.frontend.deaths import death_by, log_death
 from engine.frontend.encoding import Prompt, TextPrompt
 from engine.frontend.pace import QueueLimits, QueuePace
@@ -52,7 +53,7 @@ ALIVE_SECONDS = 1.0  # interval of checks on an idle core
 HEALTH_SECONDS = 10.0  # timeout of a health check
 
 
-class AsyncLLMEngine(AsyncAdapters):
+class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
     """The engine for servers: any number of tasks may call ``generate``.
 
     Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``."""

@@ -28,6 +28,7 @@ from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.inproc_client import InprocClient
 from engine.core.recording import describe, record
+from engine.core.watching import CoreWatch
 from engine.errors import ConfigError
 from engine.hub.fetch import fetched
 from engine.kv.events import EventLog
@@ -106,7 +107,14 @@ def build_core(
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
-    client = InprocClient(core, decided, clock=clock, failures=failures, adapters=adapters)
+    client = InprocClient(
+        core,
+        decided,
+        clock=clock,
+        failures=failures,
+        adapters=adapters,
+        methods=CoreWatch(core, clock).methods,
+    )
     load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client

@@ -90,5 +90,9 @@ class CoreClient(Protocol):
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility of the core by name. Raises ``ConfigError`` for an unknown name."""
 
+    def call_each(self, name: str, *args: Any) -> dict[int, Any]:
+        """Call a utility on all living cores. Returns their answers by the core's number."""
+        return {0: self.call(name, *args)}
+
     def shutdown(self) -> None:
         """Disconnect from the core, and end it if this client started it. May be repeated."""

@@ -47,7 +47,9 @@ class Utilities:
         executor: Executor[Any],
         failures: Failures,
         adapters: AdapterDoor | None = None,
+        methods: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
+        """methods: further functions of features, by name."""
         self._scheduler = scheduler
         self._adapters = adapters
         self._failures = failures
@@ -57,6 +59,7 @@ class Utilities:
             "pause": self._pause,
             "resume": self._resume,
             "stats": self.stats,
+            **(methods or {}),
         }
         if adapters is not None:
             self._by_name |= adapters.methods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.config.decide import Decided
@@ -46,16 +46,20 @@ class InprocClient(CoreClient):
         clock: Callable[[], float] = time.monotonic,
         failures: Failures | None = None,
         adapters: AdapterDoor | None = None,
+        methods: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
-        adapters: the feature that knows LoRA adapters, if the core takes any."""
+        adapters: the feature that knows LoRA adapters, if the core takes any; methods: further
+        functions that clients may call by name."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
         self._aborted: dict[str, tuple[int, Finished]] = {}  # ends to report with the next step
         self._cause: BaseException | None = None
         self._adapters = adapters
-        self._utilities = Utilities(core.scheduler, core.executor, failures or Failures(), adapters)
+        self._utilities = Utilities(
+            core.scheduler, core.executor, failures or Failures(), adapters, methods
+        )
 
     def add(self, request: AddRequest) -> None:
         core = self._live()

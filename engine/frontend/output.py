@@ -77,6 +77,10 @@ class OutputProcessor:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
+    def core_ids(self, request_id: str) -> list[str]:
+        """The core's ids of an unfinished request's sequences; [] for an unknown request."""
+        return self._requests[request_id].core_ids if request_id in self._requests else []
+
     def register(self, submission: Submission) -> None:
         """Register a request before it goes to the core. Raises ``RequestError`` if its id is in
         use."""

@@ -158,7 +158,7 @@ class ManyCoresClient(CoreClient):
         self.check_alive()
         if name in ("pause", "resume"):
             self._paused = args if name == "pause" else None
-        answers = self._of_all(name, *args)
+        answers = list(self._of_all(name, *args).values())
         if not answers:
             if name in ("pause", "resume"):  # also for cores that are restarted later
                 return None
@@ -191,10 +191,14 @@ class ManyCoresClient(CoreClient):
             self._balancer.end(requests[places[index]].request_id)
         return {places[index]: error for index, error in refused.items()}
 
-    def _of_all(self, name: str, *args: Any) -> list[Any]:
-        """Call a utility on all cores and return their answers. If it fails on some cores, the
-        first error is raised after all cores were called."""
-        answers = []
+    def call_each(self, name: str, *args: Any) -> dict[int, Any]:
+        self.check_alive()
+        return self._of_all(name, *args)
+
+    def _of_all(self, name: str, *args: Any) -> dict[int, Any]:
+        """Call a utility on all cores and return their answers, by core. If it fails on some cores,
+        the first error is raised after all cores were called."""
+        answers: dict[int, Any] = {}
         errors: list[EngineError] = []
         for index in list(self._alive):
             with self._named(index):
@@ -207,7 +211,7 @@ class ManyCoresClient(CoreClient):
                     continue
                 if name == "stats":
                     self._counters.update(index, answer)
-                answers.append(answer)
+                answers[index] = answer
         if errors:
             raise errors[0]
         return answers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
@@ -217,6 +218,30 @@ class WaitLedger:
             if seconds:
                 history.waits[cause] = history.waits.get(cause, 0.0) + seconds
         history.queue_seconds += waited
+
+    @property
+    def cause(self) -> str:
+        """The cause that all queued requests share since the last plan."""
+        return self._cause
+
+    def cause_of(self, req: Request) -> str:
+        """Why a queued or parked request waits now."""
+        own = self._refused[req.row][1] if req.row in self._refused else self._cause
+        return req.history.own_cause or own
+
+    def waits_of(self, req: Request, now: float) -> dict[str, float]:
+        """Seconds by cause that a queued or parked request has waited until now."""
+        history = req.history
+        waits = defaultdict(float, history.waits)
+        if history.own_cause is not None:
+            waits[history.own_cause] += now - history.wait_from
+            return dict(waits)
+        for cause, total in self._totals_at(now).items():
+            waits[cause] += total - history.totals_at_entry.get(cause, 0.0)
+        if req.row in self._refused:
+            waits[self._refused[req.row][1]] += now - self._since
+            waits[self._cause] -= now - self._since
+        return {cause: seconds for cause, seconds in waits.items() if seconds > 0}
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
         """Set the cause that all queued requests share until the next plan, except ``refused``:

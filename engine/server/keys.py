@@ -19,6 +19,7 @@ from engine.server.http.answered import stamped
 
 logger = logging.getLogger("engine.server")
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/api/version")  # need no key
+UNCOUNTED = "/page/"  # paths of data that a page polls while its own requests are open
 LOOK_SECONDS = 1.0  # between two checks whether the file has changed
 
 
@@ -132,6 +133,8 @@ class KeyGuard:
         digest = self._keys.key_of(scope)
         if digest is None:
             await _refused(no_key("the API key"), scope)(scope, receive, send)
+        elif scope["path"].startswith(UNCOUNTED):
+            await self.app(scope, receive, send)
         elif self._most is not None and self._num_open[digest] >= self._most:
             await _refused(self._too_many(), scope)(scope, receive, send)
         else:

@@ -33,11 +33,12 @@ PROBES = frozenset(
         "/metrics",
         "/version",
         "/is_paused",
+        "/page/now",
         "/",
         "/api/version",
     )
 )
-"""Paths that monitoring polls, which are logged only if they fail."""
+"""Paths that monitoring and pages poll, which are logged only if they fail."""
 LEFT_SECONDS = 0.5  # until the engine has reported the end of a request whose client disconnected
 FAILED = 500
 KEY = "metronome.record"  # in the scope

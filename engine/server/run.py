@@ -37,7 +37,7 @@ from engine.server.limits import ServerLimits
 from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
-from engine.server.page.assets import PageAssets
+from engine.server.page.routes import Page
 from engine.server.pooled.inputs import MAX_INPUTS
 from engine.server.private_parts import TRANSFORMERS, check_private_parts
 from engine.server.readers import SlowReaders, cut
@@ -160,13 +160,16 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
         routes = routes_of(
             engine, names, adapters, operations, options.limits, options.chat_template
         )
-        assets = PageAssets() if options.has_page else None
-        if assets is not None:
-            routes += assets.routes()
+        page = None
+        if options.has_page:
+            page = Page(engine, keys, names, adapters, options.chat_template)
+            routes += page.routes()
         app = make_app(routes)
         # Middleware, from the innermost to the outermost.
         app = QueueGate(app, engine)
-        open_paths = () if assets is None else assets.paths
+        if page is not None:
+            app = page.owned(app)
+        open_paths = () if page is None else page.open_paths
         app = KeyGuard(app, keys, options.limits.max_requests_per_key, open_paths)
         app = operations.traffic.counting(app, routes)
         if tracing is not None:

@@ -11,6 +11,7 @@ from engine.config.pooling import PoolingSpec
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
+from engine.core.watching import CoreWatch
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.session import Session
 from engine.kv.manager import KVManager
@@ -183,7 +184,9 @@ def scheduled_session(
     scheduler = make_scheduler(sched, KVManager(num_blocks, 16), clock=clock)
     core = EngineCore(scheduler, worker or DigestWorker(num_blocks, 16), depth)
     config = EngineConfig(model=ModelConfig(model="fake"), scheduler=sched, disable_log_stats=True)
-    return Session(config, InprocClient(core, FakeDecided(), clock=clock), tokenizer, clock)
+    methods = CoreWatch(core, clock).methods
+    client = InprocClient(core, FakeDecided(), clock=clock, methods=methods)
+    return Session(config, client, tokenizer, clock)
 
 
 def end_of(request: AddRequest, token: int, num_output: int) -> FinishReason | None:

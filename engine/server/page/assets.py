@@ -58,7 +58,9 @@ class PageAssets:
             for file in sorted(directory.rglob("*"))
             if file.suffix in MEDIA_TYPES and file.is_file()
         }
-        self._by_path["/"] = self._by_path[FILES + INDEX]
+        data, headers = self._by_path[FILES + INDEX]
+        # What is no browser gets another answer at this path.
+        self._by_path["/"] = Asset(data, {**headers, "Vary": "Accept"})
 
     @property
     def paths(self) -> frozenset[str]:
