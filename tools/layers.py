@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("cli", "cluster"), "the `metronome` command"),
     (("policylab.verify",), "checks of policies and schedulers"),
     (("policylab.sim", "policylab.simulated"), "simulation on a virtual clock"),
-    (("policylab.cli",), "commands of the policy lab"),
+    (("policylab.cli", "policylab.bench"), "commands of the policy lab; load tests of servers"),
 )
 PACKAGES = ("kernels", "policylab")  # next to `engine`, to which all other names belong
 PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet

@@ -28,7 +28,7 @@ GROUP = "metronome.commands"
 PACKAGE = "metronome-engine"
 OWN = (
     *("generate", "chat", "serve", "core", "top"),
-    *("prepare", "models", "quantize", "bench", "replay"),
+    *("prepare", "models", "quantize", "replay"),
 )
 NEEDED = ("add_arguments", "run")
 

@@ -29,6 +29,9 @@ API_KEY = "METRONOME_API_KEY"
 """API key that clients of the HTTP server must send. Other users of the machine cannot see it here,
 unlike on a command line."""
 
+OPENAI_API_KEY = "OPENAI_API_KEY"
+"""API key that ``metronome bench serve`` sends, as OpenAI's own client does."""
+
 ADMIN_API_KEY = "METRONOME_ADMIN_API_KEY"
 """Key that clients must send to pause the HTTP server's engine and for similar requests."""
 
@@ -180,6 +183,11 @@ def core_secret() -> str | None:
 def api_keys() -> list[str]:
     """Return a list with the environment's API key, [] if it is not set."""
     return list(filter(None, [os.environ.get(API_KEY)]))
+
+
+def client_api_key() -> str | None:
+    """Return the key that a client of a server sends, ``None`` if the environment has none."""
+    return os.environ.get(OPENAI_API_KEY) or os.environ.get(API_KEY) or None
 
 
 def admin_api_key() -> str | None:

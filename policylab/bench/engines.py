@@ -109,7 +109,13 @@ def measure_startup(args: EngineArgs, workload: BenchWorkload) -> dict[str, floa
 
 
 def _probe(encoded: str, workload: BenchWorkload) -> dict[str, float]:
-    command = [sys.executable, "-m", "engine.cli.startup_probe", encoded, str(workload.input_len)]
+    command = [
+        sys.executable,
+        "-m",
+        "policylab.bench.startup_probe",
+        encoded,
+        str(workload.input_len),
+    ]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     seconds = time.perf_counter() - start

@@ -1,6 +1,6 @@
 """Measures one fresh process up to its first token; prints the seconds of each phase as JSON.
 
-python -m engine.cli.startup_probe '{"model": "..."}' <prompt length>
+python -m policylab.bench.startup_probe '{"model": "..."}' <prompt length>
 """
 
 import time

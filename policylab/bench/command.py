@@ -1,4 +1,4 @@
-"""Measure throughput, latency or start-up of an engine."""
+"""Measure throughput, latency or start-up of an engine, or a server under load."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.cli.bench_runs import (
+from engine.cli.options import add_engine_options, engine_args
+from engine.cli.parser import OptionParser
+from engine.config.args import EngineArgs
+from engine.errors import ConfigError
+from policylab.bench import serve
+from policylab.bench.engines import (
     BenchWorkload,
     measure_latency,
     measure_startup,
     measure_throughput,
 )
-from engine.cli.options import add_engine_options, engine_args
-from engine.cli.parser import OptionParser
-from engine.config.args import EngineArgs
-from engine.errors import ConfigError
 
+SERVE = "serve"
 Result = Mapping[str, float | int | str]
 MEASURES: dict[str, tuple[str, Callable[[EngineArgs, BenchWorkload], Result]]] = {
     "throughput": ("All prompts at once: tokens and requests a second.", measure_throughput),
@@ -37,6 +39,10 @@ def add_arguments(parser: OptionParser) -> None:
         add_engine_options(command)
         command.shorten_usage()
         command.set_defaults(command_parser=command)
+    command = measures.add_parser(SERVE, help=serve.SUMMARY, description=serve.SUMMARY)
+    serve.add_arguments(command)
+    command.shorten_usage()
+    command.set_defaults(command_parser=command)
 
 
 def _add_workload(parser: argparse.ArgumentParser, name: str) -> None:
@@ -59,6 +65,8 @@ def _add_workload(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.measure == SERVE:
+        return serve.run(parsed)
     workload = BenchWorkload(
         num_prompts=parsed.num_prompts,
         input_len=parsed.input_len,

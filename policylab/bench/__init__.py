@@ -1,0 +1,1 @@
+"""``metronome bench``: measures engines in this process, and servers by the load they get."""
