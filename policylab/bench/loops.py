@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from policylab.bench.client import Load, Row
-from policylab.bench.datasets import Random, Requests, Text, arrive
+from policylab.bench.datasets import Requests, Text
 from policylab.bench.words import Words
 from policylab.sim.job import FIRST_TOKEN, Job
 
@@ -148,11 +148,13 @@ def play(
     *,
     seconds: float = inf,
     keeps: bool = False,
+    drains: bool = True,
     watch: Callable[[list[Row], float], object] = lambda rows, start: None,
 ) -> Played:
     """Send the requests that arrive within ``seconds``, and read them to their end. As many run at
-    a time as the load has connections. ``keeps``: keep the text of answers; ``watch``: called with
-    the requests so far, and with the time of the start, about twenty times a second.
+    a time as the load has connections, which is closed. ``keeps``: keep the text of answers;
+    ``drains``: if false, leave the requests that still run after ``seconds``; ``watch``: called
+    with the requests so far, and with the time of the start, about twenty times a second.
 
     An interrupt (``KeyboardInterrupt``) ends the run: the result has what is known.
     """
@@ -162,7 +164,7 @@ def play(
     try:
         feeder.begin()
         cpu = time.process_time()
-        while load.num_pending or feeder.is_open:
+        while (drains and load.num_pending) or feeder.is_open:
             watch(feeder.rows, feeder.start)
             feeder.feed()
             if load.num_pending:
@@ -179,40 +181,3 @@ def play(
     # At an infinite rate more are made than are sent; all of them are due at the start.
     num_unsent = sum(row.about.arrival > 0 for row in feeder.rows if not row.sent)
     return Played(sent, feeder.start, end, cpu_seconds, num_unsent, is_interrupted)
-
-
-# Loads of random prompts, for benchmarks and tests
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Random prompts of about these many tokens: lengths vary by a half to either side."""
-
-    model: str
-    num_prompt: int = 32
-    num_tokens: int = 64
-    vocab: int = VOCABULARY
-
-    def play(
-        self,
-        address: tuple[str, int],
-        seconds: float,
-        seed: int,
-        *,
-        rate: float = inf,
-        streams: int | None = None,
-        tick: float | None = None,
-    ) -> list[Row]:
-        """Play requests that arrive at this rate (Poisson), or as ``streams`` others end."""
-        options: dict[str, Any] = {} if tick is None else {"tick": tick}
-        if streams is not None:
-            options["most_connections"] = streams
-        with Load(*address, **options) as load:
-            dataset = Random(input_len=self.num_prompt, output_len=self.num_tokens, range_ratio=0.5)
-            requests = arrive(dataset, number=None, rate=rate, seed=seed, seconds=seconds)
-            return play(load, requests, self.form, seconds=seconds).rows
-
-    @property
-    def form(self) -> Form:
-        """Greedy answers of exactly the given lengths."""
-        return Form(model=self.model, vocabulary=self.vocab, extra={"temperature": 0.0})

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from http_load import Load, Row, Shape, closed_loop
+from streams import Shape, closed_loop
 from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.served import Served, forked
 
+from policylab.bench.client import Load, Row
 from tools.server_campaign import COMMON, NAME, Drains, drains, outcome_of
 
 SHORT = Shape(NAME, num_prompt=8, num_tokens=16)

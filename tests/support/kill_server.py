@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from http_load import Load, Row, Shape
+from streams import Shape
 
+from policylab.bench.client import Load, Row
 from support.patience import WAIT_SECONDS
 from support.served import Served, served
 

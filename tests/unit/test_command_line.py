@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line_with_what_was_meant(
         ("gnerate x", "unknown command 'gnerate', there are: generate, chat, .*mean 'generate'"),
         ("bench", "the following arguments are required: MEASURE"),
         ("", "the following arguments are required: COMMAND; metronome --help lists them"),
-        ("bench foo", "unknown measure 'foo', there are: throughput, latency, startup$"),
+        ("bench foo", "unknown measure 'foo', there are: throughput, latency, startup, serve$"),
     ],
 )
 def test_commands_are_named(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
