@@ -132,6 +132,18 @@ def test_manifests_belong_together() -> None:
     }
 
 
+def test_every_container_of_a_pod_is_locked_down() -> None:
+    assert pod()["securityContext"]["runAsNonRoot"]
+    containers = [*pod()["initContainers"], *pod()["containers"]]
+    assert len({each["image"] for each in containers}) == 1
+    for each in containers:
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
 def test_prometheus_in_a_cluster_scrapes_the_pods() -> None:
     (monitor,) = documents(DEPLOY / "k8s" / "prometheus-operator.yaml")
     labels = deployment()["spec"]["template"]["metadata"]["labels"]
