@@ -1,4 +1,5 @@
-"""vLLM's options that have another name here or do not exist, each with advice on what to do."""
+"""Options of vLLM and llama.cpp that have another name here or do not exist, each with advice on
+what to do. ``docs/coming-from.md`` has the most used ones."""
 
 from __future__ import annotations
 
@@ -37,6 +38,35 @@ FOREIGN: dict[str, str] = {
     "override_pooler_config": "set pooler_config",
     "speculative_draft_tensor_parallel_size": "a draft model runs on the device of the model; "
     "leave it out",
+}
+
+# llama.cpp's, also in their short forms.
+FOREIGN |= {
+    "alias": "set served_model_name",
+    "embedding": "set runner to pooling",
+    "grammar": "requests have it: structured_outputs",
+    "hf_repo": "set model to owner/name:TYPE, as in owner/name:Q4_K_M",
+    "json_schema": "requests have it: response_format, or structured_outputs",
+    "lora": "set enable_lora and lora_modules",
+    "m": "set model, or give its path alone",
+    "n_predict": "requests have it: max_tokens",
+    "pooling": "set pooler_config",
+    **dict.fromkeys(("c", "ctx_size"), "set max_model_len"),
+    **dict.fromkeys(("np", "parallel"), "set max_num_seqs"),
+    **dict.fromkeys(("t", "threads"), "set num_threads"),
+    **dict.fromkeys(("batch_size", "ubatch_size"), "set max_num_batched_tokens"),
+    **dict.fromkeys(("cache_type_k", "cache_type_v"), "set kv_cache_dtype, for keys and values"),
+    **dict.fromkeys(
+        ("model_draft", "draft_max"), f"it is a key of speculative_config: {_DRAFT_MODEL}"
+    ),
+    **dict.fromkeys(
+        ("n_gpu_layers", "gpu_layers", "ngl"),
+        "all layers are on one device; leave it out, or set device",
+    ),
+    **dict.fromkeys(
+        ("flash_attn", "fa", "cont_batching", "jinja", "mlock", "no_mmap", "metrics", "slots"),
+        "it is always so, or has no use here; leave it out",
+    ),
 }
 
 _ONE_DEVICE = "a model runs on one device; leave it out, or set data_parallel_size"

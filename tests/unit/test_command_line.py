@@ -11,6 +11,7 @@ from engine.cli.main import main, make_parser
 from engine.config.args import EngineArgs
 from engine.config.foreign import FOREIGN
 from engine.config.near import near_options
+from engine.server.bodies import ChatRequest
 
 
 def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -86,7 +87,7 @@ def test_every_slip_of_one_letter_is_seen_through(command: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_options_of_vllm_that_are_missing_say_so_and_suggest_nothing_else(
+def test_options_of_others_that_are_missing_say_so_and_suggest_nothing_else(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if f"--{name.replace('_', '-')}" in options_of("serve"):
@@ -97,8 +98,10 @@ def test_options_of_vllm_that_are_missing_say_so_and_suggest_nothing_else(
     assert "did you mean" not in said
 
 
-def test_what_is_suggested_for_options_of_vllm_exists() -> None:
+def test_what_is_suggested_for_options_of_others_exists() -> None:
     known = {*EngineArgs.__dataclass_fields__, "prompt_lookup_max", "prompt_lookup_min"}
+    known |= {name.strip("-").replace("-", "_") for name in options_of("serve")}
+    known |= {*ChatRequest.__struct_fields__}
     for name, way_out in FOREIGN.items():
         for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", way_out):
             assert word in known or word in ("num_speculative_tokens", "draft_model", "max_seqs"), (

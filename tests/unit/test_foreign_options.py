@@ -1,11 +1,16 @@
-"""Options of vLLM that its users look for are there, or refused by name with the way out."""
+"""Options of other programs that their users look for are there, or refused by name with the way
+out; the page about them says the same."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.simulate import make_request, make_run
+from support.source_tree import ROOT
 
 from engine import EngineArgs
+from engine.cli.main import make_parser
 from engine.config.foreign import FOREIGN
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -25,6 +30,8 @@ from engine.errors import ConfigError
         ("speculative_disable_by_batch_size", "leave it out"),
         ("task", "set runner and convert"),
         ("override_pooler_config", "set pooler_config"),
+        ("ctx_size", "set max_model_len"),
+        ("n_gpu_layers", "all layers are on one device"),
         ("speculative_draft_tensor_parallel_size", "on the device of the model; leave it out"),
     ],
 )
@@ -35,6 +42,31 @@ def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, w
 
 def test_no_foreign_name_is_one_of_ours():
     assert not FOREIGN.keys() & EngineArgs.__dataclass_fields__.keys()
+
+
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (`.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+
+
+def options_in(text):
+    """Names of options, with underscores."""
+    return [name.strip("-").replace("-", "_") for name in re.findall(r"`(--?[a-z][\w-]*)", text)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ROWS)
+def test_the_page_and_the_refusals_say_the_same(theirs, ours):
+    known = make_parser(["serve"]).parse_args(["serve"]).command_parser.options
+    assert all(f"--{name.replace('_', '-')}" in known for name in options_in(ours))
+    for name in options_in(theirs):
+        assert name in FOREIGN, f"--{name} is ours, or its refusal is missing"
+        if options_in(ours):
+            assert any(option in FOREIGN[name] for option in options_in(ours)), name
+
+
+def test_the_page_has_a_name_for_each_reason():
+    shown = {name for theirs, _ in ROWS for name in options_in(theirs)}
+    reasons = {FOREIGN[name] for name in shown}
+    assert not (missing := {name for name, why in FOREIGN.items() if why not in reasons}), missing
 
 
 @pytest.mark.parametrize(("watermark", "num_running"), [(None, 5), (0.0, 5), (0.1, 4), (0.5, 2)])
