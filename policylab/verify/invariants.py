@@ -31,6 +31,7 @@
 [28]   a request runs with the adapter that its name had               ``adapters.started``
 [29]   no adapter's slot or host copy is lost while requests need it   ``adapters.DeviceSlots``
 [30]   a failed load ends its own requests alone                       ``clients.check_end``
+[31]   clients that follow the cache know which blocks it has          ``FollowedCache``
 =====  ==============================================================  ==========================
 """
 
@@ -61,7 +62,7 @@ from policylab.verify.check import (
 from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from policylab.verify.fake_states import ZERO_STATE
 from policylab.verify.needs import Need, NeededDrafts
-from policylab.verify.prefix_truth import PrefixEndTruth
+from policylab.verify.prefix_truth import FollowedCache, PrefixEndTruth
 
 IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
 MANY = 64  # remembered requests, above which finished ones are forgotten
@@ -94,6 +95,7 @@ class Invariants:
         self.plugins = plugins
         self.progress = ProgressCheck(scheduler, needs)
         self.prefix_ends = PrefixEndTruth(scheduler)
+        self.followed = FollowedCache(scheduler)
         self.num_drafts = num_drafts + sum(
             need.amount for need in needs if isinstance(need, NeededDrafts)
         )
@@ -150,6 +152,7 @@ class Invariants:
         self._num_looks += 1
         if self._num_looks % self.every == 0:
             check_state(self.scheduler, num_drafts=self.num_drafts)
+            self.followed.check()
 
 
 class ProgressCheck:

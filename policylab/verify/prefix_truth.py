@@ -1,10 +1,13 @@
-"""Checks why prefix hits ended, against a memory of all blocks that were ever cached.
+"""Checks why prefix hits ended, against a memory of all blocks that were ever cached, and what
+clients are sent about the cache.
 
 The engine may forget an eviction after ``LEAST_KEPT`` later ones. The check counts evictions once a
 step, which misses a few, so it expects only half as many to be remembered."""
 
 from __future__ import annotations
 
+from engine.kv.changes import ID_BYTES
+from engine.kv.events import split_key
 from engine.kv.evictions import LEAST_KEPT
 from engine.kv.prefix_ends import CACHING_OFF, EVICTED, NO_SNAPSHOT, NOT_READ, WINDOW_GONE
 from engine.kv.prefix_index import Chains, Sha256Hasher
@@ -60,3 +63,34 @@ class PrefixEndTruth:
             else:
                 assert not is_cached and not is_recent, text
         assert reason != WINDOW_GONE or kv.tables.windows, text
+
+
+class FollowedCache:
+    """Checks that a client that follows the prefix cache knows which blocks it has."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        kv = scheduler.kv
+        self._kv = kv
+        self._changes = scheduler.follow_cache()
+        self._known: set[bytes] = set()  # ids of blocks
+        self._hash_bytes = len(Sha256Hasher.root)
+        self._group = next((g for g, group in enumerate(kv.groups) if not group.window), 0)
+
+    def check(self) -> None:
+        """Apply the changes since the last call, and compare the outcome with the cache."""
+        if self._changes is None:
+            return
+        is_cleared, stored, removed = self._changes.take()
+        self._known = set() if is_cleared else self._known - _parts(removed)
+        self._known |= _parts(stored)
+        keys = [key for key in self._kv.cache.hashes if key is not None]
+        hashes = [split_key(key) for key in keys if len(key) - self._hash_bytes in (0, 1)]
+        cached = {each[:ID_BYTES] for each, group in hashes if group == self._group}
+        assert self._known == cached, (
+            f"a client that follows the cache knows {len(self._known)} blocks, "
+            f"{len(self._known ^ cached)} wrongly; {len(cached)} are cached"
+        )
+
+
+def _parts(ids: bytes) -> set[bytes]:
+    return {ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES)}

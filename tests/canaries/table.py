@@ -57,6 +57,12 @@ CANARIES = (
         "",
     ),
     Canary(
+        "report no evicted blocks to those who follow the cache",
+        POOL,
+        "                self.follower.lost(lost)\n",
+        "                pass\n",
+    ),
+    Canary(
         "forget which blocks were evicted",
         POOL,
         "            self.evictions.add_each(lost)\n",
