@@ -403,7 +403,7 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
         if self._open:
             raise ConfigError("limit_queue must be called before the first request")
         pace = self._session.outputs.pace = QueuePace(num_seats)
-        self._queue_limits = QueueLimits(pace, max_requests, max_seconds)
+        self._queue_limits = QueueLimits(pace, self.counts, max_requests, max_seconds)
 
     def check_room(self) -> None:
         """Raise ``RefusedError`` if ``limit_queue`` would refuse a request now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.errors import RefusedError
+from engine.observe.stats_log import TokenCounts
 
 SHARE = 0.05  # weight of the latest gap in the moving average, which covers about 20 gaps
 
@@ -88,6 +89,7 @@ class QueueLimits(NamedTuple):
     """Limits on the number of waiting requests and on the estimated wait of a new one."""
 
     pace: QueuePace
+    counts: TokenCounts
     max_requests: int
     max_seconds: float | None
 
@@ -102,4 +104,5 @@ class QueueLimits(NamedTuple):
             why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
         else:
             return
+        self.counts.refused += 1
         raise RefusedError(f"the queue is full: {why}; try again later", seconds or None)

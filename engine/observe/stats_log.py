@@ -25,6 +25,8 @@ class TokenCounts:
     """Output tokens."""
     finished: Counter[str] = field(default_factory=Counter)
     """Number of finished requests by finish reason."""
+    refused: int = 0
+    """Requests that the front end refused because the queue was full."""
 
 
 # Counters shown if they have changed since the last line, with their names in the line.

@@ -398,7 +398,7 @@ class Metrics(Collector):
         for name in ("metronome_requests_waiting_by_reason", "vllm:num_requests_waiting_by_reason"):
             doc = "Waiting requests: for capacity, or until a grammar or a transfer is ready."
             yield self._labelled(GAUGE, name, doc, "reason", reasons)
-        refused = {"refused": stats.num_refused}
+        refused = {"refused": stats.num_refused + self._engine.counts.refused}
         for name in ("metronome_requests_refused", "vllm:admission_rejections"):
             doc = "Requests that were refused: the queue was full, or the policy refused them."
             yield self._labelled(COUNTER, name, doc, "reason", refused)

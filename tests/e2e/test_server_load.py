@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -55,6 +56,9 @@ def test_a_full_queue_refuses_and_those_taken_are_served(server: Served, seed: i
     assert refused.status == 503 and b"retry-after: " in refused.tail.lower()
     assert json.loads(refused.tail.partition(b"\r\n\r\n")[2])["error"]["code"] == "queue_full"
     assert all(outcome_of(row) == "whole" for row in rows if row.how == "done")
+    page = server.ask("/metrics").body.decode()
+    (counted,) = re.findall(r"^metronome_requests_refused_total{.*} (\S+)$", page, re.MULTILINE)
+    assert float(counted) == hows["refused"]
 
 
 def test_who_does_not_read_is_cut_off_and_holds_up_nobody(server: Served, seed: int) -> None:

@@ -10,6 +10,7 @@ from support.fakes import FakeClient, counting, fake_session
 from engine import AsyncLLMEngine, SamplingParams
 from engine.errors import ConfigError, RefusedError
 from engine.frontend.pace import QueueLimits, QueuePace
+from engine.observe.stats_log import TokenCounts
 
 
 def busy(pace: QueuePace, num_waiting: int, gap: float, starts: int = 60) -> float:
@@ -70,7 +71,7 @@ def test_a_refusal_names_value_and_limit_and_how_long(
     pace = QueuePace()
     busy(pace, 10, 0.5)
     with pytest.raises(RefusedError, match=said) as error:
-        QueueLimits(pace, *limits).check(0)
+        QueueLimits(pace, TokenCounts(), *limits).check(0)
     assert error.value.retry_after == pytest.approx(5.0)
 
 
@@ -82,6 +83,7 @@ async def test_a_request_too_many_is_refused_before_the_core_is_asked() -> None:
     readers = [await engine.open([5], params, str(i)) for i in range(2)]
     with pytest.raises(RefusedError, match="2 requests are waiting"):
         await engine.open([5], params, "2")
+    assert engine.counts.refused == 1
     with pytest.raises(ConfigError, match="before the first request"):
         engine.limit_queue(3)
     for reader in readers:
@@ -168,6 +170,6 @@ def test_time_in_which_nobody_waits_is_no_pace() -> None:
         pace.leave(has_started=True)
     for n in range(6):
         pace.arrive()
-        assert QueueLimits(pace, 99, 5.0).check(0) is None
+        assert QueueLimits(pace, TokenCounts(), 99, 5.0).check(0) is None
         pace.start(3600.0 + n)
         pace.leave(has_started=True)
