@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from support.core_clients import drain, read
 from support.simulate import expected, make_request
@@ -16,6 +17,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineError, RequestTypeError
 from engine.messages.stats import SchedulerStats
+from engine.messages.watch import WatchedCore
 from engine.sched import Scheduler
 from engine.sched.interface import PauseState
 
@@ -216,6 +218,25 @@ def test_what_cannot_travel_is_refused_everywhere(
     with pytest.raises(RequestTypeError, match=told):
         client.call("echo", value)
     assert client.call("echo", nested(64)) == nested(64)
+
+
+def test_a_core_is_watched_wherever_it_is(kind: str, opened: Any) -> None:
+    """Each core answers for itself, with its requests and what its steps computed."""
+    client = opened(kind)
+    for found in client.call_each("watch", {}, 10, []).values():
+        assert msgspec.convert(found, WatchedCore).requests == []
+    for name in ("a", "b", "c"):
+        client.add(make_request(name, [1, 2, 3], 4))
+    assert len(drain(client)[0]) == 3
+    client.add(make_request("waits", [1], 3))
+    answers = client.call_each("watch", {}, 10, ["nobody"])
+    cores = [msgspec.convert(each, WatchedCore) for each in answers.values()]
+    assert len({core.core_id for core in cores}) == len(answers) and 0 in answers
+    assert sum(core.stats.num_steps for core in cores if core.stats) > 0
+    steps = [(core, step) for core in cores for step in core.steps]
+    assert {core.names[place] for core, step in steps for place in step.names} >= {"a", "b", "c"}
+    assert sum(sum(step.tokens) + step.num_others for _, step in steps) >= 3 * (3 + 3)
+    drain(client)
 
 
 KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats"}

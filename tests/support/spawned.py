@@ -18,6 +18,7 @@ from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
+from engine.core.watching import CoreWatch
 from engine.kv.manager import KVManager
 from engine.lora.loading import Order
 from engine.messages.step import StepResult
@@ -72,7 +73,9 @@ class FakeBuild:
             scheduler=sched,
         )
         scheduler = make_scheduler(sched, KVManager(NUM_BLOCKS, BLOCK_SIZE), clock=clock)
-        return InprocClient(EngineCore(scheduler, self.make_worker()), decided, clock=clock)
+        core = EngineCore(scheduler, self.make_worker())
+        methods = CoreWatch(core, clock).methods
+        return InprocClient(core, decided, clock=clock, methods=methods)
 
     def make_worker(self) -> ScriptedWorker:
         return ScriptedWorker(self)
