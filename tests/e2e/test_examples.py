@@ -1,6 +1,5 @@
 """What README and examples/ show works as shown."""
 
-import contextlib
 import os
 import re
 import subprocess
@@ -9,12 +8,10 @@ from importlib.metadata import distributions
 
 import pytest
 from support import source_tree as tree
-from support.served import served
 
-from engine.assets import BOX_MODEL, PACKAGE, PACKAGE_NAME
+from engine.assets import BOX_MODEL, PACKAGE
 
 SCRIPTS = sorted(path.name for path in (tree.ROOT / "examples").glob("*.py"))
-SERVED = "http://127.0.0.1:8000"  # where the README has its server
 DEFAULT = "LLM()"
 BLOCKS = re.findall(r"```python\n(.*?)```", (tree.ROOT / "README.md").read_text(), re.DOTALL)
 UNNAMED_MODEL = str(tree.ROOT / "tests" / "support" / "unnamed_model")
@@ -41,15 +38,11 @@ def test_example_runs_and_says_something(script: str) -> None:
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_readme_block_runs(number: int) -> None:
     """A block without a model prints what README says only where its model is installed."""
-    assert len(BLOCKS) >= 3
+    assert len(BLOCKS) >= 2
     block = BLOCKS[number]
     told = re.findall(r"^# ?(.*)$", block, re.MULTILINE)  # what it says it prints
     if DEFAULT in block and not IS_INSTALLED:
         block, told = block.replace(DEFAULT, f"LLM({str(BOX_MODEL)!r})"), []
-    with contextlib.ExitStack() as stack:
-        if SERVED in block:
-            server = stack.enter_context(served("--served-model-name", PACKAGE_NAME))
-            block = block.replace(SERVED, server.url)
-        paths = os.environ["PYTHONPATH"].replace(UNNAMED_MODEL, "")
-        printed = run("-c", block, PYTHONPATH=paths).splitlines()
+    paths = os.environ["PYTHONPATH"].replace(UNNAMED_MODEL, "")
+    printed = run("-c", block, PYTHONPATH=paths).splitlines()
     assert not told or printed == told
