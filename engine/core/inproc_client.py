@@ -136,6 +136,13 @@ class InprocClient(CoreClient):
         """Begin to collect which blocks enter and leave the prefix cache; ``None`` without one."""
         return self._live().scheduler.follow_cache()
 
+    def adapter_digests(self) -> dict[str, str]:
+        """Digests of the loaded LoRA adapters, by name."""
+        if self._adapters is None:
+            return {}
+        listed = self._adapters.methods["adapters"]()
+        return {each["name"]: each["digest"] for each in listed}
+
     def num_unfinished(self) -> int:
         if self._core is None:
             return 0

@@ -158,6 +158,7 @@ class CacheNews(msgspec.Struct, array_like=True, frozen=True, tag="cache"):
     load: int  # tokens that other clients' requests have yet to compute, at most
     secret: bytes = b""  # key and root of the block hash with is_whole; empty for SHA-256
     has_cache: bool = True  # False: there is no prefix cache, or it cannot be followed
+    adapters: dict[str, str] = {}  # digests by name, with is_whole and when they have changed
 
 
 ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe | CacheNews

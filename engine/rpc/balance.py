@@ -142,6 +142,7 @@ class Balancer:
         """Record what a core has reported. Messages of a core must come in their order."""
         view = self._cores[core]
         view.others, view.has_cache = news.load, news.has_cache
+        self.adapters.update(news.adapters)
         if news.is_whole:
             view.cached.clear()
             view.secret = news.secret

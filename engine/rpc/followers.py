@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from msgspec.structs import replace
+
 from engine.core.inproc_client import InprocClient
 from engine.kv.changes import CacheChanges
 from engine.messages.wire import CacheNews
 from engine.rpc.sessions import ClientSession, ClientSessions
 
 NEWS_SECONDS = 0.02
+ADAPTER_SECONDS = 1.0  # between two looks at the adapters
 RETRY_SECONDS = 0.5  # between two attempts to send the whole cache to a client that does not read
 
 
@@ -40,6 +43,8 @@ class Followers:
         self._changes: CacheChanges | None = None
         self._known: dict[int, Follower] = {}  # by client index
         self._next_at = 0.0
+        self._adapters: dict[str, str] = {}  # digests by name
+        self._look_at = 0.0  # when to look at the adapters
 
     def add(self, session: ClientSession) -> None:
         """Send this client the whole cache next, and then its changes."""
@@ -55,8 +60,9 @@ class Followers:
         self._next_at = now + NEWS_SECONDS
         changes = self._changes
         is_cleared, stored, removed = changes.take() if changes else (False, b"", b"")
+        new_adapters = self._new_adapters(now)
         total = self._sessions.load
-        has_changed = bool(is_cleared or stored or removed)
+        has_changed = bool(is_cleared or stored or removed or new_adapters)
         for index, follower in list(self._known.items()):
             session = self._sessions.at(index)
             if session is None:
@@ -69,7 +75,8 @@ class Followers:
                 follower.retry_at = now + RETRY_SECONDS
             elif not has_changed and load == follower.load:
                 continue
-            self._send(session, follower, load, (is_cleared, stored, removed))
+            changed = CacheNews(0, is_cleared, stored, removed, load, adapters=new_adapters)
+            self._send(session, follower, changed)
         if not self._known and changes is not None:
             changes.stop()
             self._changes = None
@@ -79,21 +86,24 @@ class Followers:
         waiting = (each.retry_at for each in self._known.values() if each.needs_whole)
         return min(waiting, default=inf)
 
-    def _send(
-        self,
-        session: ClientSession,
-        follower: Follower,
-        load: int,
-        changed: tuple[bool, bytes, bytes],
-    ) -> None:
-        changes = self._changes
-        is_whole, stored, removed = changed
+    def _new_adapters(self, now: float) -> dict[str, str]:
+        """Digests of the adapters, if they have changed since the last look."""
+        if now < self._look_at:
+            return {}
+        self._look_at = now + ADAPTER_SECONDS
+        before, self._adapters = self._adapters, self._core.adapter_digests()
+        return {} if self._adapters == before else self._adapters
+
+    def _send(self, session: ClientSession, follower: Follower, changed: CacheNews) -> None:
+        """Send what has changed, or the whole cache if it is needed."""
+        changes, news = self._changes, changed
         if follower.needs_whole:
-            is_whole, removed = True, b""
             stored = b"" if changes is None else changes.whole()
-        number = 0 if is_whole else follower.num_sent + 1
-        secret = b"" if changes is None or not is_whole else changes.secret
-        has_cache = changes is not None
-        news = CacheNews(number, is_whole, stored, removed, load, secret, has_cache)
+            news = replace(news, is_whole=True, stored=stored, removed=b"")
+        if news.is_whole:
+            secret = b"" if changes is None else changes.secret
+            news = replace(news, secret=secret, adapters=self._adapters)
+        number = 0 if news.is_whole else follower.num_sent + 1
+        news = replace(news, sequence=number, has_cache=changes is not None)
         follower.needs_whole = not self._sessions.try_to_send(session, news)
-        follower.num_sent, follower.load = number, load
+        follower.num_sent, follower.load = number, news.load

@@ -165,7 +165,7 @@ class ManyCoresClient(CoreClient):
             raise self._restarting()
         answer = JOINED.get(name, first_of)(answers)
         if self._loads.record(name, args, answer):
-            self._balancer.adapters = self._loads.digests()
+            self._balancer.adapters.update(self._loads.digests())
         return self._counters.add_to(answer) if name == "stats" else answer
 
     def end_restarts(self) -> None:

@@ -112,7 +112,9 @@ TO_CLIENT: dict[str, Any] = {
     "fault": Fault("not a message"),
     "dead": Dead("the engine core died", "Traceback"),
     "probe": Probe(),
-    "cache, whole": CacheNews(0, True, bytes(range(16)), b"", 512, b"key and root"),
+    "cache, whole": CacheNews(
+        0, True, bytes(range(16)), b"", 512, b"key and root", adapters={"sql": "digest"}
+    ),
     "cache, changes": CacheNews(1, False, bytes(8), bytes(range(8)), 0),
 }
 CONTROL: dict[str, Any] = {"ping": Ping(TOKEN), "shutdown": Shutdown(TOKEN, 5.0)}

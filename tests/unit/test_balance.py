@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from support.holders import fill, holder
 from support.simulate import make_request
@@ -143,6 +144,13 @@ def test_other_salts_adapters_and_media_share_nothing() -> None:
     cores[1].run([5] * 64, adapter="digest")
     balancer.update(1, cores[1].news())
     assert balancer.choose(make_request("d", [5] * 64, 1, adapter="sql")) == 1
+
+
+def test_adapters_that_others_have_loaded_are_known() -> None:
+    balancer, core = Balancer(2, 16), Core()
+    core.run(SYSTEM, adapter="digest")
+    balancer.update(1, msgspec.structs.replace(core.whole(), adapters={"sql": "digest"}))
+    assert balancer.choose(make_request("a", SYSTEM, 1, adapter="sql")) == 1
 
 
 def test_the_fast_hash_of_each_core_is_used() -> None:

@@ -24,9 +24,12 @@ class Told:
 
     def __init__(self) -> None:
         self.kv = KVManager(11, 16)
+        self.digests = {"sql": "1"}
         self.router = Router()
         self.sessions = ClientSessions(self.router, lambda ids: None)
-        self.core: Any = SimpleNamespace(follow_cache=self.kv.follow_cache)
+        self.core: Any = SimpleNamespace(
+            follow_cache=self.kv.follow_cache, adapter_digests=lambda: dict(self.digests)
+        )
         self.followers = Followers(self.core, self.sessions)
 
     def follow(self, name: bytes) -> Any:
@@ -137,6 +140,17 @@ def test_each_hears_the_work_of_the_others(told: Told) -> None:
     told.sessions.leave(one)
     assert told.news(5.0, b"b")[0].load == 0
     assert other.work.load == 0
+
+
+def test_adapters_are_reported_when_they_change(told: Told) -> None:
+    told.follow(b"a")
+    assert [each.adapters for each in told.news(0.0)] == [{"sql": "1"}]
+    assert told.news(5.0) == []
+    told.digests["sql"] = "2"
+    assert told.news(5.1) == []  # looked at once a second
+    assert told.news(6.2) == [CacheNews(1, False, b"", b"", 0, adapters={"sql": "2"})]
+    told.follow(b"b")
+    assert [each.adapters for each in told.news(7.0, b"b")] == [{"sql": "2"}]
 
 
 def test_when_all_have_left_nothing_is_collected(told: Told) -> None:
