@@ -37,6 +37,7 @@ HOLDERS = ("engine", "engine.verify", "policylab")
 
 # Modules that may import inside functions, and why.
 LAZY_IMPORTS = {
+    "engine.cluster": "Ray, which is optional, is imported only for a deployment",
     "engine.cluster.cores.node": "Ray sends it to nodes, which may lack the engine",
     "engine.frontend.session": "Ray, which is optional, is imported only for cores on a cluster",
     "engine.core.build": "the one place that names concrete classes",

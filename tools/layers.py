@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("llm_engine", "async_engine"), "engines for single steps and for asyncio"),
     (("llm",), "the `LLM` class: prompts to outputs"),
     (("server",), "the APIs of OpenAI, Anthropic and Ollama"),
-    (("cli", "cluster"), "the `metronome` command"),
+    (("cli", "cluster"), "the `metronome` command; deployments of Ray Serve"),
     (("policylab.verify",), "checks of policies and schedulers"),
     (("policylab.sim", "policylab.simulated"), "simulation on a virtual clock"),
     (("policylab.cli", "policylab.bench"), "commands of the policy lab; load tests of servers"),

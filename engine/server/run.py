@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 import uvloop
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
 from engine.config.core import OnCoreDeath
+from engine.config.engine import EngineConfig
 from engine.errors import ConfigError
 from engine.frontend.session import Session
 from engine.observe.background import logging_in_background
@@ -146,45 +147,69 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
     with ExitStack() as stack:
         listening = stack.enter_context(bound(options.host, options.port, options.uds))
         stack.enter_context(logging_in_background("uvicorn"))
-        kind = stack.enter_context(writing_requests(options.request_log))
         with _ending_while_starting():
             engine = AsyncLLMEngine(Session.open(config))
         stack.callback(engine.shutdown, END_SECONDS)
-        if engine.tokenizer is not None and engine.tokenizer.response_template is not None:
-            check_private_parts(TRANSFORMERS)
-        limit_queue(engine, args, options.max_queue_seconds)
-        names = names_of(config.model.model, options.served_model_name)
-        operations = Operations(engine, keys, names.first, options.health_timeout)
-        adapters = ServedAdapters(engine, names)
-        asyncio.run(adapters.start())
-        routes = routes_of(
-            engine, names, adapters, operations, options.limits, options.chat_template
-        )
-        page = None
-        if options.has_page:
-            page = Page(engine, keys, names, adapters, options.chat_template)
-            routes += page.routes()
-        app = make_app(routes)
-        # Middleware, from the innermost to the outermost.
-        app = QueueGate(app, engine)
-        if page is not None:
-            app = page.owned(app)
-        open_paths = () if page is None else page.open_paths
-        app = KeyGuard(app, keys, options.limits.max_requests_per_key, open_paths)
-        app = operations.traffic.counting(app, routes)
-        if tracing is not None:
-            app = tracing.begin(engine, names.first, app)
-            stack.callback(tracing.end)
-        app = drain = Drain(app, engine, args.drain_timeout)
-        app = log = RequestLog(app, kind)
-        app = options.origins.around(app)
-        engine.add_observer(log.observe)
-        stack.callback(log.close)
-        server = Server(_uvicorn_config(app, options, log), drain, listening, names.first)
+        app = assemble(stack, engine, config, args, options, keys, tracing)
+        uvicorn_config = _uvicorn_config(app.app, options, app.log)
+        server = Server(uvicorn_config, app.drain, listening, app.name)
         readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(server, readers, engine, args.on_core_death))
         return server.status
+
+
+class Assembled(NamedTuple):
+    """The ASGI application with all middleware, and the parts of it that a server uses."""
+
+    app: ASGIApp
+    drain: Drain
+    log: RequestLog
+    name: str
+    """The model's name for clients."""
+
+
+def assemble(
+    stack: ExitStack,
+    engine: AsyncLLMEngine,
+    config: EngineConfig,
+    args: EngineArgs,
+    options: ServerOptions,
+    keys: KeyRing,
+    tracing: Tracing | None,
+) -> Assembled:
+    """Make the application that serves ``engine``. What it opens is closed with ``stack``. Not in
+    a thread with an event loop."""
+    kind = stack.enter_context(writing_requests(options.request_log))
+    if engine.tokenizer is not None and engine.tokenizer.response_template is not None:
+        check_private_parts(TRANSFORMERS)
+    limit_queue(engine, args, options.max_queue_seconds)
+    names = names_of(config.model.model, options.served_model_name)
+    operations = Operations(engine, keys, names.first, options.health_timeout)
+    adapters = ServedAdapters(engine, names)
+    asyncio.run(adapters.start())
+    routes = routes_of(engine, names, adapters, operations, options.limits, options.chat_template)
+    page = None
+    if options.has_page:
+        page = Page(engine, keys, names, adapters, options.chat_template)
+        routes += page.routes()
+    app = make_app(routes)
+    # Middleware, from the innermost to the outermost.
+    app = QueueGate(app, engine)
+    if page is not None:
+        app = page.owned(app)
+    open_paths = () if page is None else page.open_paths
+    app = KeyGuard(app, keys, options.limits.max_requests_per_key, open_paths)
+    app = operations.traffic.counting(app, routes)
+    if tracing is not None:
+        app = tracing.begin(engine, names.first, app)
+        stack.callback(tracing.end)
+    app = drain = Drain(app, engine, args.drain_timeout)
+    app = log = RequestLog(app, kind)
+    app = options.origins.around(app)
+    engine.add_observer(log.observe)
+    stack.callback(log.close)
+    return Assembled(app, drain, log, names.first)
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:

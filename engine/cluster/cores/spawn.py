@@ -53,8 +53,7 @@ def build_fetched_core(config: EngineConfig) -> InprocClient:
 def spawn(order: CoreOrder) -> Child:
     """Start a process that builds a core and serves it over TCP."""
     set_up_logging(order.config.log_level)
-    # The new process would import the main module, which is Ray's program for workers.
-    sys.modules["__main__"].__file__ = None
+    forget_main_module()
     threads = num_threads(order)
     return Child(
         "engine core",
@@ -62,6 +61,11 @@ def spawn(order: CoreOrder) -> Child:
         replace(order, config=replace(order.config, num_threads=threads)),
         environment={**order.variables, NUM_THREADS: str(threads)},  # Ray's own value is 1
     )
+
+
+def forget_main_module() -> None:
+    """Let new processes of this one not import its main module, Ray's program for workers."""
+    sys.modules["__main__"].__file__ = None
 
 
 def started(child: Child, order: CoreOrder) -> tuple[bytes, int]:
