@@ -73,6 +73,8 @@ def test_a_node_that_is_killed_ends_its_requests_alone_and_its_core_moves(
     try:
         first = client.pids
         parents = {psutil.Process(pid).ppid() for pid in first}
+        variables = [psutil.Process(pid).environ() for pid in first]
+        assert [each["OMP_NUM_THREADS"] for each in variables] == ["1", "1"]  # their CPUs
         client.add_all([make_request(str(i), [i + 1], 300) for i in range(32)])
         while not client.step():
             pass

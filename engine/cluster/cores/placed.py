@@ -145,6 +145,8 @@ class PlacedCore:
     def _order(self, secret: str | None, num_sharing: int) -> CoreOrder:
         """The order to start the core. ``secret`` is sent if each start has its own."""
         config = self._config
+        if "GPU" not in self._places.bundle:  # a container may show more processors than it has
+            config = replace(config, num_threads=int(self._places.bundle["CPU"]))
         values = describe((), None, VARIABLES)["variables"]
         return CoreOrder(
             build=self._build,
