@@ -27,7 +27,8 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "x", "pa
 
 # The fields of `Options` in Ollama's api/types.go, those of older versions included.
 OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("num_predict", 7, USED), ("num_predict", -1, IDLE), ("num_predict", -2, IDLE),
+    ("num_predict", 7, USED), ("num_predict", 7.0, USED), ("num_ctx", 64.0, USED),
+    ("num_predict", -1, IDLE), ("num_predict", -2, IDLE),
     ("num_predict", 0, IDLE), ("num_predict", -3, REFUSED), ("num_ctx", 64, USED),
     ("num_ctx", 1, REFUSED), ("seed", 5, USED), ("seed", -1, IDLE), ("top_k", 20, USED),
     ("top_k", -5, REFUSED), ("top_p", 0.9, USED), ("top_p", 1.5, REFUSED), ("min_p", 0.1, USED),
@@ -41,7 +42,8 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("tfs_z", 1.0, IDLE), ("tfs_z", 0.5, REFUSED), ("typical_p", 1, IDLE),
     ("typical_p", 0.7, REFUSED), ("penalize_newline", True, IDLE),
     ("penalize_newline", False, REFUSED), ("numa", False, IDLE), ("num_batch", 2, IDLE),
-    ("num_gpu", 1, IDLE), ("main_gpu", 0, IDLE), ("low_vram", False, IDLE), ("f16_kv", True, IDLE),
+    ("num_gpu", 1, IDLE), ("num_thread", 2.0, IDLE),
+    ("main_gpu", 0, IDLE), ("low_vram", False, IDLE), ("f16_kv", True, IDLE),
     ("vocab_only", False, IDLE), ("logits_all", False, IDLE), ("embedding_only", False, IDLE),
     ("use_mmap", True, IDLE), ("use_mlock", False, IDLE), ("num_thread", 8, IDLE),
     ("temprature", 1, REFUSED),

@@ -16,6 +16,7 @@ SAMPLED = (
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty",
     "frequency_penalty", "repeat_penalty",
 )  # fmt: skip
+WHOLE = ("num_predict", "num_ctx", "top_k", "seed", "repeat_last_n")
 PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -30,16 +31,16 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     }
     """Fields that this server does not have, and their values without an effect."""
 
-    num_predict: int | None = None
-    num_ctx: int | None = None
+    num_predict: int | float | None = None
+    num_ctx: int | float | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: int | float | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: int | float | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    repeat_last_n: int | float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # without an effect: how Ollama loads a model, and parts of what is off here
@@ -47,17 +48,24 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     f16_kv: bool | None = None
     logits_all: bool | None = None
     low_vram: bool | None = None
-    main_gpu: int | None = None
+    main_gpu: float | None = None
     mirostat_eta: float | None = None
     mirostat_tau: float | None = None
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    num_keep: int | None = None
-    num_thread: int | None = None
+    num_batch: float | None = None
+    num_gpu: float | None = None
+    num_keep: float | None = None
+    num_thread: float | None = None
     numa: bool | None = None
     use_mlock: bool | None = None
     use_mmap: bool | None = None
     vocab_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Drop the fractions of whole numbers, as Ollama does: some clients send 40.0."""
+        for name in WHOLE:
+            value = getattr(self, name)
+            if isinstance(value, float):
+                setattr(self, name, int(value))
 
 
 CLIENT_NAMES = {
@@ -93,7 +101,7 @@ def context_of(options: Options | None, max_model_len: int) -> int:
             "options.num_ctx",
             f"is {given}, must be at least 2, for a token of prompt and answer",
         )
-    return min(given, max_model_len)
+    return min(int(given), max_model_len)
 
 
 def _check_last_n(options: Options) -> None:
