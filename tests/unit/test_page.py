@@ -228,6 +228,7 @@ async def test_steps_have_tokens_by_request_and_numbers_that_go_on(opened: Any) 
     assert (await box.now(after=last))["steps"] == []
     assert len((await box.now(after=last - 1))["steps"]) == 1
     assert len((await box.now(after=last + 1000))["steps"]) == len(steps)  # of another server
+    assert (await box.now(after=10**15 - 1))["steps"] == []  # a page that wants none
 
 
 async def test_sequences_of_one_request_have_numbers(opened: Any) -> None:

@@ -35,6 +35,7 @@ MOST_REQUESTS = 200  # shown to one viewer
 MOST_READ = 1000  # requests of all viewers in one reading
 MOST_STEPS = 600
 STEP_SECONDS = 60.0
+NO_STEPS = 10**15 - 1  # as the last step that a page has: it wants none
 MOST_ENCODED = 64  # answers kept of one reading
 
 Json = dict[str, Any]
@@ -199,7 +200,7 @@ class Now:
             "requests": own.requests,
             "num_requests": own.num,
             "cores": reading.cores if sees_all else [],
-            "steps": steps if sees_all else [],
+            "steps": steps if sees_all and after < NO_STEPS else [],
             "waits": reading.waits if sees_all else {},
         }
 
