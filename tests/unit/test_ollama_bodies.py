@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from gguf import GGMLQuantizationType
+from support.box_gguf import box_as_gguf
 
+from engine.assets import BOX_MODEL
 from engine.errors import RequestError
+from engine.gguf.directory import make
 from engine.server.blame import with_client_names
 from engine.server.bodies import ChatRequest, read
 from engine.server.conversation import plain_messages
 from engine.server.dialogue import check_body
 from engine.server.errors import ApiError, as_api_error
 from engine.server.ollama import bodies as b
-from engine.server.ollama.details import ModelDetails
+from engine.server.ollama.details import ModelDetails, read_details
 from engine.server.ollama.names import tagged
 from engine.server.ollama.options import context_of
 from engine.server.speech.tools import tools_of
@@ -242,9 +247,25 @@ def test_names_have_a_tag(name: str, listed: str) -> None:
     assert tagged(name) == listed
 
 
+def test_details_are_those_of_the_models_files(tmp_path: Path) -> None:
+    """Of a directory, and of a GGUF file with the same weights in 8 bits."""
+    found = read_details(str(BOX_MODEL))
+    assert (found.format, found.family, found.quantization) == ("safetensors", "llama", "BF16")
+    assert found.num_bytes > 2 * found.num_parameters > 6e6 and found.modified > 1e9
+    assert found.info(64)["llama.context_length"] == 64
+    assert found.info(64)["llama.block_count"] == 6
+    file = tmp_path / "box.gguf"
+    box_as_gguf(file, GGMLQuantizationType.Q8_0)
+    packed = read_details(str(make(file, tmp_path / "made")))
+    assert (packed.format, packed.family, packed.quantization) == ("gguf", "llama", "Q8_0")
+    assert packed.num_parameters == found.num_parameters and packed.digest != found.digest
+    assert packed.num_bytes == file.stat().st_size < found.num_bytes
+
+
 def test_unknown_details_are_empty() -> None:
     about = ModelDetails().about()
     assert about["parameter_size"] == "" and about["families"] == []
     assert ModelDetails(num_parameters=134_515_008).about()["parameter_size"] == "134.52M"
     assert ModelDetails(num_parameters=8_030_000_000).about()["parameter_size"] == "8.0B"
+    assert read_details("nowhere") == ModelDetails()
     assert ModelDetails(format="a").digest != ModelDetails().digest
