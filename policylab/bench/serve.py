@@ -107,7 +107,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="requests that run at a time; without --request-rate always so many run",
+        help="requests that run at a time: without --request-rate this number, else at most this",
     )
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help=f"requests; default: {NUM_PROMPTS}"

@@ -11,6 +11,7 @@ from engine.errors import ConfigError
 
 FILE = "tokenizer.json"
 FEWEST = 64
+NUM_PROBED = 256
 TEXT = (
     "about above across act after again against age ago air all along also always among and "
     "animal answer any area arm around art ask away back bad ball bank base bed been before "
@@ -42,6 +43,13 @@ class Words:
     def __init__(self, words: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
         self._words = words
         self._tokenizer = tokenizer
+        # The first word may be one token only after a space, like the others, or only without.
+        leads = ("", " ") if tokenizer is not None else ("",)
+        self._lead = max(leads, key=self._num_whole)
+
+    def _num_whole(self, lead: str) -> int:
+        """How many words are one token after this text."""
+        return sum(self.count(lead + word) == 1 for word in self._words[:NUM_PROBED])
 
     @classmethod
     def of(cls, path: Path) -> Words:
@@ -59,6 +67,8 @@ class Words:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower class
             raise ConfigError(f"--tokenizer {str(file)!r} cannot be read: {error}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         found = tokenizer.decode_batch([[each] for each in range(tokenizer.get_vocab_size())])
         words = sorted({word.strip() for word in found if word.strip().isalpha()})
         words = [word for word in words if word.isascii() and word.islower() and len(word) > 1]
@@ -75,7 +85,7 @@ class Words:
     def text(self, ids: Sequence[int]) -> str:
         """A word for each id; equal ids give equal words."""
         words, number = self._words, len(self._words)
-        return " ".join([words[each % number] for each in ids])
+        return self._lead + " ".join([words[each % number] for each in ids])
 
     def count(self, text: str) -> int:
         """Tokens of a text; estimated as a quarter of its characters without a tokenizer."""

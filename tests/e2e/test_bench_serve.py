@@ -62,7 +62,7 @@ def test_an_open_loop_is_measured_and_kept(
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
 
 
-def test_a_closed_loop_keeps_so_many_chats_running(
+def test_a_closed_loop_keeps_its_number_of_chats_running(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = bench(
