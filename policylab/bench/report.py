@@ -84,7 +84,9 @@ def show(found: Mapping[str, Any], percentiles: Sequence[float]) -> None:
         console.print(f"{number:,} x {kind}", style="red", highlight=False, markup=False)
     late = ""
     if found["max_concurrency"] is None:
-        late = f"; 99 % of requests were sent within {found['client_lag_p99_ms']:.1f} ms of their time"
+        late = (
+            f"; 99 % of requests were sent within {found['client_lag_p99_ms']:.1f} ms of their time"
+        )
     console.print(
         f"client: {found['client_cpu_us_per_token']:.1f} us of processor time per output token, "
         f"{100 * found['client_cpu_share']:.1f} % of one processor{late}",
