@@ -30,7 +30,7 @@ LINGER_MS = 1000  # time to send the last messages before a socket is closed
 HANDSHAKE_MS = 5000
 NEVER_MS = 1_000_000_000
 TCP_HEARTBEAT_MS = 1000
-TCP_SILENCE_MS = 5000
+TCP_SILENCE_MS = 3000
 LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from engine.errors import ConfigError
 
 logger = logging.getLogger("engine.core")
 
-NOTICE_SECONDS = 1.0  # a cluster without room for this long is logged
+WAIT_SECONDS = 1.0  # a cluster without room for this long is logged; Ray takes whole seconds
 CLIENT = "ray://"
 Resources = Mapping[str, float]
 
@@ -114,19 +115,22 @@ class Places:
             remove_placement_group(self._group)
 
     def _wait(self) -> None:
-        if self._group.wait(min(NOTICE_SECONDS, self._timeout)):
-            return
-        lack = self.lack()
-        logger.warning(
-            "waiting for room on the Ray cluster, up to %g s (core_ready_timeout): %s",
-            self._timeout,
-            lack,
-        )
-        if not self._group.wait(max(0.0, self._timeout - NOTICE_SECONDS)):
-            raise ConfigError(
-                f"the Ray cluster had no room for {self._timeout:g} s (core_ready_timeout): "
-                f"{self.lack()}"
-            )
+        until = time.monotonic() + self._timeout
+        is_logged = False
+        # Signals are handled between two waits, not during one.
+        while not self._group.wait(WAIT_SECONDS):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"the Ray cluster had no room for {self._timeout:g} s (core_ready_timeout): "
+                    f"{self.lack()}"
+                )
+            if not is_logged:
+                logger.warning(
+                    "waiting for room on the Ray cluster, up to %g s (core_ready_timeout): %s",
+                    self._timeout,
+                    self.lack(),
+                )
+            is_logged = True
 
 
 def bundle_of(config: EngineConfig, nodes: list[Resources]) -> dict[str, float]:
