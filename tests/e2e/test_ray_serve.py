@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -51,6 +52,15 @@ def text_of(stream: Any) -> str:
     return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 
 
+def replicas() -> list[int]:
+    """Process ids of the replicas."""
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if "ServeReplica:default:metronome" in " ".join(each.info["cmdline"] or ())
+    ]
+
+
 def test_a_client_streams_while_a_replica_is_killed_and_replaced(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     options: dict[str, Any] = {
@@ -64,12 +74,8 @@ def test_a_client_streams_while_a_replica_is_killed_and_replaced(client: openai.
     streams = [client.completions.create(**options, stream=True) for _ in range(8)]
     for stream in streams:
         next(stream)
-    replicas = [
-        each for each in psutil.process_iter(["name", "cmdline"])
-        if "ServeReplica:default:metronome" in " ".join(each.info["cmdline"] or ())
-    ]  # fmt: skip
-    assert len(replicas) == 2
-    os.kill(replicas[0].pid, signal.SIGKILL)
+    killed, _ = replicas()
+    os.kill(killed, signal.SIGKILL)
     ends = []
     for stream in streams:
         try:
@@ -81,7 +87,9 @@ def test_a_client_streams_while_a_replica_is_killed_and_replaced(client: openai.
     began = time.monotonic()
     for _ in range(8):  # the other replica goes on
         assert client.completions.create(**options).choices[0].text == whole
-    assert time.monotonic() - began < WAIT_SECONDS
+    while len(new := replicas()) < 2 or killed in new:
+        assert time.monotonic() - began < WAIT_SECONDS
+        time.sleep(0.1)
 
 
 def test_options_that_cannot_work_are_refused_before_anything_is_deployed() -> None:
@@ -93,3 +101,24 @@ def test_options_that_cannot_work_are_refused_before_anything_is_deployed() -> N
         deployment(max_num_seq=3)
     with pytest.raises(ConfigError, match="target_requests is 0"):
         deployment(target_requests=0)
+
+
+@pytest.mark.parametrize(
+    "running, waiting, num_replicas, wanted",
+    [([8, 8], [5, 0], 2, 3), ([1, 0], [0, 0], 2, 1), ([], [], 0, 2)],
+)
+def test_replicas_follow_the_requests_that_engines_count(
+    running: list[int], waiting: list[int], num_replicas: int, wanted: int
+) -> None:
+    from engine.cluster.serving import replicas_for_queue
+
+    context: Any = SimpleNamespace(
+        aggregated_metrics={
+            "running": dict(enumerate(running)),
+            "waiting": dict(enumerate(waiting)),
+        },
+        current_num_replicas=num_replicas,
+        total_num_requests=9,  # at Serve's proxies
+        config=SimpleNamespace(target_ongoing_requests=8.0),
+    )
+    assert replicas_for_queue(context)[0] == wanted

@@ -61,6 +61,8 @@ def problems_of(
         other = node["versions"][package]
         if other is None and version is not None:
             yield f"{package} is not installed; pip install {package}=={version}, as here"
+            if package == PACKAGES[0]:  # it brings the others
+                return
         elif other != version and version is not None:
             yield f"{package} is {other}, here {version}; install the same version on both"
     for name, value in here["variables"].items():
