@@ -9,12 +9,13 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from support.patience import WAIT_SECONDS
 
+SECONDS = 20.0  # within which a page shows what is expected
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = (
     "--headless=new",
@@ -24,6 +25,7 @@ OPTIONS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--no-first-run",
+    "--window-size=1280,900",
     "--no-proxy-server",
     "--remote-debugging-port=0",
     "--remote-allow-origins=*",
@@ -41,7 +43,9 @@ class Tab:
     def __init__(self, socket_url: str) -> None:
         from websockets.sync.client import connect
 
-        self._socket = connect(socket_url, max_size=None, open_timeout=WAIT_SECONDS)
+        self._stack = ExitStack()
+        connection = connect(socket_url, max_size=None, open_timeout=WAIT_SECONDS)
+        self._socket = self._stack.enter_context(connection)
         self._num = 0
         self.urls: list[str] = []
         """Addresses of all requests."""
@@ -56,7 +60,7 @@ class Tab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self._stack.close()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = self._send(method, params)
@@ -95,7 +99,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, script: str, seconds: float = WAIT_SECONDS) -> None:
+    def until(self, script: str, seconds: float = SECONDS) -> None:
         """Wait for an expression to be true."""
         end = time.monotonic() + seconds
         while not self.run(f"Boolean({script})"):

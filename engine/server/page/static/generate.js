@@ -5,7 +5,7 @@ import { Trouble, troubleIn } from "./trouble.js";
 import { NUMBERS } from "./settings.js";
 
 const LOOK_MS = 700; // between two looks at why a request still waits
-const NO_STEPS = Number.MAX_SAFE_INTEGER; // as the last known step: none are sent
+const NO_STEPS = 1e15 - 1; // as the last known step: none are sent
 
 export class Run {
   /**
