@@ -10,6 +10,7 @@ const NEAR_END = 80; // pixels from the end within which the view follows the te
 const KEPT = ["model", "system"]; // settings that a new conversation takes over
 const ANNOUNCED = 1500; // characters of an answer that screen readers are given at its end
 const SAVE_MS = 2000;
+const TOUCH_MS = 1000; // for which a view goes on to scroll after people touched it
 const EXAMPLES = [
   "Explain how photosynthesis works, in three sentences.",
   "Write a table of the planets with their diameters.",
@@ -25,6 +26,8 @@ export class Chat {
     this._settings = new Settings(byId("fields"), (name, value) => this._set(name, value));
     this._list = byId("messages");
     this._follows = true;
+    this._touched = -Infinity; // when people last scrolled
+    this._sizes = new ResizeObserver(() => this._scroll());
     this._listen();
     this.useModel(model);
     const last = this._all.find((each) => each.id === store.lastOpen());
@@ -54,6 +57,7 @@ export class Chat {
 
   _draw() {
     this._views.clear();
+    this._sizes.disconnect();
     this._list.replaceChildren(...this._now.messages.map((message) => this._viewOf(message)));
     if (!this._now.messages.length) this._list.append(this._welcome());
     this._drawList();
@@ -67,6 +71,7 @@ export class Chat {
     if (message.role === "tool") return toolView(message);
     const view = new AnswerView(message, this._actions(this._now), () => this._scroll());
     this._views.set(message, view);
+    this._sizes.observe(view.element);
     const run = this._runs.get(this._now);
     if (run?.message === message && !run.isOver) {
       view.begin();
@@ -253,7 +258,12 @@ export class Chat {
       event.preventDefault();
       byId("composer").requestSubmit();
     });
+    // Sizes change by themselves, too: only what people do decides whether the view follows.
+    for (const event of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      this._list.addEventListener(event, () => (this._touched = performance.now()), { passive: true });
+    }
     this._list.addEventListener("scroll", () => {
+      if (performance.now() - this._touched > TOUCH_MS) return;
       const { scrollTop, clientHeight, scrollHeight } = this._list;
       this._follows = scrollHeight - scrollTop - clientHeight < NEAR_END;
     });

@@ -70,7 +70,7 @@ export class LiveMarkdown {
   _drawTail(block) {
     const text = this._text.slice(this._done);
     if (block?.type === "code" && FENCE.test(text)) {
-      this._drawCode(block.text);
+      this._drawCode(block.text.replace(/\n+$/, ""));
       return;
     }
     this._code = null;

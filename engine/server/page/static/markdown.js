@@ -59,7 +59,7 @@ export function rendered(text) {
     table.replaceWith(frame);
     frame.append(table);
   }
-  for (const pre of fragment.querySelectorAll("pre")) pre.replaceWith(codeBlock(pre.textContent).element);
+  for (const pre of fragment.querySelectorAll("pre")) pre.replaceWith(codeBlock(pre.textContent.replace(/\n+$/, "")).element);
   return fragment;
 }
 
