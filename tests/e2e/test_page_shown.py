@@ -109,7 +109,8 @@ def test_an_answer_of_10000_tokens_stays_smooth(
     longest = tab.run("window.longest") / 1000
     print(f"{shape}: {len(text)} characters, longest task {longest:.3f} s")
     assert longest < LONGEST_TASK
-    whole = f"import('/page/markdown.js').then((m) => m.rendered({json.dumps(text)}).textContent.trim())"
+    rendered = f"import('/page/markdown.js').then((m) => m.rendered({json.dumps(text)}))"
+    whole = f"{rendered}.then((fragment) => fragment.textContent.trim())"
     assert tab.run("document.querySelector('.prose').textContent.trim()") == tab.run(whole)
     distance = "((m) => m.scrollHeight - m.scrollTop - m.clientHeight)"
     tab.until(f"{distance}(document.querySelector('#messages')) < 100")

@@ -85,7 +85,7 @@ export class Chat {
     return el(
       "div",
       { class: "welcome" },
-      el("p", { class: "big" }, "Talk with ", el("strong", {}, name)),
+      el("p", { class: "big" }, this._model.chats === false ? "Let " : "Talk with ", el("strong", {}, name), this._model.chats === false ? " continue a text" : ""),
       el("p", {}, "Under each answer you see how fast it was written, and why it waited. ", el("a", { href: "#now" }, "Now"), " shows what the server does with all requests."),
       el("div", { class: "examples" }, EXAMPLES.map((text) => button(text, () => this._say(text)))),
     );

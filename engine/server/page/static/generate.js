@@ -5,6 +5,7 @@ import { Trouble, troubleIn } from "./trouble.js";
 import { NUMBERS } from "./settings.js";
 
 const LOOK_MS = 700; // between two looks at why a request still waits
+const CONTINUED = 256; // tokens of a continued text, if the settings name no limit
 const NO_STEPS = 1e15 - 1; // as the last known step: none are sent
 
 export class Run {
@@ -39,7 +40,8 @@ export class Run {
     const looking = setInterval(() => this._look(), LOOK_MS);
     try {
       const body = bodyOf(this.conversation, message, this.model);
-      const response = await ask("/v1/chat/completions", { body, signal: this._abort.signal, id: this.id });
+      const path = this.model.chats === false ? "/v1/completions" : "/v1/chat/completions";
+      const response = await ask(path, { body, signal: this._abort.signal, id: this.id });
       for await (const event of eventsOf(response)) this._read(event);
       message.end ||= "stop";
     } catch (error) {
@@ -61,7 +63,7 @@ export class Run {
     if (event.error) throw troubleIn(event.error);
     const { message } = this;
     const choice = event.choices?.[0];
-    const delta = choice?.delta ?? {};
+    const delta = choice?.delta ?? { content: choice?.text };
     const calls = delta.tool_calls ?? [];
     const thinking = delta.reasoning_content ?? delta.reasoning ?? "";
     if (delta.content || thinking || calls.length) {
@@ -142,6 +144,8 @@ function bodyOf({ settings, messages }, message, model) {
     stream: true,
     stream_options: { include_usage: true },
   };
+  // Without a chat template the model continues the text of the whole conversation.
+  const isText = model.chats === false;
   if (settings.system) body.messages.push({ role: "system", content: settings.system });
   for (const each of messages) {
     if (each !== message) body.messages.push(...asSent(each));
@@ -161,6 +165,11 @@ function bodyOf({ settings, messages }, message, model) {
   }
   if (model.thinking && (settings.thinking === "on" || settings.thinking === "off")) {
     body.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
+  }
+  if (isText) {
+    body.prompt = body.messages.map((each) => each.content).join("");
+    body.max_tokens ??= CONTINUED;
+    delete body.messages;
   }
   return body;
 }
