@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from math import log
 from pathlib import Path
 from typing import Any
@@ -203,10 +203,10 @@ def simulated(name: str, seed: int) -> dict[str, Figures]:
 
 # -- two real cores
 
-NUM_TALKS, AT_ONCE = 16, 8
+NUM_TALKS, BETWEEN = 24, 1.0  # seconds between the starts of two, mean
 NUM_NEW, NUM_OUT = 24, 12
-THINK = 0.1  # seconds, mean
-POOL = 330  # blocks of a core: a conversation ends with 90 blocks, those at once have 45 on average
+THINK = 0.15  # seconds, mean
+POOL = 330  # blocks of a core: a conversation ends with 90 blocks, about eight are at once
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -256,29 +256,29 @@ async def served(model: Path, way: str, seed: int) -> Figures:
 
 async def talked(engine: AsyncLLMEngine, seed: int) -> Figures:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True)
-    room = asyncio.Semaphore(AT_ONCE)
+    starts = accumulate(random.Random(seed).expovariate(1.0 / BETWEEN) for _ in range(NUM_TALKS))
     num_cached: list[int] = []
     num_prompt: list[int] = []
     ttft: list[float] = []
 
-    async def talk(number: int) -> None:
+    async def talk(number: int, start: float) -> None:
+        await asyncio.sleep(start)
         dice = random.Random(1000 * seed + number)
         tokens: list[int] = []
-        async with room:
-            for turn in range(NUM_TURNS):
-                await asyncio.sleep(dice.expovariate(1.0 / THINK))
-                tokens += [dice.randrange(3, SHAPE["vocab_size"]) for _ in range(NUM_NEW)]  # type: ignore[call-overload]
-                prompt: Any = {"prompt_token_ids": tokens.copy()}
-                began, outputs = time.monotonic(), []
-                async for output in engine.generate(prompt, params, f"{number}.{turn}"):
-                    if not outputs:
-                        ttft.append(time.monotonic() - began)
-                    outputs.append(output)
-                num_cached.append(outputs[-1].num_cached_tokens or 0)
-                num_prompt.append(len(tokens))
-                tokens += outputs[-1].outputs[0].token_ids
+        for turn in range(NUM_TURNS):
+            await asyncio.sleep(dice.expovariate(1.0 / THINK))
+            tokens += [dice.randrange(3, SHAPE["vocab_size"]) for _ in range(NUM_NEW)]  # type: ignore[call-overload]
+            prompt: Any = {"prompt_token_ids": tokens.copy()}
+            began, outputs = time.monotonic(), []
+            async for output in engine.generate(prompt, params, f"{number}.{turn}"):
+                if not outputs:
+                    ttft.append(time.monotonic() - began)
+                outputs.append(output)
+            num_cached.append(outputs[-1].num_cached_tokens or 0)
+            num_prompt.append(len(tokens))
+            tokens += outputs[-1].outputs[0].token_ids
 
-    await asyncio.gather(*map(talk, range(NUM_TALKS)))
+    await asyncio.gather(*(talk(number, start) for number, start in enumerate(starts)))
     return figures_of(num_cached, num_prompt, ttft)
 
 
@@ -345,7 +345,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
             asyncio.run(served(Path(folder), "one pool", 0))  # compiles kernels
-            key = f"two real cores, {NUM_TALKS} conversations, {AT_ONCE} at once"
+            key = f"two real cores, {NUM_TALKS} conversations, one a second"
             found[key] = compared([real(Path(folder), seed) for seed in range(parsed.seeds)])
         show(key, found[key])
     keep(parsed.json, **found)
