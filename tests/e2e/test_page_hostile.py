@@ -168,7 +168,7 @@ def test_in_the_view_of_now(tab: Tab, url: str, script: Script) -> None:
         core = now["cores"][0]
         core["kv"] = [{"group": text, "used": 1, "total": 2} for text in some]
         core["prefix"]["missed"] = dict.fromkeys(some, 5)
-        step = {"number": i + 1, "core": 0, "at": now["time"] - 1, "seconds": 0.1, "others": 0}
+        step = {"step": i + 1, "core": 0, "at": now["time"] - 1, "seconds": 0.1, "others": 0}
         step |= {"tokens": dict.fromkeys(some, 1), "causes": dict.fromkeys(some, 1)}
         script.now = {**now, "steps": [step]}
         tab.go(f"{url}/?{i}#now")

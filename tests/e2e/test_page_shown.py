@@ -238,7 +238,7 @@ def test_axe_finds_nothing_serious(
     tab: Tab, url: str, script: Script, axe: str, scheme: str, width: int
 ) -> None:
     waiting = row_data("b", state="waiting", cause="seats", waited={"seats": 2.0})
-    step = {"number": 1, "core": 0, "at": now_data()["time"], "seconds": 0.1, "others": 3}
+    step = {"step": 1, "core": 0, "at": now_data()["time"], "seconds": 0.1, "others": 3}
     steps = [{**step, "tokens": {"a": 5}, "causes": {"seats": 2}}]
     script.now = now_data(requests=[row_data("a"), waiting], num_requests=2, steps=steps)
     script.record = {"waited": {"seats": 1.5}, "core": 0}

@@ -88,7 +88,7 @@ class Script:
         return JSONResponse(self.model)
 
     async def about_now(self, request: Request) -> Response:
-        steps = [s for s in self.now["steps"] if s["number"] > int(request.query_params["after"])]
+        steps = [s for s in self.now["steps"] if s["step"] > int(request.query_params["after"])]
         return JSONResponse({**self.now, "steps": steps})
 
     async def about_request(self, request: Request) -> Response:
