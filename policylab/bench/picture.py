@@ -23,7 +23,7 @@ def picture(played: Played, *, is_closed: bool, title: str) -> str:
     """An SVG file."""
     whole = [row for row in played.rows if row.is_whole]
     starts = [row.sent if is_closed else row.due for row in whole]
-    charts = [_first_tokens(played, whole, starts), _rates(played), *_shares(whole, starts)]
+    charts = [_first_tokens(played, whole, starts), *_rates(played), *_shares(whole, starts)]
     parts, heights = [], [0.0, 0.0]
     for place, chart in enumerate(charts):
         drawn = svg(chart)
@@ -61,7 +61,7 @@ def _first_tokens(played: Played, rows: Sequence[Row], starts: Sequence[float]) 
     )
 
 
-def _rates(played: Played) -> Chart:
+def _rates(played: Played) -> list[Chart]:
     span = max(1e-6, played.end - played.start) / BINS
     counts = Counter(
         int((moment - played.start) / span) for row in played.rows for moment in row.times
@@ -71,17 +71,19 @@ def _rates(played: Played) -> Chart:
     ended = np.sort([row.ended for row in played.rows])
     moments = np.array(x) + played.start
     running = np.searchsorted(sent, moments) - np.searchsorted(ended, moments)
-    return Lines(
-        key="rates",
-        title="Tokens per second, and running requests",
-        caption="",
-        x_label="seconds",
-        y_label="tokens per second; requests",
-        series=[
-            Series(name="tokens/s", x=x, y=[counts[at] / span for at in range(BINS)], mark=STEPS),
-            Series(name="running requests", x=x, y=running.tolist(), mark=STEPS),
-        ],
-    )
+    tokens = [counts[at] / span for at in range(BINS)]
+    shown = {"tokens per second": tokens, "running requests": running.tolist()}
+    return [
+        Lines(
+            key=name,
+            title=name.capitalize(),
+            caption="",
+            x_label="seconds",
+            y_label=name,
+            series=[Series(name=name, x=x, y=y, mark=STEPS)],
+        )
+        for name, y in shown.items()
+    ]
 
 
 def _shares(rows: Sequence[Row], starts: Sequence[float]) -> list[Chart]:
