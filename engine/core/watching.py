@@ -228,7 +228,7 @@ class CoreWatch:
 
 
 class WatchedExecutor(Executor[Any]):
-    """Passes on everything to ``inner``, and tells the watch of each step."""
+    """Passes on everything to ``inner``, and reports each step to the watch."""
 
     def __init__(self, inner: Executor[Any], watch: CoreWatch) -> None:
         self.inner = inner

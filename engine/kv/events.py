@@ -90,7 +90,7 @@ class EventLog:
         salt: str | None,
         media: Sequence[tuple[int, str]],
     ) -> list[list[ExtraKey] | None] | None:
-        """What the hash of each block depends on besides its tokens; ``None`` if on nothing."""
+        """What each block's hash depends on in addition to its tokens; ``None`` if on nothing."""
         if adapter is None and salt is None and not media:
             return None
         keys: list[list[ExtraKey]] = [[] for _ in range(num_blocks)]

@@ -22,8 +22,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     medium: str = MEDIUM
     lora_name: str | None = None
     extra_keys: list[list[ExtraKey] | None] | None = None
-    """For each block what its hash depends on besides tokens: the adapter's name; hashes of media
-    that begin in it, with their offsets; in the first block the cache salt."""
+    """For each block what its hash depends on in addition to tokens: the adapter's name; hashes of
+    media that begin in it, with their offsets; in the first block the cache salt."""
     group_idx: int = 0  # group of layers, for models with different kinds of attention
     kv_cache_spec_kind: str = "full_attention"
     kv_cache_spec_sliding_window: int | None = None

@@ -1,4 +1,4 @@
-"""What a core tells those who watch it: its requests, why they wait, and its steps."""
+"""What a core reports to those who watch it: its requests, why they wait, and its steps."""
 
 from __future__ import annotations
 

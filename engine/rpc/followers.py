@@ -53,7 +53,7 @@ class Followers:
         self._known[session.index] = Follower()
         self._next_at = 0.0  # at once
 
-    def tell(self, now: float, *, at_once: bool = False) -> None:
+    def report(self, now: float, *, at_once: bool = False) -> None:
         """Send each follower what has changed, if news are due. Costs what has changed."""
         if not self._known or (now < self._next_at and not at_once):
             return
@@ -82,7 +82,7 @@ class Followers:
             self._changes = None
 
     def next_look(self) -> float:
-        """The time at which ``tell`` must be called next, if nothing else happens before."""
+        """The time at which ``report`` must be called next, if nothing else happens before."""
         waiting = (each.retry_at for each in self._known.values() if each.needs_whole)
         return min(waiting, default=inf)
 

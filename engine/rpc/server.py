@@ -117,13 +117,13 @@ class CoreLoop:
             self._idle_since = None
         now = self._clock()
         self._sessions.tend(now)
-        self._followers.tell(now)
+        self._followers.report(now)
         self._count()
 
     def _step(self) -> None:
         outputs = self._core.turn()
         if self._core.is_idle or any(batch.finished for batch in outputs.values()):
-            self._followers.tell(self._clock(), at_once=True)  # before the ends
+            self._followers.report(self._clock(), at_once=True)  # before the ends
         for index, batch in outputs.items():
             self._sessions.publish(index, batch)
         if self._core.is_idle:

@@ -171,11 +171,11 @@ class EngineCoreClient(CoreClient):
         self._request(number, frame)
         return value_of(name, self._answer(number))
 
-    def follow(self, told: Callable[[CacheNews], object]) -> None:
-        """Have the core report its prefix cache and its load from now on. ``told`` is called with
-        each report, in order, while other methods of this client run."""
+    def follow(self, receive: Callable[[CacheNews], object]) -> None:
+        """Have the core report its prefix cache and its load from now on. ``receive`` is called
+        with each report, in order, while other methods of this client run."""
         self._live()
-        self._protocol.told = told
+        self._protocol.on_news = receive
         self._send(self._protocol.follow())
 
     def shutdown(self) -> None:
@@ -343,7 +343,7 @@ class ClientProtocol:
         """Number of requests that the core has accepted and whose end the user has not taken."""
         self.stats: SchedulerStats | None = None
         """The latest statistics that ``request_stats`` requested."""
-        self.told: Callable[[CacheNews], object] | None = None
+        self.on_news: Callable[[CacheNews], object] | None = None
         """Called with each report of the core's cache, if this client follows it."""
         self.has_gap = False
         """True if a report was lost, so that the whole cache must be requested."""
@@ -471,8 +471,8 @@ class ClientProtocol:
         else:
             self.has_gap = self._num_news >= 0
             return
-        if self.told is not None:
-            self.told(news)
+        if self.on_news is not None:
+            self.on_news(news)
 
     def _note_submitted(self, message: Submitted) -> None:
         self._note_never_sent(message.number)

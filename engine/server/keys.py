@@ -118,7 +118,7 @@ class KeyGuard:
         also_open: Collection[str] = (),
     ) -> None:
         """most: maximum number of open requests per API key; ``None``: no limit. also_open: paths
-        that need no key, besides ``OPEN_PATHS``."""
+        that need no key, in addition to ``OPEN_PATHS``."""
         self.app = app
         self._keys = keys
         self._most = most

@@ -85,10 +85,10 @@ def test_one_front_end_sees_the_load_of_another(stack: ExitStack) -> None:
 
 
 def test_a_missed_report_is_made_up_for() -> None:
-    """As a client of another kind of connection might need it."""
+    """A core whose messages have a gap sends a client the whole cache again."""
     protocol, encode = ClientProtocol(), MessageEncoder().encode
     seen: list[CacheNews] = []
-    protocol.told = seen.append
+    protocol.on_news = seen.append
     assert MessageDecoder(Follow).decode([protocol.follow()]) == Follow()
 
     def come(*news: CacheNews) -> list[CacheNews]:
@@ -98,7 +98,7 @@ def test_a_missed_report_is_made_up_for() -> None:
         return seen[before:]
 
     whole, first = CacheNews(0, True, bytes(8), b"", 0), CacheNews(1, False, b"", b"", 5)
-    assert come(first) == [] and not protocol.has_gap  # it was not asked for anew
+    assert come(first) == [] and not protocol.has_gap  # no second request for it
     assert come(whole, first) == [whole, first]
     third = replace_sequence(first, 3)
     assert come(third) == [] and protocol.has_gap

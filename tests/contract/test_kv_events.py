@@ -322,7 +322,7 @@ def test_each_of_several_cores_has_its_own_addresses():
 
 
 def test_the_bytes_are_those_that_routers_read(tmp_path):
-    """As decoders of vLLM's events do, which also request past batches so."""
+    """Request past batches in the form that decoders of vLLM's events use."""
     publisher = KVEventPublisher(f"ipc://{tmp_path}/e", topic="kv@pod@m", rank=1, num_ranks=2)
     subscriber = KVEventSubscriber(publisher.endpoint, "kv@", publisher.replay_endpoint)
     stored = BlockStored([1 << 63], 7, [5, 6], 2, lora_name="sql", extra_keys=[["sql"]])

@@ -103,7 +103,7 @@ def test_shared_prefixes_are_found_in_the_cache(
 @contextmanager
 def scripted(*answers: bytes) -> Iterator[int]:
     """The port of a server that gives each request the next answer, and closes the connection;
-    an empty one is none at all."""
+    after an empty answer it closes the connection without a byte."""
     left = list(answers)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -187,6 +187,7 @@ def test_a_full_server_and_one_that_is_killed_are_seen(capsys: pytest.CaptureFix
     assert status == 1 and "no server answers at" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("can_interrupt")
 def test_an_interrupt_prints_what_is_known(server: Served) -> None:
     options = (
         "--request-rate",

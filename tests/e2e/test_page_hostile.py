@@ -125,8 +125,8 @@ def test_in_stored_conversations_and_their_titles(tab: Tab, url: str, script: Sc
     tab.run("localStorage.setItem('metronome.last', 'all')")
     tab.call("Page.reload")
     tab.until(f"document.querySelectorAll('.answer').length === {len(HOSTILE)}")
-    said = tab.run("[...document.querySelectorAll('.said')].map((each) => each.textContent)")
-    assert said == list(HOSTILE)
+    spoken = tab.run("[...document.querySelectorAll('.spoken')].map((each) => each.textContent)")
+    assert spoken == list(HOSTILE)
     titles = tab.run("[...document.querySelectorAll('#conversations li')].map((e) => e.innerText)")
     assert len(titles) == len(HOSTILE) + 1
     tab.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")

@@ -133,7 +133,7 @@ def test_stop_edit_and_retry(tab: Tab, url: str, script: Script) -> None:
     tab.run("document.querySelector('.edit textarea').value = ''")
     tab.type(".edit textarea", "Edited")
     tab.press("Enter")
-    tab.until("document.querySelector('.said')?.textContent === 'Edited'")
+    tab.until("document.querySelector('.spoken')?.textContent === 'Edited'")
     tab.until("document.querySelector('.answer .actions')")
     sent = [body["messages"] for body in script.bodies]
     first, edited = ([{"role": "user", "content": text}] for text in ("First", "Edited"))

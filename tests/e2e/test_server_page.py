@@ -83,18 +83,18 @@ def test_each_key_sees_its_own_requests_while_they_run_and_when_they_have_ended(
 
     now(ADMIN)
     running = [generate(server, "mine", KEY), generate(server, "theirs", OTHER)]
-    found = until(lambda: len((told := now(ADMIN))["requests"]) == 2 and told)
+    found = until(lambda: len((view := now(ADMIN))["requests"]) == 2 and view)
     assert {each["id"] for each in found["requests"]} == {"mine", "theirs"}
     assert sorted(each["state"] for each in found["requests"]) == ["running", "waiting"]
     assert {each["cause"] for each in found["requests"]} == {"", "seats"}
     for key, own in ((KEY, "mine"), (OTHER, "theirs")):
-        told = now(key)
-        assert [each["id"] for each in told["requests"]] in ([own], [])
-        assert (told["cores"], told["steps"], told["waits"]) == ([], [], {})
+        view = now(key)
+        assert [each["id"] for each in view["requests"]] in ([own], [])
+        assert (view["cores"], view["steps"], view["waits"]) == ([], [], {})
     for thread in running:
         thread.join()
-    told = until(lambda: (later := now(ADMIN))["steps"] and later)
-    assert {name for step in told["steps"] for name in step["tokens"]} == {"mine", "theirs"}
+    view = until(lambda: (later := now(ADMIN))["steps"] and later)
+    assert {name for step in view["steps"] for name in step["tokens"]} == {"mine", "theirs"}
     ended = server.ask("/page/request/mine", **bearer(KEY)).json
     other = server.ask("/page/request/theirs", **bearer(OTHER)).json
     assert max(each["waited"].get("seats", 0.0) for each in (ended, other)) > 0

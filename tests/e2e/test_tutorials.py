@@ -1,4 +1,4 @@
-"""The tutorials run as they stand: each block in its order, in one directory.
+"""The tutorials run as they are: each block in its order, in one directory.
 
 A block of ``metronome serve`` runs until the next one. Python blocks that define a policy become
 ``mine.py``; others that follow each other are one program. A command that the page shows failing is
@@ -39,7 +39,7 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
 
 
 class Reader:
-    """Someone who does what a page says."""
+    """A reader who runs what a page shows."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
         self._place = place
@@ -96,7 +96,7 @@ def kind_of(block: tuple[str, str]) -> str:
 
 
 def follow(page: str, place: Path, *, is_short: bool) -> str:
-    """Do all that a page says. is_short: without commands that take long, and with simulations of
+    """Run all that a page shows. is_short: without commands that take long, and with simulations of
     fewer requests. Returns what it printed."""
     printed = ""
     with ExitStack() as stack:

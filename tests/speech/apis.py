@@ -1,4 +1,4 @@
-"""The APIs whose answers have calls: what is asked of each, and what its answers say."""
+"""The APIs whose answers have calls: the request to each, and the meaning of its answers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def browser_path() -> str | None:
 
 
 class Tab:
-    """One tab, with all that it has requested, logged and asked."""
+    """One tab, with all its requests, log lines and dialogs."""
 
     def __init__(self, socket_url: str) -> None:
         from websockets.sync.client import connect

@@ -89,7 +89,7 @@ def test_what_is_evicted_is_forgotten() -> None:
 
 
 def test_a_burst_with_one_beginning_goes_to_one_core() -> None:
-    """As long as computing the beginning again costs more than waiting."""
+    """They do while computing the beginning again costs more than waiting."""
     balancer, long = Balancer(4, 16), list(range(2000))
     balancer.choose(make_request("other", [7] * 500, 10))
     chosen = [balancer.choose(make_request(str(i), [*long, i], 10)) for i in range(50)]
@@ -230,7 +230,7 @@ class Situation:
             each.restore(core)
             each.update(core, self.cores[core].whole())
 
-    def tell(self, core: int) -> None:
+    def report(self, core: int) -> None:
         changed = self.cores[core].news()
         for each in self.front_ends:
             each.update(core, changed)
@@ -238,7 +238,7 @@ class Situation:
     def check(self) -> None:
         """End everything: the caches are known, and nothing is left."""
         for index, core in enumerate(self.cores):
-            self.tell(index)
+            self.report(index)
             for each in self.front_ends:
                 known = {number.to_bytes(8, "little") for number in each.cached(index)}
                 assert known == {key[:8] for key in core.kv.cache.hashes if key}
@@ -258,7 +258,7 @@ def test_random_news_and_requests_leave_the_truth(seed: int) -> None:
             case "e":
                 all_of.end()
             case "t":
-                all_of.tell(core)
+                all_of.report(core)
             case "c":
                 assert all_of.cores[core].kv.reset_prefix_cache()
             case "d":

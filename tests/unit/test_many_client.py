@@ -28,7 +28,7 @@ class ScriptedCore:
     def fail(self, error: EngineDeadError) -> None:
         self._script = [error]
 
-    def follow(self, told: object) -> None:
+    def follow(self, receive: object) -> None:
         pass
 
     def check_alive(self) -> None:

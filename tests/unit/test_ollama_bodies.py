@@ -248,7 +248,7 @@ def test_names_have_a_tag(name: str, listed: str) -> None:
 
 
 def test_details_are_those_of_the_models_files(tmp_path: Path) -> None:
-    """Of a directory, and of a GGUF file with the same weights in 8 bits."""
+    """The details of a directory, and of a GGUF file with the same weights in 8 bits."""
     found = read_details(str(BOX_MODEL))
     assert (found.format, found.family, found.quantization) == ("safetensors", "llama", "BF16")
     assert found.num_bytes > 2 * found.num_parameters > 6e6 and found.modified > 1e9

@@ -73,8 +73,8 @@ async def ask(
     }  # fmt: skip
     # As in a server, each request has a task, and so context variables, of its own.
     await asyncio.create_task(app(scope, receive, send))
-    told = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
-    return Answer(sent[0]["status"], told, b"".join(each.get("body", b"") for each in sent[1:]))
+    headers = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+    return Answer(sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]))
 
 
 class SlowWorker(DigestWorker):
@@ -155,7 +155,7 @@ class PageBox:
         return answer.json
 
     async def now_anew(self, key: str | None = None, after: int = 0) -> Any:
-        """As ``now``, from a new reading."""
+        """What ``now`` returns from a new reading."""
         await asyncio.sleep(INTERVAL + 0.01)
         return await self.now(key, after)
 
@@ -313,7 +313,7 @@ async def test_a_key_does_not_see_who_preempted_its_request(opened: Any) -> None
 
 
 async def test_ten_pages_share_one_reading(opened: Any) -> None:
-    """Also those of several keys, once each key has asked; and nothing is read without pages."""
+    """Also those of several keys, once each key has polled; and nothing is read without pages."""
     box = opened(ONE, TWO, admin=BOSS)
     await asyncio.sleep(0.05)
     assert box.num_looks == 0

@@ -71,7 +71,7 @@ def test_an_answer_is_read_as_it_is_meant(family: str, case: Case) -> None:
 
 
 def with_whole_calls(case: Case) -> Case:
-    """As an API has it that sends the arguments of a call as an object."""
+    """The form of an API that sends the arguments of a call as an object."""
     calls = [(tool, object_in(a) if isinstance(a, str) else a) for tool, a in case.calls]
     return case._replace(calls=calls)
 

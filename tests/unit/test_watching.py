@@ -1,4 +1,4 @@
-"""What a core tells those who watch it, and that it does nothing for it while nobody does."""
+"""What a core reports to those who watch it, and that it does nothing for it while nobody does."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Resources = Mapping[str, float]
 def connect() -> None:
     """Connect this process to the cluster of this machine, unless it is connected already.
 
-    Raises ``ConfigError`` if there is none."""
+    Raises ``ConfigError`` if no cluster runs here."""
     if ray.is_initialized():
         return
     address = ray_address()

@@ -13,7 +13,7 @@ from engine.server.ollama.options import CLIENT_NAMES, Options, sampling_of
 from engine.server.ollama.turns import messages_of, refuse_images
 
 LEVELS = ("low", "medium", "high", "max")
-"""Of thinking, for models that have levels."""
+"""Levels of thinking, for models that have several."""
 QUEUED = QueuedBody.__struct_fields__
 KeepAlive = float | str | None
 """Has no effect: the model is loaded as long as the server runs."""

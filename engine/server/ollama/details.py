@@ -36,7 +36,7 @@ logger = logging.getLogger("engine.server")
 
 
 class ModelDetails(NamedTuple):
-    """A model, as far as its files here say; empty texts and 0 for what is unknown."""
+    """A model, as far as its files here describe it; empty texts and 0 for what is unknown."""
 
     format: str = ""
     family: str = ""

@@ -2,7 +2,7 @@
 
     page ── GET /page/now ──> Now ── one reading per interval ──> engine's thread ──> each core
 
-A reading has the requests of every key whose pages have asked in the last seconds, and separately
+A reading has the requests of every key whose pages sent a poll in the last seconds, and separately
 all requests if a page may see them. A core that does not answer in time is shown as it was.
 """
 
@@ -82,7 +82,7 @@ class Now:
         self._engine = engine
         self._interval = interval
         self._clock = clock
-        self._viewers: dict[Viewer, float] = {}  # when each has asked last
+        self._viewers: dict[Viewer, float] = {}  # time of each one's last poll
         self._last: Reading | None = None
         self._reading: asyncio.Task[Reading] | None = None
         self._steps: deque[Json] = deque(maxlen=MOST_STEPS)

@@ -190,7 +190,7 @@ function pretty(json) {
 
 /** A message of the user, which can be edited. edit(text): send it again with this text. */
 export function userView(message, edit) {
-  const text = el("div", { class: "said" }, message.text);
+  const text = el("div", { class: "spoken" }, message.text);
   const change = button("Edit", () => open(), { class: "small" });
   const element = el("article", { class: "message user", "aria-label": "You" }, text, el("footer", { class: "foot" }, el("span", { class: "actions" }, change)));
   function close() {

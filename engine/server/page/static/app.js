@@ -17,10 +17,10 @@ const now = new Now(byId("now"), showTrouble);
 
 // -- the question for a key
 
-let asked = null; // a promise while the dialog is open
+let pending = null; // a promise while the dialog is open
 
 function askForKey(isWrong) {
-  asked ??= new Promise((resolve) => {
+  pending ??= new Promise((resolve) => {
     const [dialog, field, problem] = [byId("key-dialog"), byId("key"), byId("key-problem")];
     problem.hidden = !isWrong;
     problem.textContent = isWrong ? "The server does not accept this key. Check it, or ask the server's operator for another." : "";
@@ -34,14 +34,14 @@ function askForKey(isWrong) {
     };
     byId("key-cancel").onclick = () => dialog.close();
     dialog.onclose = () => {
-      asked = null;
+      pending = null;
       showKeyButton();
       resolve(hasNew);
     };
     dialog.showModal();
     field.focus();
   });
-  return asked;
+  return pending;
 }
 
 function showKeyButton() {

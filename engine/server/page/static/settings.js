@@ -5,7 +5,7 @@ import { button, el, setText } from "./dom.js";
 export const NUMBERS = [
   { name: "temperature", label: "Temperature", step: 0.05, min: 0, help: "0: always the likeliest token" },
   { name: "top_p", label: "Top p", step: 0.01, min: 0, max: 1, help: "Only the likeliest tokens of this share" },
-  { name: "top_k", label: "Top k", step: 1, min: 0, help: "Only so many of the likeliest tokens" },
+  { name: "top_k", label: "Top k", step: 1, min: 0, help: "Only this many of the likeliest tokens" },
   { name: "min_p", label: "Min p", step: 0.01, min: 0, max: 1, help: "No token below this share of the likeliest" },
   { name: "repetition_penalty", label: "Repetition penalty", step: 0.05, min: 0, help: "Above 1: fewer repeats" },
   { name: "max_tokens", label: "Most tokens", step: 1, min: 1, help: "Length of an answer" },
