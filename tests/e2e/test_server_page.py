@@ -7,23 +7,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.patience import WAIT_SECONDS
 from support.served import Served, forked
+from support.slow_steps import GATE
 
 psutil = pytest.importorskip("psutil")
 
 KEY, OTHER, ADMIN = "key-one", "key-two", "key-admin"
 OPTIONS = ("--num-threads", "1", "--max-model-len", "2048", "--max-num-seqs", "1")
+OPTIONS += ("--scheduling-policy", "support.slow_steps.GatedSteps")
 BROWSER = {"Accept": "text/html,*/*"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps are slow while this file exists, so that requests last until the test has seen them."""
+    made = tmp_path_factory.mktemp("gate") / "gate"
+    made.touch()
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(gate: Path) -> Iterator[Served]:
     keys = ("--api-key", KEY, "--api-key", OTHER, "--admin-api-key", ADMIN)
-    with forked(*OPTIONS, *keys) as made:
+    with forked(*OPTIONS, *keys, **{GATE: str(gate)}) as made:
         yield made
 
 
@@ -71,7 +82,7 @@ def test_the_page_opens_without_a_key_and_asks_only_its_own_server(server: Serve
 
 
 def test_each_key_sees_its_own_requests_while_they_run_and_when_they_have_ended(
-    server: Served,
+    server: Served, gate: Path
 ) -> None:
     assert server.ask("/page/model").status == 401
     model = server.ask("/page/model", **bearer(KEY)).json
@@ -91,8 +102,8 @@ def test_each_key_sees_its_own_requests_while_they_run_and_when_they_have_ended(
         view = now(key)
         assert [each["id"] for each in view["requests"]] in ([own], [])
         assert (view["cores"], view["steps"], view["waits"]) == ([], [], {})
-    for thread in running:
-        thread.join()
+    gate.unlink()
+    until(lambda: now(ADMIN) and not any(each.is_alive() for each in running))
     view = until(lambda: (later := now(ADMIN))["steps"] and later)
     assert {name for step in view["steps"] for name in step["tokens"]} == {"mine", "theirs"}
     ended = server.ask("/page/request/mine", **bearer(KEY)).json
@@ -106,9 +117,11 @@ def test_each_key_sees_its_own_requests_while_they_run_and_when_they_have_ended(
 
 
 @pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_core_is_seen_and_others_go_on(num_cores: int) -> None:
+def test_a_killed_core_is_seen_and_others_go_on(num_cores: int, tmp_path: Path) -> None:
     options = ("--multiprocess", "--data-parallel-size", str(num_cores), "--on-core-death", "stay")
-    with forked(*OPTIONS, *options) as server:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with forked(*OPTIONS, *options, **{GATE: str(gate)}) as server:
 
         def now() -> Any:
             return server.ask("/page/now").json
@@ -130,7 +143,7 @@ def test_a_killed_core_is_seen_and_others_go_on(num_cores: int) -> None:
 
 
 def test_without_the_page_nothing_is_at_its_paths() -> None:
-    with forked(*OPTIONS, "--no-page") as server:
+    with forked(*OPTIONS, "--no-page", **{GATE: ""}) as server:
         for path in ("/", "/page/index.html", "/page/now", "/page/model", "/page/request/x"):
             answer = server.ask(path, **BROWSER)
             assert answer.status == 404 and answer.json["error"]["code"] == "not_found"
