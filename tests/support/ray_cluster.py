@@ -46,6 +46,9 @@ def ray_cluster(*nodes: dict[str, float]) -> Iterator[tuple[RayNodes, list[Any]]
         "RAY_health_check_period_ms": "500",  # a dead node is noticed sooner than by default
         "RAY_health_check_failure_threshold": "4",
         "RAY_health_check_timeout_ms": "2000",
+        # Serve kills a proxy that a busy machine has not started in five seconds.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(WAIT_SECONDS),
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(WAIT_SECONDS),
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
     }
     before = {name: os.environ.get(name) for name in (*variables, "RAY_ADDRESS")}
