@@ -78,17 +78,11 @@ def embedded(server: Served, texts: list[str]) -> np.ndarray:
     return np.array([vector for part in answers for vector in part], np.float32)
 
 
-def order(scores: np.ndarray) -> list[int]:
-    """Indices from the best to the worst; scores that differ by less than ``NEAR`` count as equal,
-    and are in the order of their indices."""
-    ranked = sorted(range(len(scores)), key=lambda place: -scores[place])
-    groups: list[list[int]] = []
-    for place in ranked:
-        if groups and scores[groups[-1][-1]] - scores[place] < NEAR:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return [place for group in groups for place in sorted(group)]
+def is_ranked(scores: np.ndarray, wanted: np.ndarray) -> bool:
+    """True if the order by ``scores`` is that by ``wanted``, in which scores that differ by less
+    than ``NEAR`` may be in any order."""
+    in_order = wanted[np.argsort(-scores, kind="stable")]
+    return bool((np.maximum.accumulate(in_order[::-1])[::-1] - in_order < NEAR).all())
 
 
 def reranked(server: Served, query: str, texts: list[str]) -> np.ndarray:
@@ -115,7 +109,7 @@ def run(model: Path, num_texts: int, num_queries: int) -> dict[str, Any]:
         server.end()
     cosines = wanted @ ours.T
     wrong = sum(
-        order(row) != order(other)
+        not is_ranked(row, other)
         for found in (cosines, scores)
         for row, other in zip(found, want, strict=True)
     )

@@ -348,6 +348,9 @@ def test_embeddings(tmp_path: Path) -> None:
         assert client.embed("small", "").embeddings == [] == client.embed("small", []).embeddings
         long = "dog " * 500
         np.testing.assert_allclose(np.linalg.norm(client.embed("small", long).embeddings), 1, 1e-5)
+        for given in (texts, ""):  # the document gives ranges for every API
+            with pytest.raises(ollama.ResponseError, match=r"options\.temperature is 9"):
+                client.embed("small", given, options={"temperature": 9})
         with pytest.raises(ollama.ResponseError, match="dimensions is 16"):
             client.embed("small", texts, dimensions=16)
         with pytest.raises(ollama.ResponseError, match="exceeds the context length: a text has 50"):

@@ -89,6 +89,8 @@ class GenerateBody(GeneratingBody, kw_only=True, forbid_unknown_fields=True):
 class EmbedBody(OllamaBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /api/embed``."""
 
+    client_names: ClassVar = CLIENT_NAMES
+
     input: str | list[str]
     dimensions: int | None = None
 
@@ -96,7 +98,7 @@ class EmbedBody(OllamaBody, kw_only=True, forbid_unknown_fields=True):
 class EmbeddingsBody(OllamaBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /api/embeddings``, Ollama's older form."""
 
-    client_names: ClassVar = {"input": ("prompt",)}
+    client_names: ClassVar = {**CLIENT_NAMES, "input": ("prompt",)}
 
     prompt: str = ""
 

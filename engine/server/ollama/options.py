@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from engine.messages.params import SamplingParams
 from engine.server.errors import field_error
 
 NO_LIMIT = (-2, -1, 0)
@@ -88,6 +89,13 @@ def sampling_of(options: Options | None) -> dict[str, Any]:
             "options.num_predict", f"is {most}, must be at least 1, or -1 for no limit"
         )
     return {**found, "max_completion_tokens": None if most in NO_LIMIT else most}
+
+
+def check_options(options: Options | None) -> None:
+    """Check values that do not change the answer to a request. Raises ``ApiError`` or
+    ``RequestError``."""
+    given = {name: value for name, value in sampling_of(options).items() if value is not None}
+    SamplingParams(max_tokens=given.pop("max_completion_tokens", None), **given)
 
 
 def context_of(options: Options | None, max_model_len: int) -> int:

@@ -36,7 +36,7 @@ from engine.server.ollama.bodies import (
 )
 from engine.server.ollama.details import ModelDetails, read_details, time_of
 from engine.server.ollama.names import TaggedBodies, tagged
-from engine.server.ollama.options import context_of
+from engine.server.ollama.options import check_options, context_of
 from engine.server.pooled.answers import Call, encoded
 from engine.server.pooled.bodies import EmbeddingRequest
 from engine.server.pooled.inputs import Results
@@ -136,6 +136,7 @@ class OllamaApi:
     async def embed(self, request: Request) -> ASGIApp:
         """Compute embeddings of texts, in Ollama's form."""
         body, name = await self._bodies.read_named(request, EmbedBody)
+        check_options(body.values)
         began, num_tokens, vectors = time.monotonic(), 0, list[Any]()
         if body.input:
             found = await self._vectors(request, body, name, body.input, body.dimensions)
@@ -151,6 +152,7 @@ class OllamaApi:
     async def embeddings(self, request: Request) -> ASGIApp:
         """Compute the embedding of one text, in Ollama's older form."""
         body, name = await self._bodies.read_named(request, EmbeddingsBody)
+        check_options(body.values)
         if not body.prompt:
             return _json({"embedding": []})
         found = await self._vectors(request, body, name, body.prompt)
