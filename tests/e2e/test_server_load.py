@@ -1,4 +1,4 @@
-"""A server under load, at its end, and behind it cores that die; `tools/server_campaign.py` has the
+"""A server under load and at its end, and cores of it that die; `tools/server_campaign.py` has the
 long forms."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONG = Shape(NAME, num_prompt=8, num_tokens=600)
 
 
 def requests(load: Load, shape: Shape, num: int, seed: int, *, reads: bool = True) -> list[Row]:
-    """So many, due now."""
+    """This many requests, due now."""
     rng = random.Random(seed)
     rows = [Row(time.perf_counter(), shape.body(rng), reads=reads) for _ in range(num)]
     for row in rows:
@@ -67,7 +67,9 @@ def test_who_does_not_read_is_cut_off_and_holds_up_nobody(server: Served, seed: 
         idle.run(time.perf_counter() + 0.3)
         rows = closed_loop(("127.0.0.1", server.port), SHORT, 2, 3.5, seed=seed)
         idle.run(time.perf_counter() + WAIT_SECONDS, lambda: any(row.how == "cut" for row in stuck))
-    assert Counter(map(outcome_of, rows[:-2])).keys() == {"whole"} and len(rows) > 4
+    ended = [row for row in rows if row.how != "left"]  # the end of the load cuts off the others
+    assert len(rows) - len(ended) <= 2 < len(ended)
+    assert Counter(map(outcome_of, ended)).keys() == {"whole"}
     assert Counter(row.how for row in stuck)["cut"] >= 1
 
 
