@@ -66,6 +66,11 @@ class CoreProcess(Protocol):
         ...
 
     @property
+    def place(self) -> str:
+        """Name of the machine on which it runs; empty for this one."""
+        ...
+
+    @property
     def pidfd(self) -> int:
         """A file descriptor of this process that is readable once the core's process has ended."""
         ...
@@ -95,6 +100,8 @@ class Child:
     if one of them cannot be pickled, ``EngineDeadError`` if the process cannot be started.
     ``at_end`` is called when the process has ended or could not be started. ``environment``:
     variables to set in the child."""
+
+    place = ""
 
     def __init__(
         self,

@@ -237,6 +237,7 @@ class ManyCoresClient(CoreClient):
 
     def _go_on_without(self, index: int, death: str) -> None:
         core = self._cores[index]
+        place = f" on {core.place}" if core.place else ""
         self._alive.remove(index)
         for source in core.sources:
             self._poller.unregister(source)
@@ -244,7 +245,8 @@ class ManyCoresClient(CoreClient):
         self._counters.add_dead(index)
         what = self._start_again(index, core)
         logger.error("%s; its %d unfinished requests end with an error%s", death, len(names), what)
-        message = f"the core that ran this request has died: {death}"
+        # Clients of a server see what comes before the colon.
+        message = f"core {index}{place}, which ran this request, has died: {death}"
         ends = [
             Finished(place, "error", message=message, code="core_died")
             for place in range(len(names))

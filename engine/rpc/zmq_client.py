@@ -116,6 +116,11 @@ class EngineCoreClient(CoreClient):
         """The core's process id, for monitoring; [] if this client does not own the core."""
         return [] if self._child is None else [self._child.pid]
 
+    @property
+    def place(self) -> str:
+        """Name of the node on which this client has started the core, empty for its own one."""
+        return "" if self._child is None else self._child.place
+
     @classmethod
     def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
         """Connect to a running core at the address that ``metronome core`` printed.

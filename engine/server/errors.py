@@ -40,7 +40,6 @@ TEXT_OF_END: dict[ErrorCode, str] = {
     "deadline_exceeded": "the request took longer than its timeout: send it with a longer one",
 }
 """Messages by code, used where the engine's own is missing or meant for operators only."""
-FOR_OPERATORS: tuple[ErrorCode, ...] = ("aborted", "core_died")
 
 CODES = {
     400: "invalid_request",
@@ -177,7 +176,9 @@ def _too_long(error: PromptTooLongError) -> str:
 
 def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
     """The error for a request that ended with this code; ``text``: the engine's message."""
-    if text is None or code in FOR_OPERATORS:
+    if text and code == "core_died":  # its name, without addresses
+        text = f"{text.partition(':')[0]}: send it again"
+    elif not text or code == "aborted":
         text = TEXT_OF_END.get(code, "the request failed")
     param = {"invalid_grammar": "grammar", "adapter_failed": "model"}.get(code)
     if code == "adapter_failed":

@@ -90,7 +90,8 @@ def test_a_node_that_is_killed_ends_its_requests_alone_and_its_core_moves(
         assert len(died) == 16
         for _, message, seconds in died:
             assert seconds < END_SECONDS
-            assert doomed.node_id[:8] in message and "of 2 at tcp://" in message
+            assert f"on node {doomed.node_id[:8]}, which ran this request, has died: " in message
+            assert "of 2 at tcp://" in message
         assert [end[0] for end in ends.values() if end[0] != "error"] == ["length"] * 16
         assert len(set(first) & set(killed)) == 1
 

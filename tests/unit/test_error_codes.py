@@ -87,10 +87,12 @@ def test_a_complete_end_has_no_code() -> None:
         assert reason_of(ended(reason, None, None)) == reason  # type: ignore[arg-type]
 
 
-def test_clients_learn_no_addresses_of_a_dead_core() -> None:
-    with pytest.raises(ApiError) as told:
-        reason_of(ended("error", "core 1 of 2 at tcp://10.0.0.7:5000 has died", "core_died"))
-    assert "10.0.0.7" not in told.value.message and told.value.retry_after is not None
+def test_clients_learn_the_name_of_a_dead_core_and_not_its_address() -> None:
+    name = "core 1 on node 3f2a91bc, which ran this request, has died"
+    with pytest.raises(ApiError) as raised:
+        reason_of(ended("error", f"{name}: core 1 of 2 at tcp://10.0.0.7:5000: lost", "core_died"))
+    assert raised.value.message == f"{name}: send it again"
+    assert raised.value.retry_after is not None
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ class PlacedCore:
         return self._waker.fd
 
     @property
+    def place(self) -> str:
+        """The node's name, without its address; empty before it is known."""
+        return "" if self._about is None else f"node {self._about['node'][:8]}"
+
+    @property
     def name(self) -> str:
         """The core and its node, for messages."""
         if self._about is None:
