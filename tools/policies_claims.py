@@ -32,10 +32,7 @@ class Claims:
     costs: str = ""
 
 
-SWAP = (
-    "a swap: its paper moves the KV of evicted requests to the host and back; here it is dropped "
-    "and computed again"
-)
+SWAP = "a swap of evicted requests' KV to the host and back; here it is dropped and computed again"
 GUESSED = (
     "where lengths are only guessed, a new request looks shorter than many that run, so requests "
     "evict each other again and again, and each time their KV is dropped"

@@ -51,11 +51,11 @@ virtual clock; [policy-guide.md](policy-guide.md) shows how to write another.
 CLAIMED = """
 ## What their sources claim, and what was measured
 
-Everything here is simulated, with the engine's scheduler and an assumed cost of steps. Signs and
-rough sizes are meaningful; numbers are not those of a machine or a paper. Each policy gets the same
-requests as `fcfs`. A difference is in % of the figure of `fcfs` (the mean of the logarithms of the
-seeds' ratios), or in points (`pt`) for shares. The number after ± is half of a 95 % interval,
-from {seeds} seeds; undecided differences are in parentheses.
+Everything here is simulated, with the engine's scheduler and an assumed cost: {cost}.
+Signs and rough sizes are meaningful; numbers are not those of a machine or a paper. Each policy
+gets the same requests as `fcfs`. A difference is in % of the figure of `fcfs` (the mean of the
+logarithms of the seeds' ratios), or in points (`pt`) for shares. The number after ± is half of a
+95 % interval, from {seeds} seeds; undecided differences are in parentheses.
 
 Verdicts are corrected for the number of claims (Holm), so that with 95 % probability none of them
 is wrong. `undecided among {claims}` is decided if the claim is taken alone. The second column has
@@ -67,20 +67,19 @@ the source's words and its own measure.
 TABLES = """
 ## All policies on six workloads, and one with adapters
 
-`=`: equal to `fcfs` to the last digit. In parentheses: undecided. `-`: no figure, for instance
-because too many seeds are overloaded, where a mean would only show how long the run was.
+`=`: equal to `fcfs` to the last digit. `-`: no figure, for instance because too many seeds are
+overloaded, where a mean would only show how long the run was.
 
 * `readers`: share of requests whose reader, who wants the first token within a second and then five
   a second, gets the last one in time.
 * `programs`: seconds that a program waited for answers per output token; mean over programs.
 * `gap`: largest difference of the service of two users while both wait (as VTC counts it).
 * `recomputed`: share of all computed tokens that had been computed before.
+* `adapter_loads`, `adapter_reads`: how often an adapter was loaded into a slot, and read from a
+  disk, per request with an adapter.
 
-The other figures are those of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` use
-predicted lengths: an oracle's on `log-uniform`, learnt from ended requests on `azure-conv` and
-`offline`, the longest possible elsewhere. `past-future` learns by itself. On `adapters`,
-`adapter_loads` is how often an adapter was loaded into a slot, `adapter_reads` how often one was
-read from a disk, per request with an adapter; policies that do not look at adapters are left out.
+The other figures are those of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` use the
+length predictor (`none`: the longest possible), `past-future` learns lengths by itself.
 """
 
 
@@ -90,7 +89,8 @@ def page(kept: Kept | None, scenes: dict[str, Scene] | None = None) -> str:
     if kept is not None:
         scenes = SCENES if scenes is None else scenes
         num_claims = len(all_claims(kept))
-        parts.append(CLAIMED.format(seeds=kept["seeds"], base=BASE, claims=num_claims))
+        about = {"seeds": kept["seeds"], "base": BASE, "claims": num_claims, "cost": _cost(kept)}
+        parts.append(CLAIMED.format(**about))
         parts += [
             *_claims(kept),
             *_other_rates(kept),
@@ -159,6 +159,12 @@ def verdicts(kept: Kept, claims: Sequence[tuple[str, Claim]]) -> list[str]:
     return words
 
 
+def _cost(kept: Kept) -> str:
+    """What a step costs in all scenes."""
+    (cost,) = {scene["cost"] for scene in kept["scenes"].values()}
+    return str(cost)
+
+
 def _other_rates(kept: Kept) -> Iterator[str]:
     """A word on figures that were measured when a load was another rate."""
     if "rates" in kept:
@@ -212,23 +218,23 @@ def lost_verdicts(kept: Kept, fresh: Kept) -> list[tuple[str, Claim, str]]:
 
 def _lacks(kept: Kept) -> Iterator[str]:
     """What policies lack here; of those none of whose claims is seen, too."""
-    lines = []
+    who: dict[str, list[str]] = {}
     for policy in policies_of(kept):
         claims = CLAIMS.get(policy)
         if claims is None or policy == BASE:
             continue
         seen = any(verdict(of_claim(kept, policy, c), c) == "as claimed" for c in claims.claims)
-        if claims.lacks:
-            what = "" if seen else "does not show what its source claims, and "
-            lines.append(f"* `{policy}` {what}lacks {claims.lacks}.\n")
-        elif not seen:
-            lines.append(f"* `{policy}` does not show what its source claims.\n")
-    if lines:
-        yield from ("\nMissing here, compared with the sources:\n\n", *lines)
+        what = [] if seen else ["the effect that its source claims"]
+        what += [claims.lacks] if claims.lacks else []
+        if what:
+            who.setdefault("; ".join(what), []).append(f"`{policy}`")
+    if who:
+        yield "\nMissing here, compared with the sources:\n\n"
+        yield from (f"* {', '.join(policies)}: {what}.\n" for what, policies in who.items())
 
 
 def _collapses(kept: Kept) -> Iterator[str]:
-    """A line for each policy that serves little or computes much again, and where it does."""
+    """Which policies serve little or compute much again, and where: a line for each reason."""
     where: dict[str, list[str]] = {}
     for name, scene in kept["scenes"].items():
         for policy, found in scene["policies"].items():
@@ -237,9 +243,14 @@ def _collapses(kept: Kept) -> Iterator[str]:
     if where:
         yield f"\nPolicies that serve less than {MIN_THROUGHPUT:g} of what `{BASE}` does, or "
         yield f"compute more than {100 * MAX_RECOMPUTED:.0f} % again:\n\n"
+    reasons: dict[str, list[str]] = {}
     for policy, places in sorted(where.items()):
         why = CLAIMS[policy].costs if policy in CLAIMS else ""
-        yield f"* `{policy}`: {', '.join(places)}. {f'The reason: {why}' if why else NO_REASON}.\n"
+        reasons.setdefault(f"Reason: {why}" if why else NO_REASON, []).append(
+            f"`{policy}`: {', '.join(places)}."
+        )
+    for reason, policies in reasons.items():
+        yield f"* {' '.join(policies)} {reason}.\n"
 
 
 def _collapse(found: dict[str, Any]) -> str:
@@ -258,7 +269,7 @@ def _scene(name: str, scene: Scene, kept: Kept) -> Iterator[str]:
     load = "all at once" if about["load"] is None else f"load {about['load']:g}"
     rate = "" if about["rate"] is None else f", {about['rate']:.3g} requests a second"
     yield f"\n### `{name}`: {scene.shows}\n\n`{about['workload']}`, {load}{rate}; "
-    yield f"{about['engine']}; {about['cost']}.\n\n"
+    yield f"{about['engine']}.\n\n"
     names = [*SHOWN, *scene.figures]
     yield "| | " + " | ".join(f"`{each}`" for each in names) + " |\n"
     yield "|---" * (len(names) + 1) + "|\n"
@@ -269,15 +280,21 @@ def _scene(name: str, scene: Scene, kept: Kept) -> Iterator[str]:
         for figure, each in zip(names, found, strict=True)
     ]
     yield f"| `{BASE}` | " + " | ".join(cells) + " |\n"
+    equal = []
     for policy in sorted(about["policies"]):
         if policy != BASE:
             each = about["policies"][policy]
             cells = [change(outcome(each, figure)) for figure in names]
             over = f", overloaded in {n} of {kept['seeds']}" if (n := each["overloaded"]) else ""
-            yield f"| `{policy}`{over} | " + " | ".join(cells) + " |\n"
+            if set(cells) == {"="} and each["overloaded"] == base["overloaded"]:
+                equal.append(f"`{policy}`")
+            else:
+                yield f"| `{policy}`{over} | " + " | ".join(cells) + " |\n"
     peak = outcome(base, "kv_peak")
     if peak is not None:
         yield f"\n`{BASE}` uses at most {100 * peak.ours:.0f} % of the KV blocks.\n"
+    if equal:
+        yield f"Equal to `{BASE}` in all figures: {', '.join(equal)}.\n"
 
 
 def number(figure: str, value: float) -> str:
