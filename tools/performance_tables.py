@@ -211,9 +211,6 @@ def short() -> str:
         shown = [times(each[2]) if each else "" for each in found.values()]
         ours, theirs, _ = found["A"] or (0.0, 0.0, 0.0)
         rows.append([words, number(ours), number(theirs), *shown])
-    ours, theirs, ratio = scheduled("decode_1024")
-    words = "scheduling a decode step with 1,024 requests (any model; Zen 4), us"
-    rows.append([words, number(ours), number(theirs), times(ratio), "", ""])
     head = ("`mid`, 139 M parameters", "Metronome", "vLLM-CPU", "ratio")
     return table((*head, "ratio on Zen 5", "ratio without bfloat16 instructions"), rows)
 
