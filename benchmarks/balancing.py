@@ -204,9 +204,9 @@ def simulated(name: str, seed: int) -> dict[str, Figures]:
 # -- two real cores
 
 NUM_TALKS, BETWEEN = 24, 1.0  # seconds between the starts of two, mean
-NUM_NEW, NUM_OUT = 24, 12
+NUM_NEW, NUM_OUT = 48, 24  # tokens of a turn
 THINK = 0.15  # seconds, mean
-POOL = 330  # blocks of a core: a conversation ends with 90 blocks, about eight are at once
+POOL = 900  # blocks of a core: a conversation ends with 180 blocks, some sixteen are at once
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -242,7 +242,7 @@ async def served(model: Path, way: str, seed: int) -> Figures:
         num_kv_blocks=2 * POOL if is_one else POOL,
         num_threads=2,
         max_num_seqs=16,
-        max_model_len=2048,
+        max_model_len=4096,
         disable_log_stats=True,
         log_level="error",
     )
