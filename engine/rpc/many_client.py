@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -196,22 +196,22 @@ class ManyCoresClient(CoreClient):
         return self._of_all(name, *args)
 
     def _of_all(self, name: str, *args: Any) -> dict[int, Any]:
-        """Call a utility on all cores and return their answers, by core. If it fails on some cores,
-        the first error is raised after all cores were called."""
+        """Call a utility on all cores and return their answers, by core. All are called before any
+        has answered, so it takes as long as the slowest. If it fails on some cores, the first error
+        is raised after all have answered."""
+        pending: dict[int, Callable[[], Any]] = {}
         answers: dict[int, Any] = {}
         errors: list[EngineError] = []
-        for index in list(self._alive):
-            with self._named(index):
-                try:
-                    answer = self._cores[index].call(name, *args)
-                except EngineDeadError:
-                    raise
-                except EngineError as error:
-                    errors.append(error)
-                    continue
-                if name == "stats":
-                    self._counters.update(index, answer)
-                answers[index] = answer
+        with ExitStack() as calls:
+            for index in list(self._alive):
+                with self._named(index), _collected(errors):
+                    call = self._cores[index].calling(name, *args)
+                    pending[index] = calls.enter_context(call)
+            for index, answer in pending.items():
+                with self._named(index), _collected(errors):
+                    answers[index] = answer()
+                    if name == "stats":
+                        self._counters.update(index, answers[index])
         if errors:
             raise errors[0]
         return answers
@@ -362,6 +362,17 @@ class ManyCoresClient(CoreClient):
             except EngineDeadError as error:
                 self._death = error
         return batches
+
+
+@contextmanager
+def _collected(errors: list[EngineError]) -> Iterator[None]:
+    """Context that adds an error within it to ``errors``, unless a core has died."""
+    try:
+        yield
+    except EngineDeadError:
+        raise
+    except EngineError as error:
+        errors.append(error)
 
 
 def shut_down(cores: Sequence[EngineCoreClient]) -> None:

@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,10 +171,19 @@ class EngineCoreClient(CoreClient):
         return self._protocol.stats
 
     def call(self, name: str, *args: Any) -> Any:
+        with self.calling(name, *args) as answer:
+            return answer()
+
+    @contextmanager
+    def calling(self, name: str, *args: Any) -> Iterator[Callable[[], Any]]:
+        """Context of a utility call, which is sent at once. The function waits for its answer."""
         self._live()
         number, frame = self._protocol.call(name, args)
         self._request(number, frame)
-        return value_of(name, self._answer(number))
+        try:
+            yield lambda: value_of(name, self._answer(number))
+        finally:
+            self._expected.pop(number, None)
 
     def follow(self, receive: Callable[[CacheNews], object]) -> None:
         """Have the core report its prefix cache and its load from now on. ``receive`` is called

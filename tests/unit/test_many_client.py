@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,7 @@ class ScriptedCore:
     """Each look brings what the script says next, and nothing behind its end."""
 
     decided = SimpleNamespace(max_model_len=64, vocab_size=9, eos_token_ids=[], block_size=16)
-    id_prefix = ""
+    id_prefix = place = ""
     sources = ()
     stats: SchedulerStats
 
@@ -34,6 +37,10 @@ class ScriptedCore:
     def check_alive(self) -> None:
         if self._script and isinstance(self._script[0], EngineDeadError):
             raise self._script[0]
+
+    @contextmanager
+    def calling(self, name: str, *args: object) -> Iterator[Callable[[], Any]]:
+        yield lambda: self.call(name, *args)
 
     def call(self, name: str, *args: object) -> SchedulerStats:
         self.check_alive()
@@ -97,6 +104,21 @@ def test_all_cores_are_called_before_one_of_them_is_an_error() -> None:
         client.call("profile", "stop")
     assert calls == [("profile", "stop")]
     assert client.num_cores().alive == 2
+
+
+def test_no_core_is_waited_for_before_all_are_called() -> None:
+    """Each answers after its step: a page over eight cores would wait for eight steps in turn."""
+    events: list[str] = []
+
+    class Slow(ScriptedCore):
+        @contextmanager
+        def calling(self, name: str, *args: object) -> Iterator[Callable[[], Any]]:
+            events.append(f"{self.address.data} is called")
+            yield lambda: events.append(f"{self.address.data} answers")
+
+    client = ManyCoresClient([Slow(name, []) for name in ("a", "b")])
+    assert list(client.call_each("watch")) == [0, 1]
+    assert [event.partition(" ")[2] for event in events] == ["is called"] * 2 + ["answers"] * 2
 
 
 def stats_of(num_steps: int, num_running: int) -> SchedulerStats:
