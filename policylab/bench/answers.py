@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-DONE = b"[DONE]"
+DATA, DONE = b"data:", b"[DONE]"
 MAX_HEAD_BYTES = 1 << 16
 
 
@@ -69,7 +69,9 @@ class UnreadableAnswer(ValueError):
 class Answer:
     """One answer, read in parts of any size."""
 
-    __slots__ = ("_left", "_line", "_rest", "_until", "body", "closes", "is_complete", "status")
+    __slots__ = (
+        "_left", "_line", "_rest", "_until", "body", "closes", "is_complete", "is_done", "status",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.status = 0
@@ -77,6 +79,8 @@ class Answer:
         self.closes = False
         """Whether the server closes the connection after this answer."""
         self.is_complete = False
+        self.is_done = False
+        """Whether ``[DONE]`` has come, which ends a stream of events."""
         self.body = b""
         """What came if the answer is not a stream of events, its head first."""
         self._rest = b""  # an incomplete line of HTTP
@@ -97,11 +101,15 @@ class Answer:
             return []
         lines = (self._line + text).split(b"\n")
         self._line = lines.pop()
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        events = [_data_of(line) for line in lines if line.startswith(DATA)]
+        self.is_done = self.is_done or DONE in events
+        return events
 
     def end(self) -> None:
         """Report that the connection is closed, which completes an answer without a length."""
-        self.is_complete = self.is_complete or self._until == self._all
+        if self._until == self._all:
+            self.is_complete = True
+            self.is_done = self.is_done or _data_of(self._line) == DONE
 
     def _read_head(self, data: bytes) -> bytes:
         head, blank, rest = (self._rest + data).partition(b"\r\n\r\n")
@@ -170,6 +178,8 @@ class Answer:
     def _begin(self, line: bytes) -> None:
         try:
             self._left = int(line.partition(b";")[0], 16)
+            if self._left < 0:
+                raise ValueError
         except ValueError:
             raise UnreadableAnswer(f"a chunk has the size {line[:40]!r}") from None
 
@@ -177,3 +187,7 @@ class Answer:
         self._rest += data
         self.is_complete = self._rest.startswith(b"\r\n") or b"\r\n\r\n" in self._rest
         return b""
+
+
+def _data_of(line: bytes) -> bytes:
+    return line.removeprefix(DATA).strip()

@@ -28,6 +28,7 @@ from policylab.bench.answers import DONE, Answer, UnreadableAnswer, read_chunk
 
 RECEIVE_BYTES = 1 << 16
 TICK_SECONDS = 0.0005
+CONNECT_SECONDS = 5.0
 # A process has a limit of descriptors, of which some are used otherwise.
 MOST_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64)
 CHECK_SECONDS = 0.25  # between two searches for streams that have stalled or are lost
@@ -146,15 +147,15 @@ class Load:
         self.on_end: Callable[[Row], object] = lambda row: None
         self.num_open = 0
         endpoint = endpoint or Endpoint()
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._family, self._address = found[0], found[4]
+        self._family, self._address = _address_of(host, port)
         self._host, self._tls = host, endpoint.tls
         self._receive_buffer = receive_buffer
         self._tick = tick
         self._most_connections = most_connections
         self._stall_seconds = stall_seconds
         self._next_check = 0.0
-        lines = {"Host": f"{host}:{port}", "Content-Type": "application/json", **endpoint.headers}
+        name = f"[{host}]" if ":" in host else host
+        lines = {"Host": f"{name}:{port}", "Content-Type": "application/json", **endpoint.headers}
         fields = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._head = f"POST {endpoint.path} HTTP/1.1\r\n{fields}"
         self._selector = selectors.DefaultSelector()
@@ -269,20 +270,17 @@ class Load:
             self._forget(connection)
             return
         row.status = answer.status
-        is_done = False
         for event in events:
-            if event == DONE:
-                is_done = True
-            else:
+            if event != DONE:
                 row.tail = event
                 _note(row, event, now)
         if row.leave_after and len(row.times) >= row.leave_after:
             self._end(connection, LEFT)
             self._forget(connection)
         elif answer.is_complete:
-            self._finish(connection, row, is_done)
+            self._finish(connection, row)
 
-    def _finish(self, connection: Connection, row: Row, is_done: bool) -> None:
+    def _finish(self, connection: Connection, row: Row) -> None:
         """End a request whose answer is complete, and keep the connection if the server does."""
         answer = connection.answer
         if answer.body:
@@ -293,7 +291,7 @@ class Load:
             else:
                 row.error = f"HTTP {row.status}{_code_in(answer.body.partition(HEAD_END)[2])}"
                 self._end(connection, REFUSED)
-        elif is_done or row.error:
+        elif answer.is_done or row.error:
             if not row.times and not row.error:
                 row.error = "an answer without a token"
             self._end(connection, DONE_)
@@ -371,12 +369,12 @@ class Load:
         if row is not None and is_old and not row.status:  # it was closed before it could be used
             self._forget(connection)
             self.num_open -= 1
-            self._send(row)
+            self.add(row)  # others may be closed, too
             return
         if row is not None:
             answer.end()
             if answer.is_complete:
-                self._finish(connection, row, True)
+                self._finish(connection, row)
                 return
             if row.status or not connection.out:
                 when = "after the first token" if row.times else "before the first token"
@@ -418,6 +416,20 @@ class Load:
 
 
 HEAD_END = b"\r\n\r\n"
+
+
+def _address_of(host: str, port: int) -> tuple[int, Any]:
+    """The family and address of a host: of several the first that takes a connection, since a
+    server may listen at one of them only."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, address = found[0][0], found[0][4]
+    if len(found) > 1:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), CONNECT_SECONDS) as made,
+        ):
+            return made.family, made.getpeername()
+    return family, address
 
 
 def _note(row: Row, event: bytes, now: float) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import ConfigError, EngineError
-from policylab.bench.client import Endpoint
+from policylab.bench.client import CONNECT_SECONDS, Endpoint
 
-CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 CHAT = "/chat/completions"
 

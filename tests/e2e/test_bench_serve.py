@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,10 +20,14 @@ from support.patience import WAIT_SECONDS
 from support.served import Served, forked, free_port
 
 from engine.cli.main import main
+from policylab.bench.client import Load, Row
 
 COMMON = ("--served-model-name", "box", "--num-threads", "1", "--max-model-len", "1024")
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+CHUNKED = EVENTS[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
+TEXT = TOKEN + b"data: [DONE]\n\n"
+IPS = ("127.0.0.2", "127.0.0.1")  # a server listens at the second one only
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +171,55 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         "the answer is no stream of events",
         "the connection was closed after the first token",
     ]
+
+
+def test_ends_apart_and_connections_that_are_closed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the second address of its host, a server sends the end of each answer by itself, and then
+    closes all connections."""
+    number = 400
+    everyone = threading.Barrier(number + 1)
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        for part in (CHUNKED + b"%x\r\n%s\r\n" % (len(TEXT), TEXT), b"0\r\n\r\n"):
+            connection.sendall(part)
+            everyone.wait(WAIT_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        everyone.wait(WAIT_SECONDS)
+
+    def accept() -> None:
+        listening.accept()[0].close()  # the client looks at which address a server is
+        for _ in range(number):
+            threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+        again = listening.accept()[0]
+        again.recv(1 << 16)
+        again.sendall(EVENTS + TEXT)
+        again.close()
+
+    def two_addresses(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in IPS]
+
+    with socket.create_server(("127.0.0.1", 0), backlog=number) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+        with Load("both", listening.getsockname()[1]) as load:
+            rows = [Row(time.perf_counter(), b"{}") for _ in range(number)]
+            for row in rows:
+                load.add(row)
+            while not all(row.times for row in rows):
+                load.run(time.perf_counter() + 0.05)
+            everyone.wait(WAIT_SECONDS)
+            load.run(time.perf_counter() + WAIT_SECONDS)
+            assert {(row.how, row.error) for row in rows} == {("done", "")}
+            everyone.wait(WAIT_SECONDS)  # the ends are there
+            everyone.wait(WAIT_SECONDS)  # all are closed
+            last = Row(time.perf_counter(), b"{}")
+            load.add(last)
+            load.run(time.perf_counter() + WAIT_SECONDS)
+            assert (last.how, last.error) == ("done", "")
 
 
 def test_a_full_server_and_one_that_is_killed_are_seen(capsys: pytest.CaptureFixture[str]) -> None:

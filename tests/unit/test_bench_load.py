@@ -115,6 +115,23 @@ def test_answers_with_a_length_or_without_are_read_too() -> None:
         Answer().feed(b"SSH-2.0\r\n\r\n")
     with pytest.raises(UnreadableAnswer, match="zz"):
         Answer().feed(HEAD + b"zz\r\n")
+    with pytest.raises(UnreadableAnswer, match="-5"):
+        Answer().feed(HEAD + b"-5\r\nabcdefgh")
+
+
+def test_the_end_of_a_stream_is_known_whenever_it_came() -> None:
+    """Servers send the last event, and then the end of the answer."""
+    last = chunked(b"data: [DONE]\n\n")
+    for parts in ([last + b"0\r\n\r\n"], [last, b"0\r\n\r\n"], [b"0\r\n\r\n"]):
+        answer = Answer()
+        for part in [HEAD, *parts]:
+            answer.feed(part)
+        assert answer.is_complete and answer.is_done == (last in b"".join(parts))
+    for text, is_done in ((b"data: [DONE]", True), (b"data: [DO", False)):
+        answer = Answer()
+        answer.feed(HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"") + text)
+        answer.end()
+        assert answer.is_complete and answer.is_done == is_done
 
 
 def test_a_role_is_no_token_and_thoughts_are() -> None:
