@@ -78,7 +78,7 @@ class Balancer:
         self._cores = [CoreView() for _ in range(num_cores)]
         self._placed: dict[str, Placed] = {}  # by request id
         self._here = list(range(num_cores))  # cores that can be chosen
-        self._chains = {b"": Chains(Sha256Hasher(), block_size)}  # by secret
+        self._chains: dict[bytes, Chains] = {}  # by secret
 
     @property
     def loads(self) -> list[int]:
@@ -155,17 +155,19 @@ class Balancer:
                 each.num_stored /= 2
 
     def remove(self, core: int) -> list[str]:
-        """Exclude a core that has died. Returns the ids of its unfinished requests."""
+        """Exclude a core that has died, and forget it. Returns the ids of its unfinished
+        requests."""
         self._here.remove(core)
         names = [name for name, placed in self._placed.items() if placed.core == core]
         for name in names:
             self.end(name)
+        self._chains.pop(self._cores[core].secret, None)  # others with it make it anew
+        self._cores[core] = CoreView()
         return names
 
     def restore(self, core: int) -> None:
         """Include a core that was restarted and has nothing cached."""
         self._here.append(core)
-        self._cores[core] = CoreView()
 
     def _ids(self, request: AddRequest) -> dict[bytes, list[int]]:
         """Ids of the prompt's full blocks, by the secret of the cores' hash; one entry unless cores
@@ -187,11 +189,13 @@ class Balancer:
 
     def _chains_of(self, secret: bytes) -> Chains:
         if secret not in self._chains:
-            self._chains[secret] = Chains(_fast_hasher(secret), self._block_size)
+            self._chains[secret] = Chains(_hasher(secret), self._block_size)
         return self._chains[secret]
 
 
-def _fast_hasher(secret: bytes) -> BlockHasher:
+def _hasher(secret: bytes) -> BlockHasher:
+    if not secret:
+        return Sha256Hasher()
     from engine.kv.fast_hash import FastHasher  # imports Numba
 
     return FastHasher.of_secret(secret)

@@ -178,9 +178,10 @@ def test_blocks_of_full_attention_count() -> None:
 def test_a_core_that_starts_again_has_nothing() -> None:
     balancer, core = Balancer(2, 16), Core()
     core.run(SYSTEM)
-    balancer.update(1, core.whole())
+    balancer.update(1, core.whole(load=7))
     assert balancer.choose(make_request("a", SYSTEM, 9)) == 1
     assert balancer.remove(1) == ["a"] and balancer.core_of("a") is None
+    assert not balancer.cached(1) and balancer.loads == [0, 0]
     assert balancer.choose(make_request("b", SYSTEM, 9)) == 0
     balancer.restore(1)
     assert balancer.choose(make_request("c", SYSTEM, 9)) == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,11 @@ from engine.server.page.now import INTERVAL, Now
 from engine.server.page.owners import HTTP_REQUEST, HttpRequest
 from engine.server.page.routes import Page
 from engine.server.page.shown import plain_id, shown_waits
+
+FINISHED: Any = SimpleNamespace(
+    request_id="x", num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1,
+    metrics=SimpleNamespace(waits={"seats": 1.0}, arrival_time=0.0, first_token_time=None),
+)  # fmt: skip
 
 ONE, TWO, BOSS = "key-one", "key-two", "key-admin"
 
@@ -365,19 +371,30 @@ async def test_after_is_the_number_of_a_step(opened: Any) -> None:
 async def test_ended_requests_are_kept_within_limits() -> None:
     clock = FakeClock()
     ended = EndedRequests(lambda name: 1, most=3, clock=clock)
-    finished: Any = SimpleNamespace(
-        request_id="x", num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1,
-        metrics=SimpleNamespace(waits={"seats": 1.0}, arrival_time=0.0, first_token_time=None),
-    )  # fmt: skip
     for name, owner in [("a", b"1"), *((str(index), b"2") for index in range(5))]:
         HTTP_REQUEST.set(HttpRequest(name, owner))
-        ended.observe(finished)
+        ended.observe(FINISHED)
     assert [ended.find(name, b"2") is not None for name in "01234"] == [False] * 2 + [True] * 3
     found = ended.find("a", b"1")  # others' requests do not push it out
     assert found is not None and found.document(None)["core"] == 1
     assert ended.find("a", b"2") is None and ended.find("4", None) is not None
     clock.now += 601.0
     assert ended.find("a", b"1") is None and ended.find("4", None) is None
+
+
+async def test_requests_of_keys_that_are_gone_take_no_memory() -> None:
+    clock = FakeClock()
+    ended = EndedRequests(lambda name: 1, clock=clock)
+    gone = HttpRequest("a", b"1")
+    known = weakref.ref(gone)
+    for request in (gone, HttpRequest("b", b"2")):
+        HTTP_REQUEST.set(request)
+        ended.observe(FINISHED)
+    del gone, request
+    clock.now += 601.0
+    HTTP_REQUEST.set(HttpRequest("c", b"3"))
+    ended.observe(FINISHED)
+    assert known() is None and ended.find("c", b"3") is not None
 
 
 def test_ids_and_causes_are_shown_plainly() -> None:

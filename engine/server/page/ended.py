@@ -72,7 +72,8 @@ class EndedRequests:
         self._core_of = core_of
         self._most = most
         self._clock = clock
-        self._by_owner: dict[bytes, dict[str, Ended]] = {}  # the oldest first
+        # Both the oldest first, owners by their latest request.
+        self._by_owner: dict[bytes, dict[str, Ended]] = {}
         self._lock = threading.Lock()
 
     def observe(self, finished: FinishedRequest) -> None:
@@ -82,7 +83,7 @@ class EndedRequests:
         if http is None:
             return
         with self._lock:
-            own = self._by_owner.setdefault(http.owner, {})
+            own = self._by_owner[http.owner] = self._by_owner.pop(http.owner, {})
             ended = own.pop(http.id, None)
             if ended is None or ended.http is not http:
                 ended = Ended(http, 0.0, self._core_of(finished.request_id))
@@ -90,6 +91,7 @@ class EndedRequests:
             ended.add(finished)
             own[http.id] = ended
             self._forget(own)
+            self._forget_owners()
 
     def find(self, request_id: str, viewer: Viewer) -> Ended | None:
         """The latest request with this id that the viewer may see."""
@@ -99,6 +101,15 @@ class EndedRequests:
                 self._forget(self._by_owner.get(owner, {}))
             found = [self._by_owner.get(owner, {}).get(request_id) for owner in owners]
         return max((each for each in found if each), key=lambda each: each.at, default=None)
+
+    def _forget_owners(self) -> None:
+        """Remove keys without late requests, such as those that are no longer valid."""
+        while self._by_owner:
+            oldest = next(iter(self._by_owner))
+            self._forget(own := self._by_owner[oldest])
+            if own:
+                break
+            del self._by_owner[oldest]
 
     def _forget(self, own: dict[str, Ended]) -> None:
         before = self._clock() - KEEP_SECONDS
