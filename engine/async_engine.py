@@ -356,8 +356,11 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
 
     @property
     def num_cores(self) -> NumCores:
-        """The numbers of live cores and of all cores."""
-        return self._session.client.num_cores()
+        """The numbers of live cores, of all cores and of deaths of cores."""
+        cores = self._session.client.num_cores()
+        if self._death is None:
+            return cores
+        return NumCores(0, cores.total, cores.deaths + cores.alive)  # the last one has died, too
 
     @property
     def is_running(self) -> bool:

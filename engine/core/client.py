@@ -14,10 +14,12 @@ if TYPE_CHECKING:  # clients in other processes import little
 
 
 class NumCores(NamedTuple):
-    """The number of living cores of a client, and the number of cores that it was created with."""
+    """The number of living cores of a client, the number of cores that it was created with, and
+    how often a core has died."""
 
     alive: int
     total: int
+    deaths: int = 0
 
 
 class CoreClient(Protocol):
@@ -71,7 +73,7 @@ class CoreClient(Protocol):
         """Number of queued requests whose last output ``step`` has not returned yet."""
 
     def num_cores(self) -> NumCores:
-        """Numbers of live cores and of all cores. Any thread may call this."""
+        """Numbers of live cores, of all cores and of deaths. Any thread may call this."""
         return NumCores(1, 1)
 
     def end_restarts(self) -> None:

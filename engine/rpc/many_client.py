@@ -54,6 +54,7 @@ class ManyCoresClient(CoreClient):
         self._at_end = at_end
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
+        self._num_deaths = 0
         self._lost: list[CoreOutputs] = []  # ends of requests whose core has died
         check_alike(self._cores)
         self.decided = self._cores[0].decided  # equal for all cores
@@ -138,7 +139,7 @@ class ManyCoresClient(CoreClient):
         return alive + sum(len(batch.finished) for batch in self._lost)
 
     def num_cores(self) -> NumCores:
-        return NumCores(len(self._alive), len(self._cores))
+        return NumCores(len(self._alive), len(self._cores), self._num_deaths)
 
     def latest_stats(self) -> SchedulerStats | None:
         known = []
@@ -239,6 +240,7 @@ class ManyCoresClient(CoreClient):
         core = self._cores[index]
         place = f" on {core.place}" if core.place else ""
         self._alive.remove(index)
+        self._num_deaths += 1
         for source in core.sources:
             self._poller.unregister(source)
         names = self._balancer.remove(index)

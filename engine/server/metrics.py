@@ -308,6 +308,13 @@ class Metrics(Collector):
         yield from self._numbers(
             GAUGE, "engine_up", None, "1 if the core answers in time.", self._is_up
         )
+        cores = self._engine.num_cores
+        for kind, name, doc, value in (
+            (GAUGE, "cores", "Cores that the server was started with.", cores.total),
+            (GAUGE, "cores_alive", "Cores that have not died, or serve again.", cores.alive),
+            (COUNTER, "core_deaths", "Deaths of cores.", cores.deaths),
+        ):
+            yield from self._numbers(kind, name, None, doc, value)
         in_flight, doc = self._traffic.num_in_flight, "Requests whose answer has not ended."
         yield from self._numbers(GAUGE, "requests_in_flight", None, doc, in_flight)
         responses = CounterMetricFamily(

@@ -28,7 +28,10 @@ from engine.cli.main import make_parser
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile*[!e]"))
 MANIFESTS = sorted(DEPLOY.glob("k8s/*.yaml"))
 UNIT = DEPLOY / "systemd" / "metronome.service"
-NOT_OF_THE_API = ("kustomization.yaml", "prometheus-adapter.yaml", "prometheus-operator.yaml")
+NOT_OF_THE_API = (
+    "kustomization.yaml", "prometheus-adapter.yaml", "prometheus-operator.yaml",
+    "prometheus-rules.yaml",
+)  # fmt: skip
 MAX_EXPOSURE = 20  # tenths; "safe" ends there
 
 
@@ -155,6 +158,11 @@ def test_prometheus_in_a_cluster_scrapes_the_pods() -> None:
     assert endpoint["authorization"]["credentials"]["name"] in secrets
     # Alerts ask for this job.
     assert labels[monitor["spec"]["jobLabel"]] == "metronome"
+
+
+def test_prometheus_in_a_cluster_has_the_same_alerts() -> None:
+    (rules,) = documents(DEPLOY / "k8s" / "prometheus-rules.yaml")
+    assert [rules["spec"]] == documents(ALERTS)
 
 
 def test_scaling_reads_a_metric_that_the_adapter_offers() -> None:

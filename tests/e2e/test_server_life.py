@@ -126,11 +126,21 @@ def test_a_core_in_the_process_of_the_server_dies(tmp_path: Path) -> None:
         assert line.endswith("SystemExit: enough")
 
 
+def cores_in_metrics(it: Watched) -> list[float]:
+    """Cores, living ones and deaths."""
+    page = it.server.ask("/metrics").body.decode()
+    names = ("cores", "cores_alive", "core_deaths_total")
+    found = [re.search(rf"^metronome_{name}{{.*}} (.+)$", page, re.MULTILINE) for name in names]
+    return [float(each[1]) for each in found if each is not None]
+
+
 def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
     with watched(tmp_path, "--data-parallel-size", "2") as it:
         first, second = it.cores()
+        assert cores_in_metrics(it) == [2, 2, 0]
         os.kill(first, signal.SIGSEGV)
         until(lambda: it.ask("/health")[1].get("cores_alive") == 1)
+        assert cores_in_metrics(it) == [2, 1, 1]
         (line,) = it.awaited_lines("ERROR")
         assert "was killed by SIGSEGV" in line and "1 of 2 cores go on" in line
         with open_stream(it) as stream:
@@ -169,6 +179,7 @@ def test_dead_cores_are_started_again(tmp_path: Path, num_cores: int) -> None:
         assert len(it.awaited_lines("serves again, started in", num_cores)) == num_cores
         metrics = it.server.ask("/metrics").body
         assert b'metronome_engine_up{model_name="box"} 1.0' in metrics
+        assert cores_in_metrics(it) == [num_cores, num_cores, num_cores]
         tree = Scene.tree(it.process.pid)
         assert it.server.end() == 0
         until(lambda: not any(map(is_running, tree)))

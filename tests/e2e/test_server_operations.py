@@ -472,7 +472,9 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served, log: Path) -> None:
         assert dead.json["error"]["code"] == "engine_dead"
     for line in ("was killed by SIGKILL", "no core is left: requests are answered with 503"):
         eventually(lambda line=line: line in log.read_text())  # a thread writes the log
-    assert scrape(split)["metronome_engine_up", ()] == 0
+    samples = scrape(split)
+    assert samples["metronome_engine_up", ()] == samples["metronome_cores_alive", ()] == 0
+    assert samples["metronome_cores", ()] == samples["metronome_core_deaths_total", ()] == 1
     assert split.end() == 0
 
 
