@@ -26,6 +26,7 @@ from engine.server.ollama.options import context_of
 from engine.server.speech.tools import tools_of
 
 USED, IDLE, REFUSED = "used", "no effect", "refused"
+LAST_N = "repeat_last_n"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = {"function": {"index": 0, "name": "look", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "look", "description": "x", "parameters": SCHEMA}}
@@ -193,11 +194,13 @@ def test_the_table_has_every_field_of_the_clients_package() -> None:
 
 def test_penalties_of_the_last_tokens_only_are_refused() -> None:
     for last, is_right in ((-1, True), (0, False), (64, False)):
-        given = {"options": {"repeat_penalty": 1.1, "repeat_last_n": last}}
+        given = {"options": {"repeat_penalty": 1.1, LAST_N: last}}
         found = meaning("chat", given)
         assert isinstance(found, ApiError) is not is_right
         if not is_right:
-            assert found.param == "options.repeat_last_n" and "set it to -1" in found.message
+            assert found.param == f"options.{LAST_N}" and "set it to -1" in found.message
+    off = {"repeat_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": 0}
+    assert meaning("chat", {"options": off}) == meaning("chat", {"options": {**off, LAST_N: 64}})
 
 
 @pytest.mark.parametrize("name", ["system", "context"])

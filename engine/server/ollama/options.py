@@ -18,7 +18,8 @@ SAMPLED = (
     "frequency_penalty", "repeat_penalty",
 )  # fmt: skip
 WHOLE = ("num_predict", "num_ctx", "top_k", "seed", "repeat_last_n")
-PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+OFF = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Penalties, with their values that change nothing."""
 
 
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +115,7 @@ def context_of(options: Options | None, max_model_len: int) -> int:
 
 def _check_last_n(options: Options) -> None:
     """Raise ``ApiError`` if penalties are wanted for a part of the text only."""
-    is_penalised = any(getattr(options, name) is not None for name in PENALTIES)
+    is_penalised = any(getattr(options, name) not in (None, off) for name, off in OFF.items())
     if is_penalised and options.repeat_last_n not in (None, WHOLE_TEXT):
         raise field_error(
             "options.repeat_last_n",
