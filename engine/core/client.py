@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.messages.requests import AddRequest, CoreOutputs
@@ -92,9 +92,12 @@ class CoreClient(Protocol):
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility of the core by name. Raises ``ConfigError`` for an unknown name."""
 
-    def call_each(self, name: str, *args: Any) -> dict[int, Any]:
-        """Call a utility on all living cores. Returns their answers by the core's number."""
-        return {0: self.call(name, *args)}
+    def begin_each(self, name: str, *args: Any) -> Callable[[], dict[int, Any] | None]:
+        """Call a utility on all living cores. The function that is returned has their answers by
+        the core's number, and ``None`` while one of several cores has not answered: none of them
+        waits for the step of another. Call it until it has the answers."""
+        answers = {0: self.call(name, *args)}
+        return lambda: answers
 
     def shutdown(self) -> None:
         """Disconnect from the core, and end it if this client started it. May be repeated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ from engine.core.client import CoreClient
 from engine.frontend.session import Session
 from engine.frontend.streams import Stream
 
+LOOK_SECONDS = 0.02  # between two looks whether the cores have answered
 T = TypeVar("T")
 
 
@@ -28,20 +30,26 @@ class AsyncWatching:
     _session: Session
     _live: dict[str, Stream]
 
-    async def look(self, read: Callable[[CoreClient, list[LiveRequest]], T]) -> T:
-        """Call ``read`` in the engine's thread between two steps, with the client of the cores and
-        the unfinished requests, oldest first. Returns its result."""
+    async def look(
+        self, begin: Callable[[CoreClient, list[LiveRequest]], Callable[[], T | None]]
+    ) -> T:
+        """Call ``begin`` in the engine's thread between two steps, with the client of the cores and
+        the unfinished requests, oldest first. Then call what it returns, also between two steps,
+        until that has a result, which is returned."""
 
-        def look() -> T:
+        def look() -> Callable[[], T | None]:
             outputs = self._session.outputs
             live = [
                 LiveRequest(name, outputs.core_ids(name), stream.context)
                 for name, stream in self._live.items()
             ]
-            return read(self._session.client, live)
+            return begin(self._session.client, live)
 
-        found: T = await self._call(look)
-        return found
+        take = await self._call(look)
+        while (found := await self._call(take)) is None:
+            await asyncio.sleep(LOOK_SECONDS)
+        result: T = found
+        return result
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the engine's thread between two steps. Returns its result."""

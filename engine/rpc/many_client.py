@@ -192,9 +192,32 @@ class ManyCoresClient(CoreClient):
             self._balancer.end(requests[places[index]].request_id)
         return {places[index]: error for index, error in refused.items()}
 
-    def call_each(self, name: str, *args: Any) -> dict[int, Any]:
+    def begin_each(self, name: str, *args: Any) -> Callable[[], dict[int, Any] | None]:
         self.check_alive()
-        return self._of_all(name, *args)
+        begun: dict[int, tuple[EngineCoreClient, int]] = {}
+        answers: dict[int, Any] = {}
+        errors: list[EngineError] = []
+        for index in list(self._alive):
+            core = self._cores[index]
+            with self._named(index), _collected(errors):
+                begun[index] = core, core.begin_call(name, *args)
+
+        def take() -> dict[int, Any] | None:
+            self.check_alive()
+            for index, (core, number) in list(begun.items()):
+                if index in self._alive and self._cores[index] is core:
+                    if not core.is_answered(number):
+                        continue
+                    with _collected(errors):
+                        answers[index] = core.end_call(name, number)
+                del begun[index]
+            if begun:
+                return None
+            if errors:
+                raise errors[0]
+            return answers
+
+        return take
 
     def _of_all(self, name: str, *args: Any) -> dict[int, Any]:
         """Call a utility on all cores and return their answers, by core. All are called before any

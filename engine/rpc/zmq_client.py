@@ -177,13 +177,27 @@ class EngineCoreClient(CoreClient):
     @contextmanager
     def calling(self, name: str, *args: Any) -> Iterator[Callable[[], Any]]:
         """Context of a utility call, which is sent at once. The function waits for its answer."""
+        number = self.begin_call(name, *args)
+        try:
+            yield lambda: self.end_call(name, number)
+        finally:
+            self._expected.pop(number, None)
+
+    def begin_call(self, name: str, *args: Any) -> int:
+        """Send a utility call. Returns its number, with which ``end_call`` must be called."""
         self._live()
         number, frame = self._protocol.call(name, args)
         self._request(number, frame)
-        try:
-            yield lambda: value_of(name, self._answer(number))
-        finally:
-            self._expected.pop(number, None)
+        return number
+
+    def is_answered(self, number: int) -> bool:
+        """Whether the answer to a call has been received."""
+        return self._expected[number] is not None
+
+    def end_call(self, name: str, number: int) -> Any:
+        """Wait for the answer to a call of the utility ``name``. Returns its result, or raises its
+        error."""
+        return value_of(name, self._answer(number))
 
     def follow(self, receive: Callable[[CacheNews], object]) -> None:
         """Have the core report its prefix cache and its load from now on. ``receive`` is called

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.patience import WAIT_SECONDS
 from support.simulate import make_request
 from support.spawned import FakeBuild, fake_config
 
+from engine.core.inproc_client import InprocClient
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.wire import CacheNews, Follow, ToClient
 from engine.rpc.launch import open_core
@@ -82,6 +84,41 @@ def test_one_front_end_sees_the_load_of_another(stack: ExitStack) -> None:
     while other.loads != [0, 0]:
         assert time.monotonic() < until, "the end was not reported"
         other.step()
+
+
+def test_no_stream_waits_for_the_step_of_a_core_that_is_watched(stack: ExitStack) -> None:
+    """One core's step ends when a request of the other has ended, and another core dies."""
+    cores = hosted(stack, 3)
+    client = front_end(stack, cores)
+    ids = [f"{client.id_prefix}{i}" for i in range(3)]
+    goes_on = threading.Event()
+    cores[0].inproc.turn = held(cores[0].inproc, goes_on)  # type: ignore[method-assign]
+    client.add_all([make_request(name, [i] * 40, 40) for i, name in enumerate(ids)])
+    take = client.begin_each("watch", {}, 10, [])
+    ended: set[str] = set()
+    until = time.monotonic() + WAIT_SECONDS
+    while len(ended) < 2:
+        assert time.monotonic() < until and take() is None
+        for batch in client.step():
+            ended |= {batch.request_ids[end.index] for end in batch.finished}
+    assert ended == {ids[1], ids[2]}
+    cores[1].close()
+    goes_on.set()
+    while (found := take()) is None:
+        assert time.monotonic() < until, "a core does not answer"
+    assert found.keys() in ({0, 2}, {0, 1, 2})
+    drain(client)
+
+
+def held(core: InprocClient, goes_on: threading.Event) -> Callable[[], Any]:
+    """A turn of the core that waits, once it has a request."""
+    turn = core.turn
+
+    def turns() -> Any:
+        assert not core.has_unfinished() or goes_on.wait(WAIT_SECONDS)
+        return turn()
+
+    return turns
 
 
 def test_a_missed_report_is_made_up_for() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.core_clients import drain, read
+from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, ScriptedWorker, fake_config
 
@@ -220,16 +221,25 @@ def test_what_cannot_travel_is_refused_everywhere(
     assert client.call("echo", nested(64)) == nested(64)
 
 
+def answers_of(client: Any, names: list[str]) -> dict[int, Any]:
+    take = client.begin_each("watch", {}, 10, names)
+    until = time.monotonic() + WAIT_SECONDS
+    while (found := take()) is None:
+        assert time.monotonic() < until, "a core does not answer"
+    answers: dict[int, Any] = found
+    return answers
+
+
 def test_a_core_is_watched_wherever_it_is(kind: str, opened: Any) -> None:
     """Each core answers for itself, with its requests and what its steps computed."""
     client = opened(kind)
-    for found in client.call_each("watch", {}, 10, []).values():
+    for found in answers_of(client, []).values():
         assert msgspec.convert(found, WatchedCore).requests == []
     for name in ("a", "b", "c"):
         client.add(make_request(name, [1, 2, 3], 4))
     assert len(drain(client)[0]) == 3
     client.add(make_request("waits", [1], 3))
-    answers = client.call_each("watch", {}, 10, ["nobody"])
+    answers = answers_of(client, ["nobody"])
     cores = [msgspec.convert(each, WatchedCore) for each in answers.values()]
     assert len({core.core_id for core in cores}) == len(answers) and 0 in answers
     assert sum(core.stats.num_steps for core in cores if core.stats) > 0

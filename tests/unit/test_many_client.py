@@ -107,7 +107,7 @@ def test_all_cores_are_called_before_one_of_them_is_an_error() -> None:
 
 
 def test_no_core_is_waited_for_before_all_are_called() -> None:
-    """Each answers after its step: a page over eight cores would wait for eight steps in turn."""
+    """Each answers after its step: a call of eight cores would take eight steps in turn."""
     events: list[str] = []
 
     class Slow(ScriptedCore):
@@ -117,7 +117,7 @@ def test_no_core_is_waited_for_before_all_are_called() -> None:
             yield lambda: events.append(f"{self.address.data} answers")
 
     client = ManyCoresClient([Slow(name, []) for name in ("a", "b")])
-    assert list(client.call_each("watch")) == [0, 1]
+    client.call("pause")
     assert [event.partition(" ")[2] for event in events] == ["is called"] * 2 + ["answers"] * 2
 
 

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,9 +166,9 @@ class PageBox:
         return await self.now(key, after)
 
 
-def has_request(name: str, client: Any, live: list[LiveRequest]) -> bool:
+def has_request(name: str, client: Any, live: list[LiveRequest]) -> Callable[[], bool]:
     """Whether the engine has an HTTP request."""
-    return any(f"-{name}~" in request.request_id for request in live)
+    return lambda: any(f"-{name}~" in request.request_id for request in live)
 
 
 @pytest.fixture
@@ -491,15 +491,15 @@ async def test_several_cores_are_shown_with_their_requests() -> None:
     calls: list[Any] = []
 
     class TwoCores:
-        def call_each(self, name: str, *args: Any) -> dict[int, Any]:
+        def begin_each(self, name: str, *args: Any) -> Any:
             calls.append(args)
-            return {1: client.call(name, *args)}
+            return lambda: {1: client.call(name, *args)}
 
     class Engine:
         num_cores = NumCores(1, 2)
 
-        async def look(self, read: Any) -> Any:
-            return read(TwoCores(), [])
+        async def look(self, begin: Any) -> Any:
+            return begin(TwoCores(), [])()
 
     now = Now(Engine(), interval=0.0)  # type: ignore[arg-type]
     found = json.loads(await now.document(None, 0))

@@ -136,7 +136,7 @@ class Now:
     async def _read(self, viewers: Sequence[Viewer]) -> Reading:
         after = self._known_steps if None in viewers else None
         try:
-            found = await self._engine.look(partial(look, viewers, after))
+            found = await self._engine.look(partial(begin_look, viewers, after))
         except (EngineDeadError, RestartingError):
             found = Found([], {})
         return self._interpreted(found, viewers)
@@ -205,14 +205,15 @@ class Now:
         }
 
 
-def look(
+def begin_look(
     viewers: Sequence[Viewer],
     after: dict[str, int] | None,
     client: CoreClient,
     live: list[LiveRequest],
-) -> Found:
-    """Read the cores, in the engine's thread: the requests that these viewers may see, and the
-    steps of each core after those in ``after`` (``None``: none)."""
+) -> Callable[[], Found | None]:
+    """Begin to read the cores, in the engine's thread: the requests that these viewers may see, and
+    the steps of each core after those in ``after`` (``None``: none). The function that is returned
+    has what was found, and ``None`` before all cores have answered."""
     own: dict[bytes, list[str]] = {viewer: [] for viewer in viewers if viewer is not None}
     for request in live:
         http = request.context.get(HTTP_REQUEST)
@@ -225,9 +226,16 @@ def look(
     share = min(MOST_REQUESTS, MOST_READ // max(1, len(own)))
     names = [name for theirs in own.values() for name in theirs[:share]]
     num_oldest = 0 if after is None else MOST_REQUESTS
-    answers = client.call_each("watch", after, num_oldest, names)
-    cores = {index: msgspec.convert(each, WatchedCore) for index, each in answers.items()}
-    return Found(live, cores)
+    take = client.begin_each("watch", after, num_oldest, names)
+
+    def found() -> Found | None:
+        answers = take()
+        if answers is None:
+            return None
+        cores = {index: msgspec.convert(each, WatchedCore) for index, each in answers.items()}
+        return Found(live, cores)
+
+    return found
 
 
 def _own(
