@@ -10,6 +10,7 @@ the fewest blocks were stored lately, and so the fewest are evicted.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -173,12 +174,16 @@ class Balancer:
         """Ids of the prompt's full blocks, by the secret of the cores' hash; one entry unless cores
         have different secrets."""
         secrets = {self._cores[index].secret for index in self._here}
+        nothing: dict[bytes, list[int]] = {secret: [] for secret in secrets}
         if not any(self._cores[index].has_cache for index in self._here):
-            return {secret: [] for secret in secrets}
+            return nothing
+        try:
+            tokens = as_array(request.prompt_token_ids)
+        except struct.error:  # no token id, as the core will say
+            return nothing
         adapter = request.adapter
         if adapter is not None:
             adapter = self.adapters.get(adapter, adapter)
-        tokens = as_array(request.prompt_token_ids)
         content = PlainContent(tokens, request.cache_salt, adapter, request.media)
         ids = {}
         for secret in secrets:

@@ -15,6 +15,7 @@ from support.simulate import make_request
 from support.spawned import FakeBuild, fake_config
 
 from engine.core.inproc_client import InprocClient
+from engine.errors import RequestError
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.wire import CacheNews, Follow, ToClient
 from engine.rpc.launch import open_core
@@ -108,6 +109,17 @@ def test_no_stream_waits_for_the_step_of_a_core_that_is_watched(stack: ExitStack
         assert time.monotonic() < until, "a core does not answer"
     assert found.keys() in ({0, 2}, {0, 1, 2})
     drain(client)
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_a_token_that_is_none_is_refused_alone(stack: ExitStack, num_cores: int) -> None:
+    addresses = ", ".join(core.address.data for core in hosted(stack, num_cores))
+    client = open_core(fake_config(core_address=addresses))
+    stack.callback(client.shutdown)
+    wrong = [make_request(f"{client.id_prefix}{token}", [token], 2) for token in (2**40, -1)]
+    errors = client.add_all([make_request(f"{client.id_prefix}a", PROMPT, 2), *wrong])
+    assert [type(errors[place]) for place in sorted(errors)] == [RequestError] * 2
+    assert drain(client)[1].keys() == {f"{client.id_prefix}a"}
 
 
 def held(core: InprocClient, goes_on: threading.Event) -> Callable[[], Any]:
