@@ -75,6 +75,12 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         help="file with further keys, one per line; read again when it changes",
     )
     group.add_argument(
+        "--user-from-key",
+        action="store_true",
+        help="the API key, not the field user of a request, is the user among whom fair policies "
+        "share",
+    )
+    group.add_argument(
         "--admin-api-key",
         metavar="KEY",
         help=f"key required to pause the engine and the like; or set {ADMIN_API_KEY}",
@@ -150,7 +156,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "max-body-bytes": "size of a request; default: 33554432",
         "max-n": "completions per prompt; default: 128",
         "max-logprobs": "log-probabilities per token, -1 for no limit; default: 20",
-        "max-requests-per-key": "concurrent requests; default: no limit",
+        "max-requests-per-key": "open requests of a key, running or waiting; more get 429; "
+        "default: no limit",
     }
     for name, about in wholes.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=about)
@@ -185,6 +192,7 @@ def run(parsed: argparse.Namespace) -> int:
         chat_template=_template(parsed.chat_template),
         api_key_file=parsed.api_key_file,
         admin_api_key=parsed.admin_api_key or admin_api_key(),
+        user_from_key=parsed.user_from_key,
         health_timeout=parsed.health_timeout,
         otlp_traces_endpoint=parsed.otlp_traces_endpoint,
         reader_timeout=parsed.reader_timeout,

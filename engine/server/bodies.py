@@ -25,6 +25,7 @@ from engine.messages.structured import (
     with_rules,
 )
 from engine.server.absent import without_absent
+from engine.server.callers import charged_user
 from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError, field_error
 
@@ -62,6 +63,9 @@ class QueuedBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The engine's options for the request besides prompt and parameters. Raises
         ``ApiError``."""
         options: RequestOptions = {}
+        user = charged_user(self.user)
+        if user is not None:
+            options["user"] = user
         for name in OPTIONS:
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
@@ -182,8 +186,8 @@ class RequestBody(QueuedBody, kw_only=True, forbid_unknown_fields=True):
         return None if found is None else with_rules(found, self.objects)
 
 
-OPTIONS: tuple[Literal["priority", "user", "timeout", "queue_timeout"], ...] = (
-    "priority", "user", "timeout", "queue_timeout",
+OPTIONS: tuple[Literal["priority", "timeout", "queue_timeout"], ...] = (
+    "priority", "timeout", "queue_timeout",
 )  # fmt: skip
 SAMPLED = tuple(
     name

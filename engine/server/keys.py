@@ -14,6 +14,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError, reason_of
+from engine.server.callers import CALLER, Caller, name_of_key
 from engine.server.errors import ApiError, error_response
 from engine.server.http.answered import stamped
 
@@ -116,21 +117,28 @@ class KeyGuard:
         keys: KeyRing,
         most: int | None = None,
         also_open: Collection[str] = (),
+        *,
+        key_is_user: bool = False,
     ) -> None:
         """most: maximum number of open requests per API key; ``None``: no limit. also_open: paths
-        that need no key, in addition to ``OPEN_PATHS``."""
+        that need no key, in addition to ``OPEN_PATHS``. key_is_user: policies take the key for the
+        user."""
         self.app = app
         self._keys = keys
         self._most = most
         self._open_paths = frozenset((*OPEN_PATHS, *also_open))
+        self._key_is_user = key_is_user
         self._num_open: Counter[bytes] = Counter()  # requests, by the digest of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in self._open_paths
         if is_open or not self._keys.has_any:
+            CALLER.set(Caller())
             await self.app(scope, receive, send)
             return
         digest = self._keys.key_of(scope)
+        if digest is not None:
+            CALLER.set(Caller(name_of_key(digest), self._key_is_user))
         if digest is None:
             await _refused(no_key("the API key"), scope)(scope, receive, send)
         elif scope["path"].startswith(UNCOUNTED):

@@ -1,4 +1,5 @@
-"""Records of HTTP requests for the request log. They never contain a prompt or a key."""
+"""Records of HTTP requests for the request log. They never contain a prompt or a key, only the
+key's short name."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.messages.requests import FinishedRequest
+from engine.server.callers import Caller
 
 LEFT = 499  # status, as in nginx, if the client disconnected before a response began
 MAX_PATH = 200  # characters
@@ -25,6 +27,8 @@ class RequestRecord:
     status: int | None = None
     error: str | None = None
     param: str | None = None
+    caller: Caller | None = None
+    """Who sent it; ``None`` if it was refused before."""
     has_left: bool = False
     """The client disconnected before the end of the response."""
     seconds: float = 0.0
@@ -77,8 +81,7 @@ class RequestRecord:
             "path": self.path[:MAX_PATH],
             "status": self.status,
         }
-        if self.adapter is not None:
-            known["adapter"] = self.adapter
+        known |= self._sender_fields()
         if self.num_sequences:
             known |= {
                 "prompt_tokens": self.num_prompt_tokens,
@@ -103,6 +106,13 @@ class RequestRecord:
             known["param"] = self.param
         if self.has_left:
             known["client_left"] = True
+        return known
+
+    def _sender_fields(self) -> dict[str, str]:
+        """Who sent it, and to which adapter."""
+        known = {} if self.caller is None else self.caller.fields()
+        if self.adapter is not None:
+            known["adapter"] = self.adapter
         return known
 
     def _prefix_fields(self) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
+from urllib.parse import quote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.messages.requests import FinishedRequest
 from engine.observe.background import BackgroundHandler
+from engine.server.callers import CALLER
 from engine.server.errors import ApiError
 from engine.server.http.answered import request_id_of
 from engine.server.records import LEFT, RECORD, RequestRecord
@@ -119,6 +121,7 @@ class RequestLog:
         self._left.clear()
 
     def _end(self, record: RequestRecord) -> None:
+        record.caller = CALLER.get()
         record.seconds = time.perf_counter() - record.began
         if record.status is None:
             record.status = LEFT if record.has_left else FAILED
@@ -177,6 +180,8 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
             value = f"{value:.3f}"
         elif value is True:
             value = "yes"
+        elif name == "user":  # as the client wrote it: it must not look like other values
+            value = quote(value)
         elif name == "prefix_end":
             value = value.replace(" ", "_")
         yield f"{NAMES.get(name, name)}={value}"

@@ -108,6 +108,7 @@ class ServerOptions:
     chat_template: str | None = None  # text of a template that replaces the model's own
     api_key_file: str | None = None
     admin_api_key: str | None = None
+    user_from_key: bool = False  # policies take the API key for the user
     health_timeout: float = 10.0  # seconds within which a healthy core answers
     otlp_traces_endpoint: str | None = None
     reader_timeout: float = 30.0  # seconds within which a client must read some bytes
@@ -120,11 +121,14 @@ class ServerOptions:
     request_log: RequestLogKind | None = None  # default: text if the log level is info
 
     def __post_init__(self) -> None:
-        most = self.limits.max_requests_per_key
-        if most is not None and not self.api_keys and self.api_key_file is None:
-            raise ConfigError(
-                f"max_requests_per_key is {most} without API keys: add --api-key or --api-key-file"
-            )
+        for name, value in (
+            ("max_requests_per_key", self.limits.max_requests_per_key),
+            ("user_from_key", self.user_from_key or None),
+        ):
+            if value is not None and not self.api_keys and self.api_key_file is None:
+                raise ConfigError(
+                    f"{name} is {value} without API keys: add --api-key or --api-key-file"
+                )
         if self.uds is None:
             check_port(self.port)
         for name in ("health_timeout", "reader_timeout", "max_queue_seconds"):
@@ -199,7 +203,8 @@ def assemble(
     if page is not None:
         app = page.owned(app)
     open_paths = () if page is None else page.open_paths
-    app = KeyGuard(app, keys, options.limits.max_requests_per_key, open_paths)
+    most = options.limits.max_requests_per_key
+    app = KeyGuard(app, keys, most, open_paths, key_is_user=options.user_from_key)
     app = operations.traffic.counting(app, routes)
     if tracing is not None:
         app = tracing.begin(engine, names.first, app)

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,10 @@ import pytest
 from support.kill_cells import Scene
 from support.patience import WAIT_SECONDS
 from support.served import Served, forked, served
+
+from engine.server.callers import Caller
+from engine.server.records import RequestRecord
+from engine.server.request_log import as_json, as_text
 
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024")
 SECRET = "the words of a prompt"
@@ -70,6 +75,16 @@ def test_a_request_is_one_line_with_its_figures(server: Served, log: Log) -> Non
         assert 0 < line["first_token_seconds"] <= line["total_seconds"]
         assert line["prompt_tokens"] > 2 and line["cached_tokens"] >= 0
         assert "error" not in line and "client_left" not in line
+        assert line["key"] == sha256(b"a-key").hexdigest()[:12] and "user" not in line
+
+
+def test_the_user_is_logged_and_forges_no_other_value() -> None:
+    record = RequestRecord("x", "POST", "/v1/completions", 0.0, 200)
+    record.caller = Caller("0123456789ab", user="ann status=500\nINFO")
+    assert json.loads(as_json(record))["user"] == "ann status=500\nINFO"
+    assert "key=0123456789ab user=ann%20status%3D500%0AINFO total=" in as_text(record)
+    record.caller.user = "u" * 1000
+    assert len(record.fields()["user"]) == 64
 
 
 def test_refusals_are_lines_with_their_code(server: Served, log: Log) -> None:

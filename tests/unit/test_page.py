@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 import time
@@ -255,9 +256,12 @@ async def test_a_key_sees_its_own_requests_and_the_admin_key_all(opened: Any) ->
     ids = {key: {each["id"] for each in found["requests"]} for key, found in seen.items()}
     assert ids == {ONE: {"mine"}, TWO: {"theirs"}, BOSS: {"mine", "theirs", "same"}}
     assert [seen[key]["num_requests"] for key in (ONE, TWO, BOSS)] == [1, 1, 3]
+    short = {key: hashlib.sha256(key.encode()).hexdigest()[:12] for key in (ONE, TWO, BOSS)}
+    senders = {each["id"]: each["key"] for each in seen[BOSS]["requests"]}
+    assert senders == {"mine": short[ONE], "theirs": short[TWO], "same": short[BOSS]}
     for key in (ONE, TWO):
         found = seen[key]
-        assert found["scope"] == "own"
+        assert found["scope"] == "own" and not any("key" in each for each in found["requests"])
         assert (found["cores"], found["steps"], found["waits"]) == ([], [], {})
     assert seen[BOSS]["scope"] == "all" and seen[BOSS]["cores"]
     await box.finish()

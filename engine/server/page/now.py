@@ -24,6 +24,7 @@ from engine.errors import EngineDeadError, RestartingError
 from engine.frontend.async_watching import LiveRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.watch import WatchedCore, WatchedRequest, WatchedStep
+from engine.server.callers import CALLER
 from engine.server.errors import ApiError
 from engine.server.page.owners import HTTP_REQUEST, HttpRequest, Viewer
 from engine.server.page.shown import plain_id, rounded, shown_cause, shown_waits
@@ -253,7 +254,21 @@ def _own(
         rows = [row for row in rows if row[1].request_id in names]
         num = len(names)
     shown = [_request(*row, http_of, viewer) for row in rows[:MOST_REQUESTS]]
+    if viewer is None:
+        senders = _senders(found.live)
+        for (_, request), document in zip(rows, shown, strict=False):
+            document |= senders.get(request.request_id, {})
     return Own(shown, max(num, len(shown)))
+
+
+def _senders(live: Sequence[LiveRequest]) -> dict[str, dict[str, str]]:
+    """The key and the user of each request, by the core's ids of its sequences."""
+    return {
+        core_id: caller.fields()
+        for request in live
+        if (caller := request.context.get(CALLER)) is not None
+        for core_id in request.core_ids
+    }
 
 
 def _request(

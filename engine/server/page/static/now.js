@@ -120,7 +120,7 @@ export class Now {
     const rows = [...now.requests].sort((a, b) => order[a.state] - order[b.state]).slice(0, MOST_ROWS);
     this._requests.show(
       rows.map((row) => [
-        [el("span", { class: `swatch ${this._picture.colourOf(row.id)}`, "aria-hidden": "true" }), el("span", { class: "mono", title: row.id }, shortId(row.id))],
+        [el("span", { class: `swatch ${this._picture.colourOf(row.id)}`, "aria-hidden": "true" }), el("span", { class: "mono", title: row.id }, shortId(row.id)), senderOf(row)],
         stateOf(row),
         count(row.priority),
         seconds(row.since),
@@ -174,6 +174,12 @@ export class Now {
     const rest = dead.length < cores.length ? "The others go on." : "No request can be computed.";
     setText(this._note, `Core ${names} has died: its requests ended with an error. ${rest} A server started with --on-core-death restart starts it again; otherwise its operator must restart the server.`);
   }
+}
+
+/** Who sent a request, which only the admin key sees: the user that it names, or else its key. */
+function senderOf(row) {
+  const known = [row.user && `user ${row.user}`, row.key && `key ${row.key}`].filter(Boolean);
+  return known.length ? el("span", { class: "cause", title: known.join(", ") }, known[0]) : null;
 }
 
 function stateOf(row) {
