@@ -45,6 +45,10 @@ SHAPES = {
     "one block of code": "```\n" + "x = sorted(a + b)\n" * 2200,
     "no spaces": "photosynthesis" * 2800,
 }
+TOKENS = "document.querySelector('.tiles div:nth-child(3) dd')?.textContent"
+LOOKS = (
+    "performance.getEntriesByType('resource').filter((e) => e.name.includes('/page/now')).length"
+)
 LONGEST_TASK = 0.5  # seconds that the page may not respond; the machine may be busy
 WATCH = """
   window.longest = 0;
@@ -214,6 +218,23 @@ def test_a_core_that_died_is_named(tab: Tab, url: str, script: Script) -> None:
     tab.go(f"{url}/#now")
     tab.until("document.querySelector('.note')?.textContent.startsWith('Core 1 has died')")
     assert "has died" in tab.text(".state-bad")
+
+
+def test_steps_are_counted_once_when_the_server_was_started_again(
+    tab: Tab, url: str, script: Script
+) -> None:
+    step = {"core": 0, "num_steps": 1, "seconds": 0.1, "others": 0, "causes": {}}
+    for first, tokens in ((5000, 20), (1, 30)):
+        script.now = now_data()
+        at = {"at": script.now["time"], "tokens": {"a": tokens}}
+        script.now["steps"] = [{**step, **at, "step": first + i} for i in range(2)]
+        if first > 1:
+            tab.go(f"{url}/#now")
+            tab.until(f"{TOKENS} === '8'")
+    tab.until(f"{TOKENS} === '20'")  # of both
+    looks = tab.run(LOOKS)
+    tab.until(f"{LOOKS} > {looks} + 1")
+    assert tab.run(TOKENS) == "20"
 
 
 def test_an_own_view_shows_own_requests_only(tab: Tab, url: str, script: Script) -> None:

@@ -88,7 +88,9 @@ class Script:
         return JSONResponse(self.model)
 
     async def about_now(self, request: Request) -> Response:
-        steps = [s for s in self.now["steps"] if s["step"] > int(request.query_params["after"])]
+        after, steps = int(request.query_params["after"]), self.now["steps"]
+        if steps and after <= steps[-1]["step"]:  # else it was started again
+            steps = [step for step in steps if step["step"] > after]
         return JSONResponse({**self.now, "steps": steps})
 
     async def about_request(self, request: Request) -> Response:

@@ -185,7 +185,7 @@ function asSent(message) {
 }
 
 /** Tools in OpenAI's form; those that are only a function are wrapped. */
-export function toolsOf(text) {
+function toolsOf(text) {
   if (!text?.trim()) return [];
   const given = parsed(text, "Tools");
   const list = Array.isArray(given) ? given : [given];

@@ -36,7 +36,7 @@ export class StepPicture {
     this._steps.push(...steps);
     const begin = this._steps.findIndex((step) => step.at >= time - MINUTE - 1);
     this._steps.splice(0, begin < 0 ? this._steps.length : begin);
-    return steps.reduce((last, step) => Math.max(last, step.step), after);
+    return steps.at(-1)?.step ?? after; // less than before if the server was started again
   }
 
   /** The class of a request's colour; "" if it has none. */
