@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,8 @@ NO_STEPS = 10**15 - 1  # as the last step that a page has: it wants none
 MOST_ENCODED = 64  # answers kept of one reading
 
 Json = dict[str, Any]
+Row = tuple[int, WatchedRequest]
+"""A request and its core."""
 
 
 class Own(NamedTuple):
@@ -172,7 +174,7 @@ class Now:
         return Reading(
             at,
             since_epoch,
-            {viewer: _own(viewer, rows, http_of, found) for viewer in viewers},
+            _own_by_viewer(viewers, rows, http_of, found),
             [_core(index, found.cores.get(index)) for index in range(self._engine.num_cores.total)],
             {cause: rounded(seconds) for cause, seconds in waits.items()},
             {
@@ -239,26 +241,34 @@ def begin_look(
     return found
 
 
-def _own(
-    viewer: Viewer,
-    rows: Sequence[tuple[int, WatchedRequest]],
-    http_of: dict[str, HttpRequest],
-    found: Found,
-) -> Own:
-    """What a viewer sees of the requests, the oldest first."""
-    if viewer is None:
-        stats = [core.stats for core in found.cores.values() if core.stats is not None]
-        num = sum(each.num_running + each.num_waiting + each.num_parked for each in stats)
-    else:
-        names = {name for name, http in http_of.items() if http.owner == viewer}
-        rows = [row for row in rows if row[1].request_id in names]
-        num = len(names)
-    shown = [_request(*row, http_of, viewer) for row in rows[:MOST_REQUESTS]]
-    if viewer is None:
-        senders = _senders(found.live)
-        for (_, request), document in zip(rows, shown, strict=False):
-            document |= senders.get(request.request_id, {})
+def _all(rows: Sequence[Row], http_of: dict[str, HttpRequest], found: Found) -> Own:
+    """All requests, the oldest first."""
+    stats = [core.stats for core in found.cores.values() if core.stats is not None]
+    num = sum(each.num_running + each.num_waiting + each.num_parked for each in stats)
+    shown = [_request(*row, http_of, None) for row in rows[:MOST_REQUESTS]]
+    senders = _senders(found.live)
+    for (_, request), document in zip(rows, shown, strict=False):
+        document |= senders.get(request.request_id, {})
     return Own(shown, max(num, len(shown)))
+
+
+def _own_by_viewer(
+    viewers: Sequence[Viewer], rows: Sequence[Row], http_of: dict[str, HttpRequest], found: Found
+) -> dict[Viewer, Own]:
+    """What each viewer sees of the requests, the oldest first."""
+    nums = Counter(http.owner for http in http_of.values())
+    own: dict[Viewer, Own] = {
+        viewer: Own([], nums[viewer]) for viewer in viewers if viewer is not None
+    }
+    for core, request in rows:
+        http = http_of.get(request.request_id)
+        if http is not None and http.owner in own:
+            shown = own[http.owner].requests
+            if len(shown) < MOST_REQUESTS:
+                shown.append(_request(core, request, http_of, http.owner))
+    if None in viewers:
+        own[None] = _all(rows, http_of, found)
+    return own
 
 
 def _senders(live: Sequence[LiveRequest]) -> dict[str, dict[str, str]]:
