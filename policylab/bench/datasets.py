@@ -123,7 +123,11 @@ def read_sharegpt(path: Path, words: Words, output_len: int | None) -> Texts:
         pairs = [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) > 1]
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise _unreadable(path, error, SHAREGPT_EXAMPLE) from error
-    rows = [(ask, words.count(ask), output_len or words.count(answer)) for ask, answer in pairs]
+    rows = [
+        (ask, words.count(ask), output_len or words.count(answer))
+        for ask, answer in pairs
+        if ask.strip() and answer.strip()  # others would have no token
+    ]
     return _texts(path, rows, SHAREGPT_EXAMPLE)
 
 

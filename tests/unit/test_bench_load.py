@@ -17,7 +17,7 @@ from engine.assets import BOX_MODEL
 from engine.cli.main import main
 from policylab.bench.answers import Answer, UnreadableAnswer, read_chunk
 from policylab.bench.client import Row
-from policylab.bench.datasets import PrefixRepetition, Random, arrive, due_times
+from policylab.bench.datasets import PrefixRepetition, Random, arrive, due_times, read_sharegpt
 from policylab.bench.figures import figures, longest_silence, read_promises, summary, values_of
 from policylab.bench.loops import Form, Played
 from policylab.bench.picture import picture
@@ -65,6 +65,15 @@ def test_text_of_a_tokenizer_has_the_number_of_tokens(seed: int) -> None:
     for length in (1, 7, 100):
         text = words.text([dice.randrange(50_000) for _ in range(length)])
         assert words.count(text) == length
+
+
+def test_conversations_without_a_question_or_an_answer_are_left_out(tmp_path: Path) -> None:
+    file, words = tmp_path / "talks.json", Words.of(BOX_MODEL)
+    talks = [("hello there", ""), (" ", "fine"), ("how are you", "fine thanks"), ("alone",)]
+    each = [{"conversations": [{"value": text} for text in talk]} for talk in talks]
+    file.write_text(json.dumps(each))
+    counts = words.count("how are you"), words.count("fine thanks")
+    assert read_sharegpt(file, words, None).rows == (("how are you", *counts),)
 
 
 def test_bodies_say_what_the_options_say() -> None:
