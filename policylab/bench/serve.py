@@ -30,7 +30,7 @@ from policylab.bench.loops import VOCABULARY, Form, Played, play
 from policylab.bench.picture import picture
 from policylab.bench.target import Target, find_target
 from policylab.bench.words import COMMON, Words
-from policylab.bench.workload import workload_of
+from policylab.sim.workloads import find_workload
 
 SUMMARY = "Requests to a server of OpenAI's API: rates, latencies, promises kept, errors."
 NUM_PROMPTS = 1000
@@ -285,7 +285,8 @@ def _warm_up(parsed: argparse.Namespace, target: Target, form: Form) -> None:
 def _requests(parsed: argparse.Namespace, words: Words) -> tuple[Requests, bool]:
     """The requests of the command line, and whether the lengths of answers are made up."""
     if parsed.workload is not None:
-        workload = workload_of(parsed.workload, parsed.num_prompts)
+        given = {} if parsed.num_prompts is None else {"num_requests": parsed.num_prompts}
+        workload = find_workload(parsed.workload, **given)
         if parsed.request_rate is not None and workload.natural_rate is None:
             raise ConfigError(
                 f"--request-rate is {parsed.request_rate:g}, but the workload {workload.kind} is a "

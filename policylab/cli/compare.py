@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads",
         metavar="X,Y,...",
-        help=f"arrival rates as shares of the rate that fcfs can serve; default: {lab.LOAD}",
+        help="arrival rates as shares of the rate that fcfs can serve; default: "
+        f"{lab.LOAD_BY_DEFAULT}",
     )
     lab.add_rate_and_seeds(parser, in_place_of="--loads", num_seeds=10)
     parser.add_argument(
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run with several values of an option of the engine, workload or scheduler",
     )
     parser.add_argument(
-        "--figures", metavar="NAMES", help=f"print only these; of: {', '.join(NAMES)}"
+        "--figures",
+        metavar="NAMES",
+        help=f"print only these, and plot them over the load; of: {', '.join(NAMES)}",
     )
     parser.add_argument(
         "--capacity",
@@ -85,6 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
     workload = lab.workload_of(parsed)
     engine = lab.engine_of(parsed, lab.log_of(workload))
     _check(parsed)
+    rate = lab.rate_of(parsed.rate, workload)
     shown = _figures(parsed.figures)
     policies = [lab.variant(text, "POLICY") for text in parsed.policies]
     if parsed.worst is not None:
@@ -93,8 +97,8 @@ def run(parsed: argparse.Namespace) -> int:
         policies=policies,
         workload=workload,
         engine=engine,
-        loads=_loads(parsed.loads) or loads_of(None, parsed.rate, workload),
-        rate=parsed.rate,
+        loads=_loads(parsed.loads) or loads_of(None, rate, workload),
+        rate=rate,
         seeds=seeds_from(parsed.seed, parsed.seeds),
         slo=slo(parsed.slo) if parsed.slo else [],
         sweep=swept(parsed.sweep) if parsed.sweep else None,
@@ -197,7 +201,8 @@ def described(cell: Cell, shown: list[str]) -> Iterable[str]:
             what = next(e.window.growing for e in cell.figures[place] if e.is_overloaded)
             yield (
                 f"{name}: overloaded with {over} of {seeds} seeds, as {what} grows to the end: its "
-                "latencies have no means"
+                "latencies have no means; give more --requests if it is chance, or --whole to "
+                "count all"
             )
     yield from cell.collapses()
 

@@ -33,6 +33,7 @@ from policylab.sim.workloads.steps_log import StepsLog
 
 NUM_REQUESTS = 2000  # with fewer, half of them would only fill the empty engine
 LOAD = 0.9
+LOAD_BY_DEFAULT = f"{LOAD}; for files and closed loops their own arrivals"
 EXAMPLE = "edf(default_deadline=5)"
 
 
@@ -43,7 +44,8 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
         "--workload",
         default="log-uniform",
         metavar="W",
-        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)'; "
+        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)', or a file "
+        "(step log, trace, what `metronome workload --out` wrote); "
         "`metronome workload --list` lists them; default: %(default)s",
     )
     group.add_argument(
@@ -77,8 +79,8 @@ def add_rate_and_seeds(
 ) -> None:
     """Add --rate, --seeds and --jobs. in_place_of: name of the load option that --rate replaces;
     num_seeds: default of --seeds."""
-    rate = f"requests per second, in place of {in_place_of}"
-    parser.add_argument("--rate", type=float, metavar="R", help=rate)
+    rate = f"requests per second, in place of {in_place_of}; own: the workload's rate"
+    parser.add_argument("--rate", metavar="R", help=rate)
     seeds = "number of seeds; default: %(default)s"
     parser.add_argument("--seeds", type=int, default=num_seeds, metavar="N", help=seeds)
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
@@ -175,7 +177,7 @@ def _add_adapters(group: argparse._ArgumentGroup) -> None:
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """Returns the workload of the command line: a named one, or a step log given by its path."""
+    """Returns the workload of the command line: a named one, or a file given by its path."""
     given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
@@ -186,12 +188,21 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
     }
     given = {name: value for name, value in given.items() if value is not None}
     text = parsed.workload
-    if "(" not in text and Path(text).is_file():
-        return find_workload("steps-log", path=text, **given)
     kind = WORKLOADS.get(call(text, "--workload", EXAMPLE)[0])
     if kind is not None and not issubclass(kind, FileWorkload):
         given.setdefault("num_requests", NUM_REQUESTS)
     return find_workload(text, **given)
+
+
+def rate_of(text: str | None, workload: Workload) -> float | None:
+    """Returns the requests per second that --rate gives; ``None`` without it, or if the workload
+    has none. Raises ``ConfigError``."""
+    if text is None or text == "own":
+        return None if text is None else workload.natural_rate
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--rate is {text!r}, must be a number above 0 or 'own'") from error
 
 
 def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:

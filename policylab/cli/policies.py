@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         type=float,
         metavar="X",
-        help=f"arrival rate as a share of the rate that fcfs can serve; default: {lab.LOAD}",
+        help="arrival rate as a share of the rate that fcfs can serve; default: "
+        f"{lab.LOAD_BY_DEFAULT}",
     )
     lab.add_rate_and_seeds(parser, in_place_of="--load", num_seeds=1)
     parser.add_argument("--json", action="store_true", help="all figures, as JSON")
@@ -71,6 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
     workload = lab.workload_of(parsed)
     lab.one_of(parsed, "json", "csv", "the output format")
     lab.one_of(parsed, "load", "rate", "the arrival rate")
+    rate = lab.rate_of(parsed.rate, workload)
     engine = lab.engine_of(parsed, lab.log_of(workload))
     policies = lab.variants(parsed.policies)
     [cell] = compare(
@@ -78,8 +80,8 @@ def run(parsed: argparse.Namespace) -> int:
             policies=policies,
             workload=workload,
             engine=engine,
-            loads=loads_of(parsed.load, parsed.rate, workload),
-            rate=parsed.rate,
+            loads=loads_of(parsed.load, rate, workload),
+            rate=rate,
             seeds=seeds_from(parsed.seed, parsed.seeds),
             slo=slo(parsed.slo) if parsed.slo else [],
         ),
@@ -233,7 +235,7 @@ def _warnings(name: str, column: list[Figures]) -> Iterable[str]:
         part = "" if len(column) == 1 else f" with {short} of {len(column)} seeds"
         yield (
             f"{name}: about half of the requests were warm-up{part}, and it may not be over: "
-            "give more --requests"
+            "give more --requests; of a file, `metronome compare --whole` counts all"
         )
     if refused := sum(each.num_refused for each in column):
         yield f"{name}: {refused} requests were refused or failed"

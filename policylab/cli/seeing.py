@@ -116,12 +116,22 @@ def _written(
 ) -> list[str]:
     """Write the page and the plots that the options name. Returns lines for the user."""
     limits = slo(parsed.slo) if parsed.slo else []
+    more = [name.strip() for name in (getattr(parsed, "figures", None) or "").split(",")]
+    more = [name for name in more if name]
     lines = []
     if parsed.report is not None:
-        write_report(parsed.report, runs, points=points, slo=limits, title=title, left_out=left_out)
+        write_report(
+            parsed.report,
+            runs,
+            points=points,
+            slo=limits,
+            title=title,
+            left_out=left_out,
+            figures=more,
+        )
         lines.append(f"report: {parsed.report}")
     if parsed.plots is not None:
-        charts = charts_of(runs, points=points, slo=limits)
+        charts = charts_of(runs, points=points, slo=limits, figures=more)
         lines += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts)]
     return lines
 

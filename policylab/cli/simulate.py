@@ -35,7 +35,7 @@ from policylab.sim.kv_groups import listed
 from policylab.sim.promises import slo
 from policylab.sim.real import run_real
 from policylab.sim.recorded import Log, resimulate
-from policylab.sim.run import PolicyVariant, Run, check, rate_at
+from policylab.sim.run import PolicyVariant, Run, capacity_of, check, rate_at
 from policylab.sim.run import run as simulate
 from policylab.sim.steady import AT_ONCE, BACKLOG, STEADY
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         type=float,
         metavar="X",
-        help=f"arrival rate as a share of the rate fcfs can serve; default: {lab.LOAD}",
+        help=f"arrival rate as a share of the rate fcfs can serve; default: {lab.LOAD_BY_DEFAULT}",
     )
     parser.add_argument("--rate", metavar="R", help="requests per second; own: the workload's rate")
     parser.add_argument(
@@ -127,7 +127,7 @@ def _simulated(parsed: argparse.Namespace) -> Run:
     engine = lab.engine_of(parsed, log)
     policy = _policy(parsed.policy, log)
     check([policy], workload, engine)
-    rate = _rate(parsed.rate)
+    rate = lab.rate_of(parsed.rate, workload)
     check_rate(rate)
     loads = loads_of(parsed.load, rate, workload) if parsed.rate is None else None
     load = loads[0] if loads else None
@@ -146,7 +146,11 @@ def _simulated(parsed: argparse.Namespace) -> Run:
             **given,
         )
     given = {"rate": rate} if load is None else {"load": load}
-    return simulate(policy, workload, engine, seed=parsed.seed, steps=parsed.steps, **given)
+    made = simulate(policy, workload, engine, seed=parsed.seed, steps=parsed.steps, **given)
+    is_own = parsed.rate in (None, "own") and load is None
+    if is_own and workload.natural_rate is not None:
+        made.head["capacity"] = capacity_of(workload, engine)
+    return made
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -214,15 +218,6 @@ def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
     return again
 
 
-def _rate(text: str | None) -> float | None:
-    if text is None or text == "own":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"--rate is {text!r}, must be a number above 0 or 'own'") from error
-
-
 def as_data(run: Run, found: Figures) -> dict[str, Any]:
     """Returns all figures as plain data for JSON, with [low, high] intervals of latencies."""
     return {
@@ -267,6 +262,8 @@ def _of_which(run: Run) -> Iterable[str]:
     comes = "" if rate is None else f", {rate:.4g} per second" if rate < 1e300 else ", all at once"
     if load is not None and rate is not None:
         comes += f" (load {load:g}; fcfs can serve {rate / load:.4g})"
+    elif capacity := head.get("capacity"):
+        comes += f" (fcfs can serve {capacity:.4g})"
     yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
 
 
@@ -286,7 +283,8 @@ def _period(found: Figures) -> str:
             f"{summary}; overloaded: {period.growing} grows to the end, so there are no means; "
             "--whole counts all requests"
         )
-    short = " (about half: give more --requests)" if period.is_short else ""
+    short = " (about half: give more --requests; of a file, --whole counts all)"
+    short = short if period.is_short else ""
     return (
         f"{summary}; {found.num_counted} count: the first {period.num_warmup} are warm-up{short}, "
         f"and the period ends with the last arrival, {period.end:.1f} s"
@@ -384,6 +382,13 @@ def _users(found: Figures) -> Iterable[tuple[str, ...]]:
 
 
 def _remarks(run: Run, found: Figures) -> Iterable[str]:
+    rate, capacity = run.head.get("rate") or 0.0, run.head.get("capacity") or inf
+    if rate > capacity and found.window.state == STEADY:
+        yield (
+            f"requests come {rate / capacity:.2f} times as fast as fcfs can serve them: the queue "
+            "grows, so latencies depend on the length of the run; a lower --rate or --load has "
+            "means, --whole counts all requests"
+        )
     if found.service is not None:
         even = lab.number(found.service.jain)
         gap, bound = found.service.gap, found.service.bound

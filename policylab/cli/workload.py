@@ -2,7 +2,7 @@
 
 A workload is named with options, as in ``"azure-conv(num_requests=5000,num_users=50)"``; --list
 prints all names. The same seed gives the same requests. A file that --out wrote is itself a
-workload: ``"jsonl(path='requests.jsonl')"``.
+workload: ``requests.jsonl``, or with options ``"jsonl(path='requests.jsonl',num_users=5)"``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workload",
         nargs="?",
         metavar="W",
-        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)'",
+        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)', or a file: "
+        "a step log, a trace, what --out wrote",
     )
     parser.add_argument("--list", action="store_true", help="list all kinds and their options")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")

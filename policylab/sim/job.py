@@ -25,6 +25,9 @@ ANSWER = "answer:"
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+OWN = 0
+"""``max_tokens`` of a job whose caller knows the output length."""
+
 TABLE_LENGTH = 1 << 20  # drawn once; each text is a part of this table
 NUM_OWN = 2  # first tokens of a text, which are unique to it
 NUM_WORDS = VOCABULARY - FIRST_TOKEN
@@ -65,7 +68,8 @@ class Job:
     hints: Mapping[str, Any] = field(default_factory=dict)
     """Further hints for policies; ``hints_for`` adds others."""
     max_tokens: int | None = None
-    """The requested maximum of output tokens; ``None``: that of the workload."""
+    """The requested maximum of output tokens; ``None``: that of the workload; ``OWN``: its output
+    length."""
     is_pooled: bool = False
     """True if its result is a vector, which takes the place of its only output token."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -76,10 +80,17 @@ class Job:
         """The number of prompt tokens."""
         return sum(span.length for span in self.prompt)
 
+    def limit(self, max_tokens: int) -> int:
+        """Returns the requested maximum of output tokens. ``max_tokens``: that of the workload."""
+        if self.is_pooled:
+            return 1
+        own = self.num_output if self.max_tokens == OWN else self.max_tokens
+        return max_tokens if own is None else own
+
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
         """Returns the job as a request. ``max_tokens``: limit of output tokens if the job sets
         none; ``tell_length``: the request's hints include its output length."""
-        max_tokens = 1 if self.is_pooled else self.max_tokens or max_tokens
+        max_tokens = self.limit(max_tokens)
         return AddRequest(
             self.request_id,
             self.tokens(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -119,6 +120,9 @@ def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any)
     """The arguments of a real engine that correspond to the simulated ``engine``; ``options``
     override them."""
     name, policy_options = policy if isinstance(policy, PolicyVariant) else (policy, {})
+    known = {option.name for option in fields(EngineArgs)}
+    # A step log also has options that no user gives: the real engine derives them again.
+    scheduler = {name: value for name, value in engine.scheduler.items() if name in known}
     report: dict[str, Any] = {
         "scheduling_policy": name,
         "policy_options": dict(policy_options),
@@ -133,7 +137,7 @@ def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any)
         "user_weights": weights_for(name, dict(policy_options), workload),
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        **engine.scheduler,
+        **scheduler,
     }
     return EngineArgs(**{**report, **options})
 
@@ -217,7 +221,7 @@ class _RealRun:
 
     def _params(self, job: Job) -> SamplingParams:
         return SamplingParams(
-            max_tokens=job.max_tokens or self._max_tokens,
+            max_tokens=job.limit(self._max_tokens),
             temperature=0.0,
             ignore_eos=True,
             stop_token_ids=[STOP],

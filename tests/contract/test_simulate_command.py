@@ -92,6 +92,18 @@ def test_a_workload_comes_at_its_own_rate_if_that_is_asked_for(
     assert Run.read(path).head["rate"] == pytest.approx(5.53, rel=0.01)
 
 
+def test_a_file_that_is_too_fast_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.csv"
+    lines = [f"{number / 20},800,100" for number in range(70)]  # too few to see a queue grow
+    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *lines]))
+    over = told(capsys, "--workload", str(path))
+    assert "(fcfs can serve " in over and "times as fast as fcfs can serve them" in over
+    assert "times as fast" not in told(capsys, "--workload", str(path), "--whole")
+    assert "times as fast" not in told(capsys, "--workload", f"vidur-csv(path='{path}',speed=0.1)")
+
+
 def damaged(tmp_path: Path, text: str) -> str:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)

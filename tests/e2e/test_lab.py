@@ -78,7 +78,10 @@ def test_from_a_log_to_a_profile_to_a_simulation(
     done, path = served["fcfs", 1]
     out = tmp_path / "box.json"
     assert main(["calibrate", str(path), "--out", str(out), "--name", "box"]) == 0
-    assert "all steps:" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "all steps:" in told and "fitted to half of the steps" in told
+    profile = read_profile(out)
+    assert ("warning: the median error" in told) == (profile.report["all"]["median"] > 0.1)
     engine = engine_of(read_log(path).header, read_profile(out))
     assert (engine.max_num_seqs, engine.num_blocks) == (12, 70)
     again = run("fcfs", WORKLOAD, engine, seed=3, rate=500.0)
@@ -121,7 +124,7 @@ def test_what_another_policy_would_have_done_to_served_traffic(
         (["--real"], "--real needs an arrival rate: give --rate"),
         (["--model", "x"], "--model needs a run in real time; add --real"),
         (["--real", "--rate", "1", "--steps"], "--steps needs a simulated run"),
-        (["--workload", "nowhere.log"], "workload 'nowhere.log' is not known"),
+        (["--workload", "nowhere.log"], "workload 'nowhere.log' is neither a known name"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -149,3 +152,10 @@ def test_real_time_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert told[1].startswith("20 requests, 20 done") and Run.read(out).head["kind"] == "real"
     assert read_log(log).run.requests.done.all()
+    again = ["--workload", str(log), "--rate", "own"]
+    real = simulate(capsys, *again, "--real", "--out", str(tmp_path / "again.jsonl"))
+    assert real[1].startswith("20 requests, 20 done")
+    plots = ["--beside", str(tmp_path / "again.jsonl"), "--plots", str(tmp_path / "plots")]
+    simulated = simulate(capsys, *again, *plots)
+    assert "(fcfs can serve " in simulated[0]
+    assert (tmp_path / "plots" / "error.csv").is_file()

@@ -22,8 +22,8 @@ from policylab.bench.figures import figures, longest_silence, read_promises, sum
 from policylab.bench.loops import Form, Played
 from policylab.bench.picture import picture
 from policylab.bench.words import COMMON, Words
-from policylab.bench.workload import workload_of
 from policylab.sim.job import Job, Span
+from policylab.sim.workloads import find_workload
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -226,11 +226,11 @@ def test_a_silence_counts_only_while_requests_run() -> None:
 def test_files_of_the_lab_and_of_traces_are_workloads(tmp_path: Path) -> None:
     azure = tmp_path / "azure.csv"
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.1,374,44\n")
-    assert next(iter(workload_of(str(azure), None).source(0))).num_output == 44
+    assert next(iter(find_workload(str(azure)).source(0))).num_output == 44
     made = tmp_path / "made.jsonl"
     assert main(["workload", "log-uniform(num_requests=3)", "--out", str(made)]) == 0
-    assert len(list(workload_of(str(made), None).source(0))) == 3
-    assert len(list(workload_of("azure-conv", 7).source(0))) == 7
+    assert len(list(find_workload(str(made)).source(0))) == 3
+    assert len(list(find_workload("azure-conv", num_requests=7).source(0))) == 7
 
 
 @pytest.mark.parametrize(

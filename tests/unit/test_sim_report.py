@@ -267,6 +267,9 @@ def test_a_comparison_has_curves_over_load(tmp_path: Path) -> None:
     ]
     for row, (name, load, value) in zip(rows[1:], wanted, strict=True):
         assert (row[0], row[1]) == (name, load) and row[2] == pytest.approx(value, abs=1e-8)
+    more = charts_of([], points=points, figures=["slowdown.p99", "ttft.p99"])
+    keys = [chart.key for chart in more]
+    assert "load-slowdown-p99" in keys and keys.count("load-ttft-p99") == 1
     assert read_report(path)["rankings"][0] == [
         "seconds",
         "at load 0.5, 1 seed",

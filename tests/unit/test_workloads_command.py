@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.main import main
-from policylab.sim.workloads import WORKLOADS
+from policylab.sim.workloads import WORKLOADS, find_workload
 from policylab.sim.workloads.arrivals import ARRIVALS
 
 
@@ -74,6 +74,8 @@ def test_the_page_names_all_kinds_and_options() -> None:
     [
         ([], "no workload is named"),
         (["arxive"], "did you mean 'arxiv'"),
+        (["no.log"], "workload 'no.log' is neither a known name nor a file"),
+        (["log-uniform(max_tokens='shortest')"], "must be 'longest' (longest output"),
         (["arxiv", "--rate", "0"], "--rate is 0, must be above 0"),
         (["arxiv", "--block-size", "0"], "--block-size is 0, must be 1 or more"),
         (["arxiv", "--out", "no/such/folder"], "no/such/folder cannot be written"),
@@ -84,3 +86,41 @@ def test_mistakes_are_named(
 ) -> None:
     assert main(["workload", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_is_a_workload_by_its_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,3\n1.5,20,7\n")
+    assert main(["workload", str(mine), "--out", str(tmp_path / "mine.jsonl")]) == 0
+    assert "vidur-csv(path=" in capsys.readouterr().out
+    assert main(["workload", str(tmp_path / "mine.jsonl")]) == 0
+    assert "2 requests in 1.5 s" in capsys.readouterr().out
+    assert main(["simulate", "--workload", str(mine)]) == 0
+    assert "2 requests, 2 done" in capsys.readouterr().out
+    mine.write_text("prompt,output\n9,3\n")
+    for command in (["workload"], ["simulate", "--workload"]):
+        assert main([*command, str(mine)]) == 2
+        said = capsys.readouterr().err
+        assert "its first line, 'prompt,output', is that of no known format" in said
+        for head in said.partition("first lines that work are: ")[2].split("; "):
+            works = tmp_path / "works"
+            works.write_text(head.rpartition(" (")[0] + "\n")
+            assert main(["workload", str(works)]) == 2
+            assert "contains no request" in capsys.readouterr().err
+
+
+def test_max_tokens_may_be_the_length_of_each_request(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    assert (
+        main(["workload", "log-uniform(num_requests=9,max_tokens='own')", "--out", str(path)]) == 0
+    )
+    for workload in (
+        find_workload("log-uniform", num_requests=9, max_tokens="own"),
+        find_workload(str(path)),
+    ):
+        for job in workload.source(0):
+            assert job.request(workload.max_output).max_tokens == job.num_output
+    longest = find_workload("log-uniform", num_requests=9)
+    assert {job.request(512).max_tokens for job in longest.source(0)} == {512}

@@ -22,7 +22,7 @@ from policylab.sim.run import Engine, run
 from policylab.sim.worker import StepCost, TimedWorker, VirtualClock
 from policylab.sim.workloads import find_workload
 from policylab.sim.workloads.describe import as_if_served
-from policylab.sim.workloads.jsonl import FORMAT, Head, write
+from policylab.sim.workloads.jsonl import EXAMPLE, FORMAT, Head, write
 from policylab.sim.workloads.reuse import PrefixReuse
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -48,6 +48,9 @@ VIDUR_LENGTHS = """,num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_rat
 0,100,10,110,10.0
 1,200,20,220,10.0
 """
+
+
+UNKNOWN_KEY = '{"id":"a","arrival":0,"prompt":[["t",3,0]],"output":2,"deadlin":5}'
 
 
 def mooncake(*rows: tuple[float, int, int, list[int]]) -> str:
@@ -249,7 +252,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
         (
             "azure-csv",
             AZURE.replace("ContextTokens", "Context"),
-            "line 1: the head is .* with",
+            "line 1: the head is .*, must be TIMESTAMP,ContextTokens,GeneratedTokens",
         ),
         (
             "burstgpt-csv",
@@ -265,6 +268,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
         ("mooncake-jsonl", MOONCAKE.replace('"output_length": 7', '"out": 7'), "line 3: the line "),
         ("mooncake-jsonl", MOONCAKE + "{", "line 5: the line is '{', must be a request"),
         ("jsonl", MOONCAKE, "line 1: the line is .*, must be the head of a workload"),
+        ("jsonl", f"{EXAMPLE}\n{UNKNOWN_KEY}", "line 2: the line is .*unknown field `deadlin`"),
         ("jsonl", '{"metronome":"workload","format":9,"workload":"a","seed":0}', "has format 9"),
         ("steps-log", AZURE, "is not a step log"),
     ],

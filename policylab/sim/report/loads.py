@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite, nan
 
 from policylab.sim.estimate import Estimate
-from policylab.sim.figures import LATENCIES
+from policylab.sim.figures import LATENCIES, is_better_small
 from policylab.sim.report.charts import BOTH, DOTS, Chart, Level, Lines, Series
 from policylab.sim.report.subjects import Point
 
@@ -18,12 +18,21 @@ CURVES = {
 }
 
 
-def over_load(points: Sequence[Point]) -> Iterator[Chart]:
-    """Charts of latencies, throughput, attainment and goodput, with the load as x axis."""
+STATISTICS = ("mean", "p50", "p99")
+SHOWN = (
+    *(f"{kind}.{statistic}" for kind in CURVES for statistic in STATISTICS),
+    *("tokens_per_second", "attainment", "goodput", "recomputed"),
+)
+"""Figures that always have a chart."""
+
+
+def over_load(points: Sequence[Point], figures: Sequence[str] = ()) -> Iterator[Chart]:
+    """Charts of latencies, throughput, attainment and goodput, and of the other ``figures``, with
+    the load as x axis."""
     label = x_label(points)
     is_apart = _mark(points) == DOTS
     for kind, words in CURVES.items():
-        for statistic in ("mean", "p50", "p99"):
+        for statistic in STATISTICS:
             yield Lines(
                 key=f"load-{kind}-{statistic}",
                 title=f"{words.capitalize()}, {statistic}, over load",
@@ -75,6 +84,17 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
             is_share=is_share,
             is_apart=is_apart,
         )
+    for name in figures:
+        if name not in SHOWN:
+            yield Lines(
+                key=f"load-{name.replace('.', '-')}",
+                title=f"{name} over load",
+                caption=f"{'Lower' if is_better_small(name) else 'Higher'} is better.",
+                x_label=label,
+                y_label=name,
+                series=_series(points, name),
+                is_apart=is_apart,
+            )
 
 
 def x_label(points: Sequence[Point]) -> str:

@@ -30,16 +30,18 @@ def write_report(
     slo: Sequence[Limit] = (),
     title: str = "Metronome: what a run looks like",
     left_out: Mapping[str, str] = MappingProxyType({}),
+    figures: Sequence[str] = (),
 ) -> None:
     """Write an HTML page about the runs.
 
     ``points``: the results of a comparison, one for each policy and load; by default one for each
     run with an arrival rate. ``slo``: latency limits for every request, in place of its own.
-    ``left_out``: names of policies without figures, with the reasons. A run with recorded steps
+    ``left_out``: names of policies without figures, with the reasons. ``figures``: names of more
+    figures to plot over the load. A run with recorded steps
     gets a timeline. Raises ``ConfigError`` if the file cannot be written."""
     found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
-    sections = list(_sections(found, points, slo))
+    sections = list(_sections(found, points, slo, figures))
     charts = [chart for _, _, each in sections for chart in each]
     missing = {**left_out, **{run.policy: run.not_own for run in runs if run.not_own}}
     text = page(title, found, sections, data_of(found, points, charts, missing))
@@ -50,11 +52,15 @@ def write_report(
 
 
 def charts_of(
-    runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
+    runs: Sequence[Run],
+    *,
+    points: Sequence[Point] = (),
+    slo: Sequence[Limit] = (),
+    figures: Sequence[str] = (),
 ) -> list[Chart]:
     """All charts of the runs that are not empty. The arguments are those of ``write_report``."""
     found = subjects(runs, slo, points)
-    sections = _sections(found, list(points) or points_of(found), slo)
+    sections = _sections(found, list(points) or points_of(found), slo, figures)
     return [chart for _, _, each in sections for chart in each]
 
 
@@ -92,7 +98,10 @@ def write_plots(
 
 
 def _sections(
-    found: Sequence[Subject], points: Sequence[Point], slo: Sequence[Limit]
+    found: Sequence[Subject],
+    points: Sequence[Point],
+    slo: Sequence[Limit],
+    figures: Sequence[str],
 ) -> Iterator[Section]:
     if len({point.rate for point in points}) > 1:
         yield (
@@ -100,7 +109,7 @@ def _sections(
             "How each policy performs as the arrival rate grows: where it becomes slow, and where "
             "it collapses. Dots are means over seeds, bars 95 % intervals; an arrow at the end "
             "of a bar means that it continues beyond the picture. No bar: a single seed.",
-            shown([*loads.over_load(points), *loads.pareto(points)]),
+            shown([*loads.over_load(points, figures), *loads.pareto(points)]),
         )
     yield (
         "Simulated against real",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
@@ -11,6 +12,7 @@ from policylab.sim.named import call, check_options, entry_of
 from policylab.sim.workloads.closed_loop import ClosedLoop
 from policylab.sim.workloads.csv_files import AzureCSV, BurstGPTCSV, VidurCSV
 from policylab.sim.workloads.jsonl import JSONL
+from policylab.sim.workloads.kinds_of_files import kind_of_file
 from policylab.sim.workloads.log_uniform import LogUniform
 from policylab.sim.workloads.mooncake import MooncakeConv, MooncakeSynthetic
 from policylab.sim.workloads.mooncake_jsonl import MooncakeJSONL
@@ -32,11 +34,16 @@ WORKLOADS: dict[str, type[Workload]] = {kind.kind: kind for kind in KINDS}
 
 
 def find_workload(text: str, **options: Any) -> Workload:
-    """Make the workload described by a text such as ``name(option=value, ...)``. ``options`` are
-    defaults for options that the text does not set.
+    """Make the workload described by a text such as ``name(option=value, ...)``, or by the path of
+    a file of a known format. ``options`` are defaults for options that the text does not set.
 
     Raises ``ConfigError`` for unknown names and options and for invalid values."""
     name, given = call(text, "--workload", "log-uniform(num_requests=1000)")
+    if name not in WORKLOADS and "(" not in text:
+        if Path(text).is_file():
+            name, given = kind_of_file(text), {"path": text}
+        elif "/" in text or Path(text).suffix:
+            raise ConfigError(f"workload {text!r} is neither a known name nor a file")
     kind = entry_of("workload", name, WORKLOADS)
     given = {**options, **given}
     check_options(f"workload {name!r}", given, [option.name for option in fields(kind)])

@@ -24,6 +24,7 @@ from policylab.sim.workloads.reader import (
 )
 
 FORMAT = 1
+EXAMPLE = '{"metronome":"workload","format":1,"workload":"mine","seed":0}'
 
 
 class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workload"):
@@ -35,7 +36,7 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
     rate: float | None = None
 
 
-class JsonLine(msgspec.Struct, omit_defaults=True):
+class JsonLine(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """One request in a workload file. ``prompt``: pieces (name, length, start) of named texts, in
     tokens. ``texts``: token ids of the texts that are not made up. The rest as in ``Job``."""
 
@@ -106,7 +107,7 @@ class JSONL(FileWorkload):
         try:
             head = msgspec.json.decode(text, type=Head)
         except msgspec.DecodeError as error:
-            expected = 'the head of a workload, as in {"metronome":"workload","format":1,...}'
+            expected = f"the head of a workload, as in {EXAMPLE}"
             raise JobPlace(self.path, 1).error("the line", text.strip(), expected) from error
         if head.format != FORMAT:
             raise ConfigError(

@@ -184,7 +184,12 @@ def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]
         try:
             head = [name.strip() for name in next(lines, [])]
             if missing := [name for name in columns if name not in head]:
-                raise JobPlace(path, 1).error("the head", ",".join(head), f"with {missing[0]!r}")
+                raise JobPlace(path, 1).error(
+                    "the head",
+                    ",".join(head),
+                    f"{','.join(columns)}, in any order, with other columns or without: "
+                    f"{missing[0]!r} is missing",
+                )
             for cells in lines:
                 place = JobPlace(path, lines.line_num)
                 if not cells:

@@ -101,6 +101,9 @@ class Workload(ABC):
     """The least and the greatest deadline, in seconds after arrival; log-uniform in between."""
     num_priorities: int = 0
     """How many priorities there are, numbered from 0, with equal shares of the requests."""
+    max_tokens: str = "longest"
+    """The ``max_tokens`` of requests: ``longest``, the workload's longest output (in a file, that
+    of the request, if it has one), or ``own``, the request's own output length."""
     num_adapters: int = 0
     """The number of LoRA adapters, named ``adapter0``, ``adapter1``, ...; 0: none is used."""
     adapter_skew: float = 1.0
@@ -115,7 +118,7 @@ class Workload(ABC):
 
     @property
     def tags(self) -> Tags:
-        """The workload's options for users, tiers, deadlines, priorities and adapters."""
+        """The workload's options for users, tiers, deadlines, priorities, limits and adapters."""
         counts_by_default = self.num_users == type(self).num_users
         return Tags(
             users=read_users(self.users),
@@ -125,6 +128,7 @@ class Workload(ABC):
             user_skew=self.user_skew,
             deadlines=self.deadlines,
             num_priorities=self.num_priorities,
+            max_tokens=self.max_tokens,
             num_adapters=self.num_adapters,
             adapter_skew=self.adapter_skew,
             base_share=self.base_share,
@@ -150,7 +154,8 @@ class Workload(ABC):
     @property
     @abstractmethod
     def max_output(self) -> int:
-        """The ``max_tokens`` of every request; each job has its own output length, at most this."""
+        """The largest possible number of output tokens, and the ``max_tokens`` of requests that set
+        none."""
 
     @abstractmethod
     def source(self, seed: int, rate: float | None = None) -> JobSource:

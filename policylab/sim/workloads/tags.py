@@ -1,13 +1,14 @@
-"""Options of all workloads for users, tiers, deadlines, priorities and adapters of requests.
+"""Options of all workloads for users, tiers, deadlines, priorities, limits and adapters.
 
 users="ann(share=3),bob(weight=2)"       num_users=100, user_skew=1.1
 tiers="chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,deadline=600,priority=1)"
 deadlines=(1, 60)                        num_priorities=3
-num_adapters=256, adapter_skew=1.0, base_share=0.2"""
+max_tokens="own"                         num_adapters=256, adapter_skew=1.0, base_share=0.2"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from math import inf, isfinite, log
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
+from policylab.sim.job import OWN
 from policylab.sim.named import call, check_number, check_options, split
 from policylab.sim.workloads.draws import CHUNK, RandomDraws
 
@@ -24,6 +26,7 @@ Rows = list[dict[str, Any]]
 MAX_USERS = 1_000_000
 MAX_ADAPTERS = 100_000
 MAX_SHARE = 1e9
+LONGEST, OWN_LENGTH = "longest", "own"  # values of the option max_tokens
 
 
 class User(NamedTuple):
@@ -111,7 +114,7 @@ def _named(
 
 
 class Tags(NamedTuple):
-    """The values of a workload's options for users, tiers, deadlines, priorities and adapters."""
+    """The values of a workload's options that describe requests apart from arrival and lengths."""
 
     users: dict[str, User]
     tiers: dict[str, Tier]
@@ -119,6 +122,7 @@ class Tags(NamedTuple):
     user_skew: float = 0.0
     deadlines: tuple[float, float] | None = None
     num_priorities: int = 0
+    max_tokens: str = LONGEST
     num_adapters: int = 0
     adapter_skew: float = 1.0
     base_share: float = 0.0
@@ -128,6 +132,11 @@ class Tags(NamedTuple):
         check_number("num_users", self.num_users, 0, MAX_USERS)
         check_number("user_skew", self.user_skew, 0, 10)
         check_number("num_priorities", self.num_priorities, 0, 1000)
+        if self.max_tokens not in (LONGEST, OWN_LENGTH):
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens!r}, must be {LONGEST!r} (longest output of the "
+                f"workload) or {OWN_LENGTH!r} (the output length of each request)"
+            )
         check_number("num_adapters", self.num_adapters, 0, MAX_ADAPTERS)
         check_number("adapter_skew", self.adapter_skew, 0, 10)
         check_number("base_share", self.base_share, 0, 1)
@@ -171,6 +180,8 @@ class Tags(NamedTuple):
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
             yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))
+        if self.max_tokens == OWN_LENGTH:
+            yield repeat([{"max_tokens": OWN}] * CHUNK)
         if self.deadlines is not None:
             yield _deadlines(dice.stream("deadlines"), *self.deadlines)
         if self.users:
