@@ -337,6 +337,11 @@ class Metrics(Collector):
             info = GaugeMetricFamily(name, "The KV pool of a core.", labels=labels)
             info.add_metric([self._model, tokens, blocks], 1)
             yield info
+        if policy := self._engine.scheduling_policy:
+            name, labels = "metronome_scheduling_policy_info", ["model_name", "policy"]
+            info = GaugeMetricFamily(name, "The scheduling policy.", labels=labels)
+            info.add_metric([self._model, policy], 1)
+            yield info
 
     def _of_front_end(self) -> Iterator[Metric]:
         counts, latencies = self._engine.counts, self._latencies

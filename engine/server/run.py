@@ -187,6 +187,8 @@ def assemble(
     kind = stack.enter_context(writing_requests(options.request_log))
     if engine.tokenizer is not None and engine.tokenizer.response_template is not None:
         check_private_parts(TRANSFORMERS)
+    if engine.scheduling_policy:
+        logger.info("requests are scheduled by policy %s", engine.scheduling_policy)
     limit_queue(engine, args, options.max_queue_seconds)
     names = names_of(config.model.model, options.served_model_name)
     operations = Operations(engine, keys, names.first, options.health_timeout)

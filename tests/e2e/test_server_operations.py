@@ -228,6 +228,7 @@ def test_each_value_has_both_names(server: Served) -> None:
     assert ("metronome_engine_up", ()) in samples
     info = next(labels for name, labels in samples if name == "vllm:cache_config_info")
     assert dict(info) == {"block_size": "16", "num_gpu_blocks": "400"}
+    assert values["metronome_scheduling_policy_info"] == {(("policy", "fcfs"),): 1.0}
     for name, buckets in values.items():
         if name.endswith("_bucket"):
             ordered = sorted((float(dict(labels)["le"]), num) for labels, num in buckets.items())
