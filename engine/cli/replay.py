@@ -54,6 +54,11 @@ def run(parsed: argparse.Namespace) -> int:
         changes["policy_options"] = parsed.policy_options
     logs = logs_of(parsed.log)
     are_equal = [_replay(log, parsed, changes, is_named=logs != [parsed.log]) for log in logs]
+    if parsed.policy is not None and not all(are_equal):
+        print(
+            "what the change is worth: metronome simulate --policy "
+            f"{parsed.policy} --workload {logs[0]} --rate own"
+        )
     return 0 if all(are_equal) else DIFFERENT
 
 

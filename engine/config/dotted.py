@@ -30,7 +30,7 @@ def load_dotted(path: str, option: str) -> Any:
 def _way_out(module: str, name: str, error: BaseException) -> str:
     """Return a suggestion for a dotted path that cannot be imported; "" without one."""
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-        return "; is its directory on sys.path?"
+        return "; start the command in the directory of the module, or set PYTHONPATH to it"
     own = vars(sys.modules[module]) if module in sys.modules else {}
     if not isinstance(error, AttributeError) or name in own:
         return ""

@@ -30,6 +30,7 @@ from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
 
 NOTHING = "nothing"
+SHOWN = 24  # characters of a request's id
 
 
 class PlanDifference(NamedTuple):
@@ -42,7 +43,8 @@ class PlanDifference(NamedTuple):
     now: str
 
     def __str__(self) -> str:
-        about = f", request {self.request_id}" if self.request_id else ""
+        shown = self.request_id[:SHOWN] + ("..." if len(self.request_id) > SHOWN else "")
+        about = f", request {shown}" if shown else ""
         return f"step {self.step}{about}: recorded {self.then}, now {self.now}"
 
 
@@ -56,7 +58,10 @@ class Replayed(NamedTuple):
     def __str__(self) -> str:
         if self.difference is None:
             return f"identical: {self.num_steps} steps, {self.num_requests} requests"
-        return f"first difference after {self.num_steps} identical steps: {self.difference}"
+        return (
+            f"first difference after {self.num_steps} identical steps, empty ones not counted: "
+            f"{self.difference}"
+        )
 
 
 class ReplayClock:
@@ -108,7 +113,14 @@ def _group(window: int, max_blocks: int, is_chunked: int = 0) -> Group:
 def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
     options = {**header.scheduler, **changes}
     _check_names(SchedulerConfig, options, "a scheduler")
-    _check_objects(options, "pass an equal object to replay()")
+    policy = options.get("scheduling_policy")
+    if isinstance(policy, str) and policy.startswith(OBJECT):
+        raise ConfigError(
+            f"scheduling_policy was given as an {policy}, whose arguments are not in the log; give "
+            f"`metronome replay` --policy {policy.removeprefix(OBJECT)} and --policy-options, or "
+            "record with the dotted path and policy_options"
+        )
+    _check_objects(options, "record with its class or dotted path")
     resources = options["resources"]
     if isinstance(resources, list):  # JSON has no tuples
         options["resources"] = tuple(resources)

@@ -14,6 +14,8 @@ from typing import Any
 
 from policylab.sim.calibrate import PredictionErrors, calibrate, samples_of
 
+MAX_MEDIAN = 0.1  # of a step's time; on an idle machine the median error is about 0.06
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -38,6 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     profile = calibrate(logs, name, {"logs": [str(log) for log in parsed.logs]})
     profile.write(parsed.out)
     report: Mapping[str, Any] = profile.report
+    print("errors of a profile fitted to half of the steps, in the other half:")
     for regime, judged in report.items():
         print(f"{regime + ' steps:':14} {PredictionErrors(**judged)}")
     host = profile.host
@@ -45,5 +48,11 @@ def run(parsed: argparse.Namespace) -> int:
         f"between steps: {1e6 * host.step:.0f} us, {1e6 * host.sequence:.1f} per request,"
         f" {1e6 * host.request:.0f} per added request"
     )
+    judged = report["all"]
+    if judged["median"] > MAX_MEDIAN:
+        print(
+            f"warning: the median error is above {100 * MAX_MEDIAN:.0f} %; probably other programs "
+            "kept the machine busy: record the log again on an idle one"
+        )
     print(f"{name}: {profile.source['steps']} steps, written to {parsed.out}")
     return 0

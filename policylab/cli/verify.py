@@ -39,7 +39,7 @@ from policylab.verify.swarm import (
     smallest,
 )
 from policylab.verify.trials import MIN_THROUGHPUT as MIN_THROUGHPUT_OF_ANY
-from policylab.verify.trials import TrialFailure, run_trials, statements
+from policylab.verify.trials import TrialFailure, Trials, run_trials, statements
 
 BATCH = 20  # seeds per task of a process
 VIOLATION = 1
@@ -326,6 +326,8 @@ def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) 
     for line in (*(f"by design: {each}" for each in trials.by_design), *trials.not_shown):
         print_plain(line)
     failures = trials.failures
+    if not failures:
+        print_plain(*_passed(trials), sep="\n")
     if parsed.has_load and not any(each.is_rule or each.excuse for each in failures):
         lines, more = _on_load(hunt)
         print_plain(*lines, sep="\n")
@@ -337,6 +339,17 @@ def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) 
             print_plain("\nthe smallest case found that shows the failure:\n")
             console.out(failure.program, highlight=False)
     return VIOLATION if failures else 0
+
+
+def _passed(trials: Trials) -> Iterator[str]:
+    """Yields lines about what was checked and holds."""
+    waited = None if trials.waited is None else trials.waited.num_steps
+    longest = "" if waited is None else f"; the request that waited longest ended in step {waited}"
+    yield "passed: all invariants of plans, outputs, blocks and queues, and these trials:"
+    yield f"  overload: better-ranked requests keep arriving{longest}"
+    yield "  crowds: equal shares of users, throughput, hooks, predictions"
+    yield "  memory: many small requests come and go"
+    yield "  repetition: the same plans next to a second engine and in other processes"
 
 
 def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:

@@ -401,6 +401,7 @@ def test_the_command_warns_of_a_policy_that_collapses(
     assert main(["verify", "--steps", "100", "--policy", policy]) == 0
     out = capsys.readouterr().out
     assert "By design, it states: who comes last goes first" in out
+    assert "passed: all invariants" in out and "  crowds: equal shares of users" in out
     assert re.search(
         r"1000 requests at load 0.9.: \S+NewestFirst recomputes \S+ % of .* serves \d.\d\d of f",
         out,

@@ -210,7 +210,7 @@ def test_plans_that_follow_from_the_one_before_cost_little(tmp_path: Path) -> No
 
 def test_an_object_must_be_given_again(tmp_path: Path) -> None:
     recorded(tmp_path / "log", FakeClock(), scheduling_policy=FCFS()).shutdown()
-    with pytest.raises(ConfigError, match=r"scheduling_policy was given as an object of .*FCFS"):
+    with pytest.raises(ConfigError, match=r"given as an object of .*--policy \S+FCFS and"):
         replay(tmp_path / "log")
     assert replay(tmp_path / "log", policy=FCFS()).difference is None
 
@@ -303,7 +303,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: i
     assert main(["replay", path]) == 0
     assert capsys.readouterr().out.startswith("identical: ")
     assert main(["replay", path, "--policy", "residual-sjf", "--changes", '{"max_num_seqs": 2}'])
-    assert "first difference after" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "first difference after" in printed
+    assert f"metronome simulate --policy residual-sjf --workload {path} --rate own" in printed
     assert main(["replay", path, "--changes", '{"seats": 2}']) == 2
     assert "'seats' is not an option of a scheduler" in capsys.readouterr().err
     for changes, message in (

@@ -316,7 +316,8 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
 
 
 class Slip(NamedTuple):
-    """A public name in a plug-in class that resembles a name of the base class."""
+    """A public name in a plug-in class that resembles a name of the base class: a method that
+    resembles a method, or another attribute that resembles one of those."""
 
     name: str
     meant: str
@@ -328,7 +329,11 @@ class Slip(NamedTuple):
 def _slips(cls: type, base: type) -> list[Slip]:
     known = [name for name in dir(base) if not name.startswith("_")]
     own = [name for name in dir(cls) if not name.startswith("_") and name not in known]
-    near = [(name, near_names(name, known) or _resembling(name, known)) for name in own]
+    near = []
+    for name in own:
+        is_method = callable(getattr(cls, name, None))
+        alike = [each for each in known if callable(getattr(base, each)) is is_method]
+        near.append((name, near_names(name, alike) or _resembling(name, alike)))
     return [
         Slip(name, found[0], _is_misspelt(cls, base, name, found[0]))
         for name, found in near
