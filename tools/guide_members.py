@@ -1,4 +1,4 @@
-"""Writes the table of `view.cost`, `view.adapters`, `view.kv` and `view.lengths` in
+"""Writes the table of requests, `view.cost`, `view.adapters`, `view.kv` and `view.lengths` in
 `docs/policy-guide.md`.
 
     python tools/guide_members.py
@@ -18,10 +18,26 @@ from engine.kv.manager import KVManager
 from engine.sched.adapters import AdapterPlaces
 from engine.sched.predict.cost import CostModel
 from engine.sched.predict.lengths import LengthHistory
+from engine.sched.request import Request
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "policy-guide.md"
 BEGIN, END = "<!-- members -->\n", "<!-- members end -->\n"
+PLAIN = {
+    "num_prompt": "Prompt tokens.",
+    "arrival": "Number of arrival, which breaks ties.",
+}
+"""Attributes without a property, all of them ``int``."""
 MEMBERS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    (
+        "req",
+        Request,
+        (
+            *(*PLAIN, "num_output", "num_computed", "num_uncomputed", "num_cached"),
+            *("num_preempted", "max_total", "arrival_time", "first_token_time"),
+            *("last_token_time", "is_waiting", "priority", "user", "deadline", "tbt", "hints"),
+            "adapter",
+        ),
+    ),
     ("view.cost", CostModel, ("step_seconds", "prefill_seconds", "max_tokens", "load_seconds")),
     (
         "view.adapters",
@@ -50,9 +66,12 @@ def table() -> str:
 
 def _shown(place: str, cls: type, name: str) -> str:
     member = inspect.getattr_static(cls, name)
+    if name in PLAIN:
+        return f"{place}.{name}: int"
     if isinstance(member, property):
         assert member.fget is not None
-        return f"{place}.{name}: {inspect.signature(member.fget).return_annotation}"
+        kind = str(inspect.signature(member.fget).return_annotation).replace(" | ", r" \| ")
+        return f"{place}.{name}: {kind}"
     given = inspect.signature(member)
     own = [each for each in given.parameters.values() if each.name != "self"]
     plain = str(given.replace(parameters=own)).replace("'", "")
@@ -62,6 +81,8 @@ def _shown(place: str, cls: type, name: str) -> str:
 
 
 def _answer(cls: type, name: str) -> str:
+    if name in PLAIN:
+        return PLAIN[name]
     if name == "__len__":
         return "How many lengths are known: those of the last 1000 requests that ended."
     words = inspect.getdoc(inspect.getattr_static(cls, name)) or ""

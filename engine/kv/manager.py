@@ -198,10 +198,9 @@ class KVManager:
         return watch.tokens[rows]
 
     def ready(self, req: KVRequest) -> int:
-        """Number of leading tokens that need not be computed when the request is scheduled next.
-
-        If it has no blocks yet: its prefix hit and the tokens that can be loaded within the step.
-        Otherwise: the tokens adopted from the cache or loaded."""
+        """Leading tokens that need not be computed when the request is scheduled next: those taken
+        from the cache or loaded; without blocks yet, its prefix hit and what can be loaded within
+        the step."""
         allocation = self._allocation(req)
         if allocation.blocks:
             return allocation.num_ready
@@ -209,10 +208,8 @@ class KVManager:
         return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: KVRequest, upto: int) -> int:
-        """Number of free blocks that the request needs to compute all positions below ``upto``.
-
-        The number assumes several calls of ``reserve``, which reuse blocks that leave a sliding
-        window; a single call may need more."""
+        """Free blocks that the request needs to compute all positions below ``upto``, in several
+        steps if blocks leave a sliding window."""
         wanted = self._wanted(req, upto)
         if not self.tables.windows:
             return wanted

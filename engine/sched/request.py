@@ -135,48 +135,49 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Priority; a smaller number is more urgent."""
+        """A smaller number is more urgent."""
         return self.add.priority
 
     @property
     def user(self) -> str:
+        """Name of the user; "" if not given."""
         return self.add.user
 
     @property
     def arrival_time(self) -> float:
-        """When the request arrived, in seconds on the engine's clock."""
+        """When it arrived, in seconds on the clock of `view.now`."""
         return self.add.arrival_time
 
     @property
     def deadline(self) -> float | None:
+        """When it should have ended, on the same clock, or ``None``."""
         return self.add.deadline
 
     @property
     def tbt(self) -> float | None:
-        """Wanted seconds between output tokens (TBT); ``None``: not given."""
+        """Wanted seconds between output tokens, or ``None``."""
         return self.add.tbt
 
     @property
     def first_token_time(self) -> float | None:
-        """When the request got its first output token (engine's clock); ``None`` before that."""
+        """When it got its first output token, or ``None``."""
         time = self.table.facts.first_token.at[self.row]
         return time if time == time else None
 
     @property
     def last_token_time(self) -> float | None:
-        """When the request got its latest output token (engine's clock); ``None`` before any."""
+        """When it got its latest output token, or ``None``."""
         time = self.table.facts.last_token.at[self.row]
         return time if time == time else None
 
     @property
     def hints(self) -> dict[str, Any]:
-        """Values that the caller passes to the policy, by name."""
+        """Values from the caller for the policy, by name."""
         return self.add.hints or {}
 
     @property
     def adapter(self) -> str | None:
-        """Digest of the request's LoRA adapter, or ``None``. While the adapter is read for the
-        first time, a text that no other adapter has."""
+        """Digest of its LoRA adapter (while that is first read, another text), or ``None``."""
         return self.add.adapter
 
     @property
@@ -186,11 +187,12 @@ class Request:
 
     @property
     def num_preempted(self) -> int:
+        """How often it was preempted."""
         return self.history.num_preempted
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens found in the prefix cache at the request's first start; 0 before it."""
+        """Tokens found in the prefix cache at its first start; 0 before it."""
         return self.history.num_cached
 
     # -- counts
@@ -202,12 +204,12 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Number of output tokens from finished steps."""
+        """Output tokens from finished steps."""
         return self.table.num_tokens.at[self.row] - self.num_prompt
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens whose KV is computed, or is being computed by steps in flight."""
+        """Tokens whose KV is computed, or is being computed; 0 after a preemption."""
         return self.table.num_computed.at[self.row]
 
     @property
@@ -217,14 +219,14 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens that the next step could compute; 0 if the last one is being sampled."""
+        """Tokens that the next step could compute; 0 if the last one is being sampled."""
         table, row = self.table, self.row
         upto = table.num_tokens.at[row] + table.num_pending.at[row]
         return 0 if upto >= table.limit.at[row] else upto - table.num_computed.at[row]
 
     @property
     def max_total(self) -> int:
-        """The most prompt and output tokens that the request can reach."""
+        """The most tokens it can reach: prompt plus `max_tokens`, or `max_model_len`."""
         return self.table.limit.at[self.row]
 
     @property
@@ -239,6 +241,7 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
+        """False while it runs or is parked."""
         return self.status is Status.WAITING
 
     @property

@@ -38,10 +38,9 @@ class CostModel(Protocol):
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
-        """Return the most tokens that a step can compute within ``seconds``.
-
-        The step has ``num_seqs`` decodes, with ``context`` cached tokens in total, and the first
-        tokens of one prompt; the result counts decodes, too. 0 if the decodes alone take longer."""
+        """The most tokens that a step with ``num_seqs`` decodes (``context`` cached tokens in all)
+        and the first tokens of one prompt can compute within ``seconds``, decodes included; 0 if
+        they alone take longer."""
         ...
 
     def load_seconds(self, place: Place) -> float:
