@@ -124,7 +124,7 @@ def test_stop_edit_and_retry(tab: Tab, url: str, script: Script) -> None:
     script.deltas, script.pause = parts_of("word " * 1000, 1000), 0.01
     tab.go(url)
     say(tab, "First")
-    tab.until("document.querySelector('.prose').textContent.length > 50")
+    tab.until("document.querySelector('.prose').textContent.length > 60")
     tab.press("Escape")
     tab.until("document.querySelector('.trouble')?.textContent === 'Stopped.'")
     kept = len(tab.text(".prose"))
@@ -149,7 +149,7 @@ def test_settings_tools_and_schema_are_sent(tab: Tab, url: str, script: Script) 
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
     script.deltas = [{"tool_calls": [call]}, {"tool_calls": [rest]}]
     tab.go(url)
-    assert tab.run("document.querySelector('#set-temperature').value") == "0.6"
+    tab.until("document.querySelector('#set-temperature')?.value === '0.6'")
     tab.type("#set-system", "Be brief.")
     tab.run("document.querySelector('#set-temperature').select()")
     tab.call("Input.insertText", text="0.2")
