@@ -27,6 +27,7 @@ EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 CHUNKED = EVENTS[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
 TEXT = TOKEN + b"data: [DONE]\n\n"
+FINISHED = "metronome_requests_finished_total{"
 IPS = ("127.0.0.2", "127.0.0.1")  # a server listens at the second one only
 
 
@@ -254,15 +255,21 @@ def test_an_interrupt_prints_what_is_known(server: Served) -> None:
         "90",
     )
     command = (sys.executable, "-m", "engine.cli.main", "bench", "serve", "--json")
+    before = num_finished(server)
     process = subprocess.Popen(
         (*command, "--port", str(server.port), *options), stdout=subprocess.PIPE
     )
     end = time.monotonic() + WAIT_SECONDS
-    while not server.ask("/load").json["server_load"] and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.5)
+    while num_finished(server) < before + 5:
+        assert time.monotonic() < end, "no request ends"
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=WAIT_SECONDS)
     found = json.loads(out)
     assert process.returncode == 130 and found["interrupted"]
     assert found["completed"] > 0 and found["failed"] == 0
+
+
+def num_finished(server: Served) -> float:
+    lines = server.ask("/metrics").body.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(FINISHED))
