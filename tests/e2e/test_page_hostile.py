@@ -123,7 +123,7 @@ def test_in_stored_conversations_and_their_titles(tab: Tab, url: str, script: Sc
     for i, text in enumerate(HOSTILE):
         tab.run(stored(f"c{i}", [], text))
     tab.run("localStorage.setItem('metronome.last', 'all')")
-    tab.call("Page.reload")
+    tab.reload()
     tab.until(f"document.querySelectorAll('.answer').length === {len(HOSTILE)}")
     spoken = tab.run("[...document.querySelectorAll('.spoken')].map((each) => each.textContent)")
     assert spoken == list(HOSTILE)

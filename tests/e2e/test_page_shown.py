@@ -183,7 +183,7 @@ def test_conversations_are_found_again(tab: Tab, url: str, script: Script) -> No
     tab.click("#new-chat")
     say(tab, "About stars")
     tab.until("document.querySelector('.answer .actions')")
-    tab.call("Page.reload")
+    tab.reload()
     tab.until("document.querySelectorAll('#conversations li').length === 2")
     assert tab.text("#title") == "About stars"
     tab.run("document.querySelectorAll('#conversations button')[1].click()")

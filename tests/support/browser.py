@@ -110,6 +110,12 @@ class Tab:
         self.call("Page.navigate", url=url)
         self.until(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        """Load the page again, and wait until the document before is gone."""
+        self.run("window.isOld = true")
+        self.call("Page.reload")
+        self.until("!window.isOld && document.readyState === 'complete'")
+
     def click(self, selector: str) -> None:
         self.until(f"document.querySelector({selector!r})?.checkVisibility()")
         self.run(f"document.querySelector({selector!r}).click()")
