@@ -10,7 +10,8 @@ import msgspec
 from engine.messages.finite import without_endless
 from engine.messages.structured import Grammar
 from engine.structured.closed import closed, only_named
-from engine.structured.schemas import check_size
+from engine.structured.fault_places import with_place
+from engine.structured.schemas import SchemaError, check_size
 from engine.structured.weakened.writer import written
 
 Others = Literal["named", "closed", "open"]
@@ -41,13 +42,16 @@ def plan_of(schema: Any, grammar: Grammar) -> SchemaPlan:
 
 @lru_cache(maxsize=MAX_KEPT)
 def _plan(text: bytes, others: Others, is_free: bool, is_lenient: bool) -> SchemaPlan:
-    schema = msgspec.json.decode(text)
-    check_size(schema)
-    schema = without_endless(schema, is_closed=others == "named")
+    given = msgspec.json.decode(text)
+    check_size(given)
+    schema = without_endless(given, is_closed=others == "named")
     if others == "named":
         schema = only_named(schema)
     elif others == "closed":
         schema = closed(schema)
     is_closed = others == "closed"
-    made = written(schema, is_free=is_free, is_lenient=is_lenient, is_closed=is_closed)
+    try:
+        made = written(schema, is_free=is_free, is_lenient=is_lenient, is_closed=is_closed)
+    except SchemaError as error:
+        raise with_place(error, given, is_lenient=is_lenient) from error
     return SchemaPlan(schema, made.schema, made.needs_checker, made.may_repeat)

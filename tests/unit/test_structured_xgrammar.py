@@ -194,7 +194,7 @@ def test_without_it_an_error_says_how_to_install_it_where_a_request_names_it() -
     alone = compiler()
     for backend, says in [
         ("xgrammar", "^backend is 'xgrammar', .*pip install metronome-engine"),
-        ("auto", r"^type is 'text', must be one of: [a-z, ]+$"),
+        ("auto", r"^the schema's type is 'text', must be one of: [a-z, ]+$"),
     ]:
         wrong = StructuredOutputsParams(json={"type": "text"}, backend=backend)
         with pytest.raises(GrammarError, match=says):
@@ -214,7 +214,9 @@ def test_grammars_beyond_gbnf_are_refused(text: str) -> None:
 
 def test_a_refusal_of_both_says_both() -> None:
     pytest.importorskip("xgrammar")
-    says = r"^type is 'text', must be one of: .*; xgrammar refuses it too: type is 'text'"
+    says = (
+        r"^the schema's type is 'text', must be one of: .*; xgrammar refuses it too: type is 'text'"
+    )
     with pytest.raises(GrammarError, match=says):
         bench().compiled({"json": {"type": "text"}, "backend": "auto"})
 
