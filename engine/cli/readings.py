@@ -243,6 +243,9 @@ def stats_of(page: Page) -> SchedulerStats:
         num_snapshots=int(page.sum("state_snapshots")),
         snapshot_usage=page.sum("state_snapshot_usage_ratio"),
         adapters=_adapters(page) if "adapter_slots" in page else None,
+        waiting_by_cause={
+            cause: int(num) for cause, num in page.by("requests_waiting_by_cause", "cause").items()
+        },
     )
 
 

@@ -255,6 +255,7 @@ class LiveFigures(NamedTuple):
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "parked": stats.num_parked,
+            "waiting_by_cause": stats.waiting_by_cause,
             "kv_usage": stats.kv_usage,
             "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
             "adapters": None if stats.adapters is None else msgspec.structs.asdict(stats.adapters),
@@ -304,6 +305,8 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     yield "requests running", str(stats.num_running), ""
     yield "requests waiting", str(stats.num_waiting), ""
     yield "requests parked", str(stats.num_parked), ""
+    for cause in _largest(stats.waiting_by_cause):
+        yield f"waiting now for {cause}", f"{stats.waiting_by_cause[cause]:,}", ""
     yield "KV in use", f"{100 * stats.kv_usage:.1f} %", ""
     yield from _groups(stats)
     if stats.has_snapshots:
@@ -395,8 +398,8 @@ def _hooks(figures: LiveFigures) -> Iterator[Row]:
         yield f"in {hook}", _percent(figures.rate(growth[hook])), _seconds(total[hook])
 
 
-def _largest(seconds: Mapping[str, float]) -> list[str]:
-    return sorted(seconds, key=lambda key: (-seconds[key], key))
+def _largest(amounts: Mapping[str, float]) -> list[str]:
+    return sorted(amounts, key=lambda key: (-amounts[key], key))
 
 
 def _number(value: float | None) -> str:

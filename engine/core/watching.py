@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +28,6 @@ WATCH_SECONDS = 5.0  # without a look, after which steps are no longer recorded
 MOST_STEPS = 600  # kept until somebody looks
 SHORT_SECONDS = 0.1  # steps that end within this time are recorded together
 MOST_NAMED = 32  # requests of a step that are named, those with most tokens
-MOST_SEEN = 64  # requests at the head of the queue whose own causes are counted in each step
 STATES: dict[Status, State] = {
     Status.RUNNING: "running",
     Status.WAITING: "waiting",
@@ -144,7 +143,7 @@ class CoreWatch:
         names = [req.request_id for req in scheduler.roster.requests(rows)]
         tokens = dict(zip(names, counts.tolist(), strict=True))
         others = plan.num_tokens - sum(tokens.values())
-        return RecordedStep(plan.step, tokens, others, self._causes(scheduler))
+        return RecordedStep(plan.step, tokens, others, scheduler.roster.num_waiting_by_cause())
 
     def settled(self, step: RecordedStep, seconds: float) -> None:
         """Record that a step has been computed, in this many seconds. Short ones are added to the
@@ -214,18 +213,6 @@ class CoreWatch:
             return Cause.BLOCKS
         return Cause.TOKENS if step.is_full else Cause.POLICY
 
-    def _causes(self, scheduler: Scheduler) -> dict[str, int]:
-        """Number of requests that wait, by cause. Only the head of the queue is looked at: others
-        count for the cause that the queue shares."""
-        roster = scheduler.roster
-        if not roster.num_queued:
-            return {}
-        seen = [*roster.waiting[:MOST_SEEN], *islice(roster.parked.values(), MOST_SEEN)]
-        causes = Counter(_kind(roster.waits.cause_of(req)) for req in seen)
-        if rest := roster.num_queued - len(seen):
-            causes[roster.waits.cause] += rest
-        return dict(causes)
-
 
 class WatchedExecutor(Executor[Any]):
     """Passes on everything to ``inner``, and reports each step to the watch."""
@@ -267,8 +254,3 @@ class WatchedExecutor(Executor[Any]):
 
     def shutdown(self) -> None:
         self.inner.shutdown()
-
-
-def _kind(cause: str) -> str:
-    """The cause without the name of the request that preempted."""
-    return Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause

@@ -64,6 +64,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_snapshots: int = 0  # cached copies of recurrent states
     snapshot_usage: float = 0.0  # share of the KV blocks that hold these copies, 0 to 1
     adapters: AdapterUse | None = None  # ``None`` if the core takes no adapters
+    waiting_by_cause: dict[str, int] = {}  # waiting and parked requests, by why they wait now
 
     @property
     def has_snapshots(self) -> bool:

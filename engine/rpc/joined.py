@@ -21,6 +21,7 @@ GAUGES: dict[str, Any] = {
     "num_snapshots": 0,
     "snapshot_usage": 0.0,
     "adapters": None,
+    "waiting_by_cause": {},
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 

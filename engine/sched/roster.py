@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, cast, overload
 
 import numpy as np
@@ -22,6 +23,7 @@ from engine.sched.table import Array, Table
 
 Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
+MOST_SEEN = 64  # requests at the head of the queue whose own causes are counted
 
 
 def by_rank(req: Request) -> tuple[object, ...]:
@@ -180,6 +182,11 @@ class Cause:
     NEXT_STEP = "next step"  # it waits for the next plan only
 
 
+def kind_of(cause: str) -> str:
+    """A cause without the name of the request or resource that caused a preemption."""
+    return Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
+
+
 class WaitLedger:
     """Attributes each second that a request waits in the queue to one cause.
 
@@ -259,8 +266,7 @@ class WaitLedger:
     def add_up(self, waits: dict[str, float]) -> None:
         """Add the waits of an ended request, in seconds by cause, to ``sums``."""
         for cause, seconds in waits.items():
-            # The sums ignore which request or resource caused a preemption.
-            kind = Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
+            kind = kind_of(cause)
             self.sums[kind] = self.sums.get(kind, 0.0) + seconds
 
     def _totals_at(self, now: float) -> dict[str, float]:
@@ -307,6 +313,17 @@ class Roster:
     def num_queued(self) -> int:
         """Number of waiting and parked requests."""
         return len(self.waiting) + len(self.parked)
+
+    def num_waiting_by_cause(self) -> dict[str, int]:
+        """Number of waiting and parked requests, by why they wait now. Only the head of the queue
+        is looked at: others count for the cause that the queue shares."""
+        if not self.num_queued:
+            return {}
+        seen = [*self.waiting[:MOST_SEEN], *islice(self.parked.values(), MOST_SEEN)]
+        causes = Counter(kind_of(self.waits.cause_of(req)) for req in seen)
+        if rest := self.num_queued - len(seen):
+            causes[self.waits.cause] += rest
+        return dict(causes)
 
     def waiting_holders(self) -> list[Request]:
         """Waiting requests that hold KV blocks; parked requests are not included."""

@@ -410,6 +410,13 @@ class Metrics(Collector):
         for name in ("metronome_requests_waiting_by_reason", "vllm:num_requests_waiting_by_reason"):
             doc = "Waiting requests: for capacity, or until a grammar or a transfer is ready."
             yield self._labelled(GAUGE, name, doc, "reason", reasons)
+        yield self._labelled(
+            GAUGE,
+            "metronome_requests_waiting_by_cause",
+            "Waiting requests by why they wait now.",
+            "cause",
+            stats.waiting_by_cause,
+        )
         refused = {"refused": stats.num_refused + self._engine.counts.refused}
         for name in ("metronome_requests_refused", "vllm:admission_rejections"):
             doc = "Requests that were refused: the queue was full, or the policy refused them."

@@ -60,13 +60,14 @@ def test_statistics_of_a_run_step_by_step():
     now = [1.0]
     run = make_run_for_four(lambda: now[0])
     waiting = {"num_refused": 1}
-    assert told(run) == {"num_waiting": 4, **waiting}
+    assert told(run) == {"num_waiting": 4, "waiting_by_cause": {"next step": 4}, **waiting}
 
     run.step()  # two prompts of two blocks each; a third waits for a seat
     assert told(run) == {
         "num_running": 2,
         "num_waiting": 1,
         "num_parked": 1,
+        "waiting_by_cause": {"seats": 1, "slow": 1},
         "kv_usage": pytest.approx(0.4),
         "prefix_queries": 16,
         "prefix_missed": {"never seen": 8},
@@ -80,6 +81,7 @@ def test_statistics_of_a_run_step_by_step():
         "num_running": 1,
         "num_waiting": 1,
         "num_parked": 1,
+        "waiting_by_cause": {"seats": 1, "slow": 1},
         "kv_usage": pytest.approx(0.3),
         "prefix_queries": 16,
         "prefix_missed": {"never seen": 8},
@@ -93,6 +95,7 @@ def test_statistics_of_a_run_step_by_step():
     assert told(run) == {
         "num_running": 1,
         "num_parked": 1,
+        "waiting_by_cause": {"slow": 1},
         "kv_usage": pytest.approx(0.3),
         "prefix_queries": 16,
         "prefix_missed": {"never seen": 8},

@@ -37,6 +37,8 @@ metronome_feature_events_total{event="drafts.num_drafts",model_name="box"} 7.0
 metronome_state_snapshots{model_name="box"} 12.0
 metronome_state_snapshot_usage_ratio{model_name="box"} 0.125
 metronome_first_token_seconds_bucket{le="+Inf",model_name="box"} 3.0
+metronome_requests_waiting_by_cause{cause="seats",model_name="box"} 2.0
+metronome_requests_waiting_by_cause{cause="grammar",model_name="box"} 1.0
 metronome_adapter_slots{model_name="box"} 8.0
 metronome_adapter_slots_used{model_name="box"} 2.0
 metronome_adapter_host_copies{model_name="box"} 5.0
@@ -68,6 +70,7 @@ def test_a_page_becomes_statistics() -> None:
         num_snapshots=12,
         snapshot_usage=0.125,
         adapters=AdapterUse(8, 2, 5, 300, {"sql": 2}, {"sql": 1}),
+        waiting_by_cause={"seats": 2, "grammar": 1},
     )
     assert page.sum("generation_tokens_total") == 700 and page.sum("no_such") == 0
     assert "broken" not in page and page.by("no_such", "cause") == {}
@@ -106,6 +109,7 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
                 wait_seconds={"seats": 1.0 * second, "[x]": 30.0} if second > 4 else {},
                 hook_seconds={"EDF.rank": 0.1 * second},
                 counters={"drafts.num_drafts": 100 * second, "grammars.none": 0},
+                waiting_by_cause={"KV blocks": second, "seats": 1},
                 generated=40 * second,
             )
         )
@@ -137,6 +141,8 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
         "preemptions 5 8",
         "requests refused 0 3",
         "drafts.num_drafts/s 50.0 800",
+        "waiting now for KV blocks 8",
+        "waiting now for seats 1",
         "waited for [x] 30.00 s 30.00 s",
         "in EDF.rank 5.0 % 0.80 s",
     ):

@@ -56,4 +56,5 @@ def make_stats(
         ],
         num_snapshots=num_snapshots,
         snapshot_usage=num_snapshots * blocks_of_each / kv.num_usable,
+        waiting_by_cause=roster.num_waiting_by_cause(),
     )
