@@ -66,8 +66,8 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"API key that clients must send, repeatable; {API_KEY} adds one. "
-        "Default: no key is required",
+        help=f"API key that clients must send, repeatable. Other users see command lines: "
+        f"{API_KEY} or --api-key-file hides it. Default: no key is required",
     )
     group.add_argument(
         "--api-key-file",
@@ -83,7 +83,8 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--admin-api-key",
         metavar="KEY",
-        help=f"key required to pause the engine and the like; or set {ADMIN_API_KEY}",
+        help="key required to pause the engine and the like; "
+        f"{ADMIN_API_KEY} hides it from other users",
     )
     for name, about in TLS.items():
         group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)

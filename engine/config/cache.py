@@ -22,7 +22,8 @@ class CacheConfig:
     block_size: int | None = None
     """Tokens in a KV block. Default: 64 on a GPU, 16 on a CPU."""
     num_kv_blocks: int | None = None
-    """Blocks in the KV pool. Default: from free memory."""
+    """Blocks in the KV pool. Default: enough for max_num_seqs requests of max_model_len, or as many
+    as fit into kv_cache_memory_bytes or the share of memory for the pool."""
     kv_cache_dtype: Literal[
         "auto", "bfloat16", "fp8", "fp8_e4m3", "int8_per_token_head", "int8"
     ] = "auto"

@@ -58,7 +58,7 @@ class LoRAConfig:
             if given and not self.enable_lora:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r:.80} and enable_lora is False: set "
-                    f"enable_lora, or leave {name} out"
+                    f"enable_lora (--enable-lora), or leave {name} out"
                 )
 
     @property

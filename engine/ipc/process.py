@@ -161,9 +161,9 @@ class Child:
         sources: list[Connection | int] = [self.line, self.pidfd]
         ready = multiprocessing.connection.wait(sources, min(timeout, LATE_SECONDS))
         if not ready and timeout > LATE_SECONDS:
-            logger.warning(
-                "the process of the %s is not ready after %g s; it is given up after %g s "
-                "(core_ready_timeout)",
+            logger.info(
+                "the process of the %s is not ready after %g s: it may still load the model or "
+                "compile kernels; it is given up after %g s (core_ready_timeout)",
                 self._process.name,
                 LATE_SECONDS,
                 timeout,

@@ -92,8 +92,8 @@ class Adapters(Feature):
         placed, (model, platform) = place(adapter, self._places), (self._model, self._platform)
         if is_other_model(adapter.base, self._model_name):
             logger.warning(
-                "Adapter %r was trained on %s, and the model is %s: its answers may be wrong if "
-                "these are different models",
+                "Adapter %r names its base model %s, and the model here is named %s: if these are "
+                "different models, its answers may be wrong (only the names were compared)",
                 *(adapter.name, adapter.base, self._model_name),
             )
         if self._device is None:

@@ -249,7 +249,10 @@ def make_app(routes: Sequence[ApiRoute]) -> ASGIApp:
     """The ASGI application with these routes, without middleware."""
 
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(404, f"there is no route {scope['path']!r:.80}: see /openapi.json")
+        path = scope["path"]
+        is_short = any(route.path == f"/v1{path}" for route in routes)
+        way_out = f"use '/v1{path}', with /v1 in base_url" if is_short else "see /openapi.json"
+        error = ApiError(404, f"there is no route {path!r:.80}: {way_out}")
         answer = error_response(error, scope["path"])
         await stamped(answer, scope)(scope, receive, send)
 

@@ -18,6 +18,7 @@ SAME = (
     {"system", "instructions"},
     {"response_format", "text", "output_config"},
     {"reasoning_effort", "reasoning", "thinking"},
+    {"return_token_strs", "token_strs"},
     {"text_1", "data_1", "queries"},
     {"text_2", "data_2", "documents", "texts"},
 )

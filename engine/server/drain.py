@@ -55,7 +55,12 @@ class Drain:
         self.is_begun = True
         self._until = time.monotonic() + timeout
         self._engine.end_restarts()
-        logger.warning("the server is ending: %d open requests have %g s", self.num_open, timeout)
+        if self.num_open:
+            logger.warning(
+                "the server is ending: %d open requests have %g s", self.num_open, timeout
+            )
+        else:
+            logger.info("the server is ending: no request is open")
 
     def hurry(self) -> None:
         """Abort open requests now."""
@@ -73,12 +78,13 @@ class Drain:
             error = ApiError(503, message, code="aborted")
             num_notified += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
-        logger.warning(
-            "%d requests were open: %d of their streams were aborted, %d could not be notified",
-            num_before,
-            num_notified,
-            self.num_open,
-        )
+        if num_before:
+            logger.warning(
+                "%d requests were open: %d of their streams were aborted, %d could not be notified",
+                num_before,
+                num_notified,
+                self.num_open,
+            )
 
     def _last_on_connection(self, send: Send) -> Send:
         """Add ``Connection: close`` to responses that begin during shutdown."""

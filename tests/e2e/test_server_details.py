@@ -159,6 +159,7 @@ def test_tokens_and_back(server: Served) -> None:
         ("/tokenize", {"prompt": "x" * 5_000_000}, "4194304"),
         ("/tokenize", {"prompt": "x", "chat_template": "{{ x }}"}, "chat_template"),
         ("/tokenize", {"messages": [{"content": "x"}]}, "role"),
+        ("/tokenize", {"prompt": "x", "token_strs": True}, "did you mean 'return_token_strs'?"),
         ("/tokenize", {"messages": [], "chat_template_kwargs": {"tools": []}}, "tools"),
         ("/detokenize", {"tokens": [-1]}, "-1"),
         ("/detokenize", {"tokens": [10**9]}, "1000000000"),
@@ -206,6 +207,14 @@ def test_what_is_not_there_yet_says_so(server: Served, path: str) -> None:
     status, answer = post(server, f"/v1/{path}", model=MODEL, input="x")
     assert status == 400 and answer["error"]["code"] == "not_supported"
     assert "not supported yet" in answer["error"]["message"]
+
+
+def test_a_base_url_without_v1_is_noticed(server: Served) -> None:
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="use '/v1/chat/completions', with /v1 in base"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+    status, answer = post(server, "/chat/nothing")
+    assert status == 404 and answer["error"]["message"].endswith(": see /openapi.json")
 
 
 def test_a_model_that_generates_embeds_nothing(server: Served, client: Any) -> None:
@@ -260,6 +269,15 @@ NEVER: dict[str, tuple[str, dict[str, Any], str]] = {
         "structured_outputs",
     ),
 }
+
+
+def test_a_mistake_in_a_schema_is_named_with_its_place(server: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "strng"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    status, answer = post(server, "/v1/chat/completions", model=MODEL, response_format=form, **CHAT)
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (400, "invalid_grammar", "response_format")
+    assert "the schema's properties.a.type is 'strng', must be one of: null" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from support.patience import WAIT_SECONDS
 
 from engine.server.drain import Drain
@@ -58,3 +59,30 @@ def test_an_answer_that_is_given_up_before_it_has_begun_says_when_to_come_again(
     assert start["status"] == 503
     assert int(headers[b"retry-after"]) >= 1
     assert headers[b"connection"] == b"close"
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_an_end_is_a_warning_only_if_requests_are_open(
+    is_busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def end() -> None:
+        if is_busy:
+            await ended_before_its_first_event()
+            return
+        drain = Drain(None, Engine(), 0.01)  # type: ignore[arg-type]
+        drain.begin()
+        await drain.finish()
+
+    with caplog.at_level("INFO", logger="engine.server"):
+        asyncio.run(end())
+    words = [(each.levelname, each.getMessage()) for each in caplog.records]
+    if is_busy:
+        assert words == [
+            ("WARNING", "the server is ending: 1 open requests have 0.01 s"),
+            (
+                "WARNING",
+                "1 requests were open: 1 of their streams were aborted, 0 could not be notified",
+            ),
+        ]
+    else:
+        assert words == [("INFO", "the server is ending: no request is open")]

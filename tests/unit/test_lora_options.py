@@ -17,7 +17,7 @@ from engine.errors import ConfigError
     ("options", "reason"),
     [
         ({"lora_modules": ["sql=x"]}, "lora_modules is .* and enable_lora is False"),
-        ({"adapter_dir": "x"}, "adapter_dir is .* and enable_lora is False"),
+        ({"adapter_dir": "x"}, "adapter_dir is .* and enable_lora is False: .*--enable-lora"),
         ({"enable_lora": True, "lora_modules": ["sql"]}, "has 'sql', must be NAME=PATH, e.g. sql="),
         ({"enable_lora": True, "lora_modules": ["=x"]}, "has '=x', must be NAME=PATH"),
         ({"enable_lora": True, "lora_modules": ["{x"]}, "has '{x', which is not JSON"),

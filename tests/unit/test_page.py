@@ -276,6 +276,7 @@ async def test_a_record_is_found_with_its_key_only(opened: Any) -> None:
     unknown = await ask(box.app, "/page/request/y", TWO)
     assert foreign.status == unknown.status == 404
     assert foreign.body == unknown.body.replace(b"'y'", b"'x'")
+    assert "if it still runs, see /page/now" in unknown.json["error"]["message"]
     outputs = {
         key: (await ask(box.app, "/page/request/same", key)).json["output"]
         for key in (ONE, TWO, BOSS)

@@ -106,7 +106,11 @@ class Page:
         name = request.path_params["request_id"]
         ended = self._ended.find(name, viewer)
         if ended is None:  # also if it is another key's
-            raise ApiError(404, f"no request {name!r:.150} has ended in the last minutes")
+            raise ApiError(
+                404,
+                f"no request {name!r:.150} has ended in the last minutes: if it still runs, see "
+                "/page/now",
+            )
         return _answer(ended.document(viewer))
 
 
