@@ -123,6 +123,7 @@ def test_an_application(tmp_path: Path) -> None:
     printed = follow("application", tmp_path, is_short=True)
     assert '"finish_reason"' in printed  # by curl
     assert re.search(r"^(London|Paris)$", printed, re.MULTILINE)
+    assert '"id":"first","state":"ended"' in printed  # by curl, after the streamed answer
     assert re.search(r"^weather \{'age': -?\d+, 'city': ", printed, re.MULTILINE)
 
 
