@@ -14,6 +14,7 @@ FOREIGN: dict[str, str] = {
     "max_num_queued_tokens": "set max_waiting_tokens, which counts waiting prompt tokens",
     "max_num_active_seqs": "lower max_num_seqs, or use a policy that limits running requests "
     "(Limits(max_seqs=...), as sarathi does)",
+    **dict.fromkeys(("max_concurrent_requests", "max_running_requests"), "set max_num_seqs"),
     "log_stats": "statistics are always available; disable_log_stats=True removes their line from "
     "the log",
     "survive_core_death": "set on_core_death: other cores always go on without one that has died",

@@ -14,15 +14,18 @@ LOST = Failures()
 """Counts log lines of this process that could not be written to standard error."""
 
 
-def set_up_logging(level: str) -> None:
-    """Set the engine's log level, and log to standard error if there is no log handler yet."""
+def set_up_logging(level: str, who: str = "") -> None:
+    """Set the engine's log level, and log to standard error if there is no log handler yet. who:
+    put before each message, such as ``core 1``."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level.upper())
     if logger.hasHandlers():
         return
     handler = LossyHandler()
     handler.setFormatter(
-        logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%H:%M:%S")
+        logging.Formatter(
+            f"%(levelname)s %(asctime)s %(name)s: {who and f'{who}: '}%(message)s", "%H:%M:%S"
+        )
     )
     logger.addHandler(handler)
 

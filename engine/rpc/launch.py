@@ -245,7 +245,7 @@ def serve_for_parent(
     at_loss: called before this process ends if the parent has died while the core was made.
     serves_others: the clients are not the parent, and must learn of its death as of the core's."""
     watch = ParentWatch(line, lambda: _leave(at_loss))  # also while the model is being loaded
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, f"core {config.rank}" if config.num_ranks > 1 else "")
     with logging_in_background():
         _serve_core(line, make_host, watch, serves_others)
 

@@ -70,12 +70,15 @@ class Answer:
     """One answer, read in parts of any size."""
 
     __slots__ = (
-        "_left", "_line", "_rest", "_until", "body", "closes", "is_complete", "is_done", "status",
+        "_left", "_line", "_rest", "_until", "body", "closes", "is_complete", "is_done",
+        "retry_after", "status",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.status = 0
         """The HTTP status; 0 before the head is complete."""
+        self.retry_after = 0.0
+        """Seconds after which a refused request may be sent again, as the server says; else 0."""
         self.closes = False
         """Whether the server closes the connection after this answer."""
         self.is_complete = False
@@ -130,6 +133,8 @@ class Answer:
             name.strip().lower(): value.strip().lower()
             for name, _, value in (line.partition(b":") for line in lines)
         }
+        after = fields.get(b"retry-after", b"")
+        self.retry_after = float(after) if after.isdigit() else 0.0  # no date
         self.closes = b"close" in fields.get(b"connection", b"") or first.startswith(b"HTTP/1.0")
         if self.status != 200 or b"event-stream" not in fields.get(b"content-type", b""):
             self.body = head + b"\r\n\r\n"

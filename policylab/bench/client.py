@@ -61,6 +61,8 @@ class Row:
     ended: float = 0.0
     how: str = ""
     """One of ``ENDED``; empty before its end."""
+    retry_after: float = 0.0
+    """After a refusal: seconds that the server wants to be left alone; 0 if it names none."""
     error: str = ""
     """What went wrong, in a few words that are equal for equal mistakes."""
     tail: bytes = b""
@@ -154,6 +156,9 @@ class Load:
         self._tick = tick
         self._most_connections = most_connections
         self._stall_seconds = stall_seconds
+        self.rests = False
+        """Whether a refused request counts as open for as long as its ``Retry-After`` says."""
+        self._resting: list[float] = []  # ends of the rests, a heap
         self._next_check = 0.0
         name = f"[{host}]" if ":" in host else host
         lines = {"Host": f"{name}:{port}", "Content-Type": "application/json", **endpoint.headers}
@@ -193,7 +198,7 @@ class Load:
                 return
             while self._due and self._due[0][0] <= now and self._has_room:
                 self._send(heapq.heappop(self._due)[2])
-            wait = until
+            wait = min([until, *self._resting[:1]])
             if self._due and self._has_room:
                 wait = min(until, self._due[0][0])
             self._poll(min(max(0.0, wait - now), 0.1))
@@ -223,6 +228,10 @@ class Load:
 
     @property
     def _has_room(self) -> bool:
+        while self._resting and self._resting[0] <= time.perf_counter():
+            heapq.heappop(self._resting)
+        if self.num_open + len(self._resting) >= self._most_connections:
+            return False
         return bool(self._idle) or len(self._connections) < self._most_connections
 
     def _poll(self, seconds: float) -> None:
@@ -291,6 +300,9 @@ class Load:
                 self._end(connection, DONE_)
             else:
                 row.error = f"HTTP {row.status}{_code_in(answer.body.partition(HEAD_END)[2])}"
+                row.retry_after = answer.retry_after
+                if self.rests and row.retry_after:
+                    heapq.heappush(self._resting, row.latest + row.retry_after)
                 self._end(connection, REFUSED)
         elif answer.is_done or row.error:
             if not row.times and not row.error:

@@ -217,6 +217,26 @@ def figures(
     return found
 
 
+def by_user(
+    rows: Sequence[Row], percentiles: Sequence[float] = (90, 99), *, is_closed: bool = False
+) -> dict[str, dict[str, float]]:
+    """Requests and times to the first token in milliseconds of each user, if there are several.
+    is_closed: as in ``figures``."""
+    users = sorted({row.about.user for row in rows})
+    if len(users) < 2:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    for user in users:
+        own = [row for row in rows if row.about.user == user]
+        whole = [row for row in own if row.is_whole]
+        found[user] = {"completed": len(whole), "failed": sum(bool(row.error) for row in own)}
+        if whole:
+            ttfts = [row.ttft + (row.due - row.sent) * is_closed for row in whole]
+            for name, share in (("median", 50.0), *((f"p{each:g}", each) for each in percentiles)):
+                found[user][f"{name}_ttft_ms"] = 1e3 * float(np.percentile(ttfts, share))
+    return found
+
+
 def _kept(rows: Sequence[Row], promises: Promises | None, is_closed: bool) -> list[bool]:
     """For each request with promises whether they were kept; a failed request keeps none, and one
     that this side has left does not count."""

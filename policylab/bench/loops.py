@@ -138,7 +138,9 @@ class Feeder:
         self.rows.append(Row(self.start + job.arrival, body, keeps=self._keeps, about=job))
 
     def _ended(self, row: Row) -> None:
-        self._requests.source.ended(row.about, time.perf_counter() - self.start)
+        # A client that was refused waits as the server says before its next request.
+        now = time.perf_counter() - self.start
+        self._requests.source.ended(row.about, now + row.retry_after)
 
 
 def play(

@@ -17,6 +17,8 @@ from engine.errors import ConfigError
 from policylab.bench.client import Row
 from policylab.bench.figures import METRICS
 
+MOST_USERS = 10  # rows of the table of users
+PIPED_WIDTH = 1000  # characters; where no terminal is, nothing is cut
 BUSY = 0.7  # of a processor: more may delay what is measured
 PROGRESS_SECONDS = 1.0
 COUNTS = (
@@ -65,7 +67,7 @@ class Progress:
 
 def show(found: Mapping[str, Any], percentiles: Sequence[float]) -> None:
     """Print the figures of a run, errors by kind and what the client itself took."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     counts = Table("figure", "value", title="bench serve")
     counts.columns[1].justify = "right"
     for name, text, form in COUNTS:
@@ -75,11 +77,14 @@ def show(found: Mapping[str, Any], percentiles: Sequence[float]) -> None:
         low, high = found["intervals"]["request_goodput"]
         value = f"{found['request_goodput']:,.3f} ({low:,.3f} to {high:,.3f})"
         counts.add_row("requests per second that kept their promises", value)
-        share = f"{found['promises_kept']:,} of {found['promised']:,}"
+        kept, promised = found["promises_kept"], found["promised"]
+        share = f"{kept:,} of {promised:,} ({100 * kept / promised:.4g} %)"
         counts.add_row("promises kept", share)
     console.print(counts)
     if found["completed"]:
         console.print(_latencies(found, percentiles))
+    if 0 < len(found["by_user"]) <= MOST_USERS:
+        console.print(_users(found["by_user"]))
     for kind, number in found["errors_by_kind"].items():
         console.print(f"{number:,} x {kind}", style="red", highlight=False, markup=False)
     late = ""
@@ -100,7 +105,7 @@ def show(found: Mapping[str, Any], percentiles: Sequence[float]) -> None:
 
 
 def _latencies(found: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
-    names = ["mean", "median", *(f"p{each:g}" for each in percentiles)]
+    names = ["mean", "median", *(f"p{each:g}" for each in percentiles if each != 50)]
     table = Table("ms", *names, title="latencies, with 95 % intervals")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -116,6 +121,22 @@ def _latencies(found: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
     return table
 
 
+def _users(by_user: Mapping[str, Mapping[str, float]]) -> Table:
+    """Times to the first token of each user."""
+    names = list(dict.fromkeys(name for figures in by_user.values() for name in figures))
+    table = Table("user", *(name.removesuffix("_ttft_ms") for name in names), title="ttft, ms")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for user, figures in by_user.items():
+        cells = [figures.get(name) for name in names]
+        shown = [
+            "" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:,.1f}"
+            for each in cells
+        ]
+        table.add_row(user or "(none)", *shown)
+    return table
+
+
 def details(rows: Sequence[Row], start: float) -> dict[str, list[Any]]:
     """Figures of each request, for ``--save-detailed``; times are in seconds."""
     return {
@@ -128,6 +149,7 @@ def details(rows: Sequence[Row], start: float) -> dict[str, list[Any]]:
         "latencies": [row.times[-1] - row.sent if row.times else 0.0 for row in rows],
         "generated_texts": ["".join(row.text) for row in rows],
         "errors": [row.error for row in rows],
+        "users": [row.about.user for row in rows],
     }
 
 

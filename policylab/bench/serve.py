@@ -25,7 +25,7 @@ from policylab.bench.datasets import (
     read_custom,
     read_sharegpt,
 )
-from policylab.bench.figures import GOODPUT_EXAMPLE, figures, read_promises
+from policylab.bench.figures import GOODPUT_EXAMPLE, by_user, figures, read_promises
 from policylab.bench.loops import VOCABULARY, Form, Played, play
 from policylab.bench.picture import picture
 from policylab.bench.target import Target, find_target
@@ -107,7 +107,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="requests that run at a time: without --request-rate this number, else at most this",
+        help="requests that run at a time: without --request-rate this number, where a refused "
+        "one counts for as long as its Retry-After says; else at most this",
     )
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help=f"requests; default: {NUM_PROMPTS}"
@@ -237,6 +238,7 @@ def run(parsed: argparse.Namespace) -> int:
         )
     progress.end()
     found = _head(parsed, form, target) | metadata
+    found |= {"by_user": by_user(played.rows, percentiles, is_closed=is_closed)}
     found |= figures(played, percentiles=percentiles, promises=promises, is_closed=is_closed)
     _tell(parsed, found, percentiles, played)
     if played.is_interrupted:
@@ -263,13 +265,16 @@ def _tell(
 
 
 def _load(parsed: argparse.Namespace, target: Target) -> Load:
-    return Load(
+    load = Load(
         target.host,
         target.port,
         endpoint=target.endpoint,
         most_connections=parsed.max_concurrency or MOST_CONNECTIONS,
         stall_seconds=parsed.stall_timeout,
     )
+    has_arrivals = parsed.request_rate is not None or parsed.workload is not None
+    load.rests = parsed.max_concurrency is not None and not has_arrivals
+    return load
 
 
 def _warm_up(parsed: argparse.Namespace, target: Target, form: Form) -> None:

@@ -34,8 +34,8 @@ def split(text: str) -> list[str]:
 
 
 def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
-    """Parse ``name(option=value, ...)`` into the name and the options, whose values are Python
-    literals.
+    """Parse ``name(option=value, ...)`` into the name and the options. Values are Python literals;
+    any other, such as ``fixed(prompt=8)``, is the text itself, as if it were in quotes.
 
     Raises ``ConfigError``, which names the ``flag`` and an ``example``.
     """
@@ -43,15 +43,23 @@ def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
     if not is_call:
         return text.strip(), {}
     try:
-        parsed = ast.parse(f"_({options}", mode="eval").body
+        source = f"_({options}"
+        parsed = ast.parse(source, mode="eval").body
         if not isinstance(parsed, ast.Call) or parsed.args:
             raise ValueError("not one call with options by name")
-        found = {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}
+        found = {str(word.arg): _value(source, word.value) for word in parsed.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
             f"{flag} has {text!r}, must be a name, optionally with options as in {example}"
         ) from error
     return name.strip(), found
+
+
+def _value(source: str, node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.get_source_segment(source, node)
 
 
 def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:

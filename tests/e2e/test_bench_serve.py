@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import struct
@@ -65,6 +66,7 @@ def test_an_open_loop_is_measured_and_kept(
     assert sum(kept["output_lens"]) == found["total_output_tokens"]
     assert sum(kept["input_lens"]) == found["total_input_tokens"]
     assert all(kept["generated_texts"]) and not any(kept["errors"])
+    assert kept["users"] == [""] * 30 and kept["by_user"] == {}
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
 
 
@@ -172,6 +174,38 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         "the answer is no stream of events",
         "the connection was closed after the first token",
     ]
+
+
+@pytest.mark.parametrize("loop", ["connections", "clients"])
+def test_a_closed_loop_waits_as_a_refusal_says(
+    loop: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a full server is asked thousands of times a second."""
+    busy = b"HTTP/1.1 503 No\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
+    whole = EVENTS + TOKEN + b"data: [DONE]\n\n"
+    options = {
+        "connections": ("--num-prompts", "2", "--max-concurrency", "1", "--input-len", "4"),
+        "clients": (
+            "--workload",
+            "closed-loop(clients=1,think=0,num_requests=2,lengths='fixed(prompt=4,output=1)')",
+        ),
+    }
+    with scripted(busy, whole) as port:
+        found = bench(capsys, port, "--model", "m", *options[loop])
+    assert found["errors_by_kind"] == {"HTTP 503": 1} and found["completed"] == 1
+    assert found["duration"] >= 1.0
+
+
+def test_a_table_in_a_pipe_is_whole_and_has_users(
+    server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    workload = "two-users(num_requests=20,flood=3,lengths='fixed(prompt=8,output=2)')"
+    options = ("--workload", workload, "--request-rate", "50", "--goodput", "ttft:60000")
+    assert main(["bench", "serve", "--port", str(server.port), *options]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text and "20 of 20 (100 %)" in text
+    assert re.search(r"calm +\S +\d", text) and re.search(r"flood +\S +\d", text)
 
 
 def test_ends_apart_and_connections_that_are_closed_together(

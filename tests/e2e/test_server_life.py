@@ -137,6 +137,8 @@ def cores_in_metrics(it: Watched) -> list[float]:
 def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
     with watched(tmp_path, "--data-parallel-size", "2") as it:
         first, second = it.cores()
+        pools = [line.partition(" engine.core: ")[2] for line in it.lines("KV cache:")]
+        assert sorted(line[:7] for line in pools) == ["core 0:", "core 1:"]
         assert cores_in_metrics(it) == [2, 2, 0]
         os.kill(first, signal.SIGSEGV)
         until(lambda: it.ask("/health")[1].get("cores_alive") == 1)

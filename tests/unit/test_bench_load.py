@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -18,7 +19,14 @@ from engine.cli.main import main
 from policylab.bench.answers import Answer, UnreadableAnswer, read_chunk
 from policylab.bench.client import Row
 from policylab.bench.datasets import PrefixRepetition, Random, arrive, due_times, read_sharegpt
-from policylab.bench.figures import figures, longest_silence, read_promises, summary, values_of
+from policylab.bench.figures import (
+    by_user,
+    figures,
+    longest_silence,
+    read_promises,
+    summary,
+    values_of,
+)
 from policylab.bench.loops import Form, Played
 from policylab.bench.picture import picture
 from policylab.bench.words import COMMON, Words
@@ -202,6 +210,19 @@ def test_figures_are_those_of_a_straightforward_reference(seed: int) -> None:
     assert picture(played, is_closed=True, title="<m>").startswith("<svg")
 
 
+def test_users_have_figures_of_their_own(seed: int) -> None:
+    rows = made_rows(seed, 40)
+    assert by_user(rows) == {}
+    for place, row in enumerate(rows):
+        row.about = replace(row.about, user="ann" if place % 4 else "bob")
+    rows[0].error = "HTTP 503"
+    found = by_user(rows, [90], is_closed=True)
+    assert list(found) == ["ann", "bob"]
+    assert (found["bob"]["completed"], found["bob"]["failed"]) == (9, 1)
+    ttfts = [row.times[0] - row.sent for row in rows[4::4]]
+    assert found["bob"]["p90_ttft_ms"] == pytest.approx(1e3 * np.percentile(ttfts, 90))
+
+
 def test_intervals_hold_the_truth_about_as_often_as_they_promise(seed: int) -> None:
     rng = np.random.default_rng(seed)
     hits = {"mean": 0, "median": 0, "p90": 0}
@@ -221,6 +242,12 @@ def test_a_silence_counts_only_while_requests_run() -> None:
     assert longest_silence([row(0.0, 1.0, 2.0), row(10.0, 10.5, 13.0)]) == 2.5
     assert longest_silence([row(0.0, 1.0, 9.0), row(2.0, 3.0, 5.0)]) == 4.0
     assert longest_silence([]) == 0.0
+
+
+def test_options_in_options_need_no_quotes() -> None:
+    bare = find_workload("two-users(num_requests=3,lengths=fixed(prompt=8,output=2))")
+    quoted = find_workload("two-users(num_requests=3,lengths='fixed(prompt=8,output=2)')")
+    assert bare == quoted and bare.max_prompt == 8
 
 
 def test_files_of_the_lab_and_of_traces_are_workloads(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from engine.errors import ConfigError
     [
         ("max_num_queued_reqs", "max_waiting_requests"),
         ("log_stats", "disable_log_stats"),
+        ("max_concurrent_requests", "set max_num_seqs"),
         ("num_gpu_blocks_override", "num_kv_blocks"),
         ("scheduler_reserve_full_isl", "watermark"),
         ("num_speculative_tokens", 'key of speculative_config.*"num_speculative_tokens": 4'),
