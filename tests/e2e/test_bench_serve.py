@@ -270,7 +270,8 @@ def test_a_full_server_and_one_that_is_killed_are_seen(capsys: pytest.CaptureFix
         killer.join()
     kinds = found["errors_by_kind"]
     assert kinds["no connection"] > 0
-    assert sum(number for kind, number in kinds.items() if "was closed" in kind) <= 2
+    # Two ran; two more may reach the socket of the dying process, which accepts none.
+    assert sum(number for kind, number in kinds.items() if "was closed" in kind) <= 4
     assert found["failed"] == sum(kinds.values())
     status = main(["bench", "serve", "--port", str(free_port())])
     assert status == 1 and "no server answers at" in capsys.readouterr().err
