@@ -28,20 +28,22 @@ from engine.models.opening import open_checkpoint
 from engine.models.quant import GENERAL_FORMATS, format_of
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
+from engine.models.seeing_families import SEEING_FAMILIES
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import (
+    HEAD,
     PACKED_AHEAD,
     UNREAD,
     RandomWeights,
     StoredWeights,
     Weights,
     WeightSource,
+    is_head,
 )
 
 logger = logging.getLogger("engine.models")
 
-HEAD = "lm_head.weight"
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
 UNREAD_OR_SCORE = re.compile(rf"{UNREAD.pattern}|^score\.(weight|bias)$")
 """Tensors that decoders with a classifier do not use: ``engine.models.pooling`` reads it."""
@@ -191,7 +193,7 @@ def native_spec(info: ModelInfo, *, pools: bool = False) -> DecoderSpec | None:
     """The spec for the native decoder; ``None`` if it does not support this model. ``pools``: the
     model needs no output layer."""
     name = of_text(info.architecture) if pools else info.architecture
-    family = FAMILIES.get(name) or MAMBA_FAMILIES.get(name)
+    family = FAMILIES.get(name) or MAMBA_FAMILIES.get(name) or SEEING_FAMILIES.get(name)
     if info.hf.get("use_bidirectional_attention") and not pools:
         raise ModelError(
             "config.json sets use_bidirectional_attention, so the model is an encoder and cannot "
@@ -285,10 +287,11 @@ def _build(
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     """The spec, untied if the checkpoint has an output layer that differs from the embedding."""
     stored, ways = checkpoint.tensors, next(targets(spec)).ways  # of the embedding
-    if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
+    if spec.tied and any(is_quantized(head, stored) for head in spec.names.heads):
         return replace(spec, tied=False)
     table = next((way[0].name for way in ways if way[0].name in stored), HEAD)
-    if not (spec.tied and table != HEAD and HEAD in stored) or checkpoint.same(table, HEAD):
+    head = next((f"{name}.weight" for name in spec.names.heads if f"{name}.weight" in stored), "")
+    if not (spec.tied and head and not is_head(table)) or checkpoint.same(table, head):
         return spec
     logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)
     return replace(spec, tied=False)

@@ -252,6 +252,8 @@ class NameSpec:
     embedding: str = "embed_tokens"
     roots: tuple[str, ...] = ("model",)
     """First part of all names except that of the output layer; a checkpoint uses one of these."""
+    heads: tuple[str, ...] = ("lm_head",)
+    """Modules of the output layer; a checkpoint has one of these."""
 
 
 @dataclass(frozen=True, kw_only=True)

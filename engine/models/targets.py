@@ -74,8 +74,8 @@ def renamed(
     prefixes = [f"{root}." if root else "" for root in roots]
     return tuple(
         tuple(part._replace(name=re.sub(r"^model\.", prefix, part.name)) for part in way)
-        for prefix in prefixes
         for way in ways
+        for prefix in prefixes
     )
 
 
@@ -83,10 +83,10 @@ def model_targets(spec: DecoderSpec) -> Iterator[Target]:
     """The targets, with names of checkpoint tensors that begin with "model"."""
     size = (spec.vocab_size, spec.hidden_size)
     table = whole(f"{spec.names.prefix}{spec.names.embedding}.weight", *size)
-    head = whole("lm_head.weight", *size)
-    yield target("embed", size, *(((table,), (head,)) if spec.tied else ((table,),)))
+    heads = [(whole(f"{name}.weight", *size),) for name in spec.names.heads]
+    yield target("embed", size, (table,), *(heads if spec.tied else ()))
     if not spec.tied:
-        yield target("head", size, (head,))
+        yield target("head", size, *heads)
     for index in range(len(spec.layers)):
         yield from layer_targets(spec, index)
     yield simple("norm", f"{spec.names.prefix}{spec.norm.final}.weight", spec.hidden_size)

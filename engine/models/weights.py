@@ -24,7 +24,11 @@ from kernels.pages import allocate
 # Tensors in older checkpoints that can be derived from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Parts that generate no text from text: the encoder of images, and layers that only draft tokens.
-UNREAD = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.|^mtp\.")
+UNREAD = re.compile(
+    r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector)\."
+    r"|^(model\.)?image_newline$|^mtp\."
+)
+HEAD = "lm_head.weight"
 # Targets read in advance, so that reading overlaps packing.
 READ_AHEAD = 2
 # Numbers of quantised targets read in advance. While such a target is packed it takes up to two
@@ -206,7 +210,7 @@ class StoredWeights:
     def _check_left_over(self, used: set[str]) -> None:
         stored = self._checkpoint.tensors
         # With tied tables an output layer may be stored as well; it is equal, see load.py.
-        found = [name for name in stored if name not in used and name != "lm_head.weight"]
+        found = [name for name in stored if name not in used and not is_head(name)]
         left_over = [name for name in found if not self._may_be_left(name)]
         if left_over:
             name = left_over[0]
@@ -250,3 +254,8 @@ class RandomWeights:
             piece = flat[begin : begin + self.RUN]
             piece.copy_(run[: piece.numel()])
         return out
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor is the output layer's matrix, with any prefix."""
+    return name == HEAD or name.endswith(f".{HEAD}")

@@ -1,0 +1,153 @@
+"""Random tiny models of images and text, with tokenizers and image processors."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+FIRST = ("<pad>", "<s>", "</s>")
+SPECIAL = (
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+IMAGE = "<image>"
+
+
+class Case(NamedTuple):
+    """The class of a model and its configuration, and the image processor's class and options."""
+
+    model: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    options: dict[str, Any]
+    processor: str
+    processing: dict[str, Any]
+
+
+SQUARE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+CLIP = {"model_type": "clip_vision_model", "projection_dim": 32}
+SIGLIP = {"model_type": "siglip_vision_model"}
+CASES: dict[str, Case] = {
+    "llava": Case(
+        *("Llava", {"model_type": "llama"}, CLIP, {}, "CLIPImageProcessorPil", SQUARE),
+    ),
+    "llava-full-siglip": Case(
+        "Llava",
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        SIGLIP,
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        "SiglipImageProcessorPil",
+        {"size": {"height": 32, "width": 32}},
+    ),
+    "llava-layers": Case(
+        "Llava",
+        {"model_type": "mistral", "sliding_window": 24},
+        CLIP,
+        {"vision_feature_layer": [-2, -1]},
+        "LlavaImageProcessorPil",
+        {**SQUARE, "do_pad": True},
+    ),
+    "smolvlm": Case(
+        *("SmolVLM", {"model_type": "llama"}, {}, {"scale_factor": 2}),
+        *("SmolVLMImageProcessorPil", TILES),
+    ),
+    "idefics3": Case(
+        *("Idefics3", {"model_type": "llama", "tie_word_embeddings": True}, {}),
+        *({"scale_factor": 2}, "Idefics3ImageProcessorPil", TILES),
+    ),
+    "smolvlm-whole": Case(
+        *("SmolVLM", {"model_type": "llama"}, {}, {"scale_factor": 2}),
+        *("SmolVLMImageProcessorPil", {**TILES, "do_image_splitting": False}),
+    ),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """A tokenizer of bytes, with a token for two line ends, and the tokens of all families."""
+    alphabet = sorted(ByteLevel.alphabet())
+    line_end = "Ċ"  # a line end in the alphabet of bytes
+    tokens = [*FIRST, *alphabet, line_end * 2]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocabulary, [(line_end, line_end)], unk_token=None))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens([AddedToken(each, special=True) for each in (*FIRST, *SPECIAL)])
+    return backend
+
+
+def config_of(case: Case, tokenizer: Tokenizer) -> Any:
+    image = tokenizer.token_to_id(IMAGE)
+    name = "image_token_index" if case.model.startswith("Llava") else "image_token_id"
+    kind = getattr(transformers, f"{case.model}Config")
+    vision = {**VISION, **case.vision}
+    if case.text["model_type"] == "qwen2":
+        vision["hidden_size"] = 32
+    return kind(text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **{name: image})
+
+
+def make_seeing_model(path: Path, name: str) -> Path:
+    """Write the model directory of a case, in float32."""
+    case, tokenizer = CASES[name], make_tokenizer()
+    config = config_of(case, tokenizer)
+    torch.manual_seed(zlib.crc32(name.encode()))
+    model = getattr(transformers, f"{case.model}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 2.0 * parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    getattr(transformers, case.processor)(**case.processing).save_pretrained(path)
+    return path
+
+
+def reference(path: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
