@@ -39,7 +39,7 @@ HOLDERS = ("engine", "engine.verify", "policylab")
 LAZY_IMPORTS = {
     "engine.cluster": "Ray, which is optional, is imported only for a deployment",
     "engine.cluster.cores.node": "Ray sends it to nodes, which may lack the engine",
-    "engine.frontend.session": "Ray, which is optional, is imported only for cores on a cluster",
+    "engine.frontend.session": "Ray and Pillow are imported only for clusters and pictures",
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.structured.guidance": "llguidance is imported only for a grammar",
@@ -83,7 +83,10 @@ LIGHT = (
 FEATURES = tuple(
     f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
 )
-COMPUTES = ("compute", "device_slots", "dora", "files", "placing", "products", "reading")
+COMPUTES = (
+    *("compute", "device_slots", "dora", "files", "placing", "products", "reading"),
+    "tower",
+)
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (

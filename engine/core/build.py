@@ -40,7 +40,10 @@ from engine.lora.loading import ThreadedReader
 from engine.lora.store import AdapterStore
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
+from engine.mm.decide import EncoderBudget
+from engine.mm.store import PixelStore
 from engine.observe.guard import Failures, ObserverGuard
+from engine.pictures.families import family_of, sees
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.priority_steps import PrioritySteps
@@ -93,7 +96,9 @@ def build_core(
         config = for_pooling(config, info, pooling, device, products=products)
     resolved = resolve(config, info, device, products=products)
     failures = Failures()
-    features = [*added, *computing_halves(resolved, info, drafting)]
+    media, store, encoding = media_halves(resolved, info, pools=pooling is not None)
+    chosen = chosen._replace(resources=(*media, *chosen.resources))
+    features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
     worker = make_worker(resolved, info, features, failures, pooling)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
@@ -114,6 +119,7 @@ def build_core(
         failures=failures,
         adapters=adapters,
         methods=CoreWatch(core, clock).methods,
+        media=store,
     )
     load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
@@ -308,6 +314,30 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
         waits=config.step_log is not None,
     )
     return AdapterSlots(options.max_loras, library, computing.fits), [computing]
+
+
+def media_halves(
+    config: ResolvedConfig, info: ModelInfo, *, pools: bool
+) -> tuple[list[Resource], PixelStore | None, list[Feature]]:
+    """Make the scheduler's and the worker's half of media, and the store of pixels that they share;
+    nothing for a model that does not see."""
+    if pools or not sees(info):
+        return [], None, []
+    try:
+        from engine.mm.compute import Encoder
+        from engine.pictures.processing import ImageProcessor
+    except ModuleNotFoundError as error:
+        logger.info(
+            "pictures are refused, because %s is not installed: pip install "
+            "metronome-engine[vision]",
+            error.name,
+        )
+        return [], None, []
+    family = family_of(info, ImageProcessor(info).settings)
+    num_tokens = max(config.scheduler.max_num_batched_tokens, family.longest)
+    store = PixelStore()
+    budget = EncoderBudget(num_tokens, num_tokens, longest_item=family.longest, store=store)
+    return [budget], store, [Encoder(config.model, info, store, num_tokens)]
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
+from engine.messages.media import Pixels
 from engine.messages.requests import AddRequest, check_plain
 from engine.messages.stats import AdapterUse, SchedulerStats
 from engine.observe.guard import Failures, with_failures
@@ -31,6 +32,14 @@ class AdapterDoor(Protocol):
 
     def use(self) -> AdapterUse:
         """Which adapters are in use."""
+        ...
+
+
+class MediaDoor(Protocol):
+    """What the feature for media does with new requests."""
+
+    def keep(self, request: AddRequest, pixels: Mapping[str, Pixels]) -> None:
+        """Keep the content of a queued request's media, by hash, until the request ends."""
         ...
 
 

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from engine.config.decide import Decided
 from engine.core.client import CoreClient
-from engine.core.control import AdapterDoor, Utilities
+from engine.core.control import AdapterDoor, MediaDoor, Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
@@ -47,16 +49,18 @@ class InprocClient(CoreClient):
         failures: Failures | None = None,
         adapters: AdapterDoor | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
+        media: MediaDoor | None = None,
     ) -> None:
         """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
         adapters: the feature that knows LoRA adapters, if the core takes any; methods: further
-        functions that clients may call by name."""
+        functions that clients may call by name; media: keeps the pixels of requests."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
         self._aborted: dict[str, tuple[int, Finished]] = {}  # ends to report with the next step
         self._cause: BaseException | None = None
         self._adapters = adapters
+        self._media = media
         self._utilities = Utilities(
             core.scheduler, core.executor, failures or Failures(), adapters, methods
         )
@@ -68,7 +72,12 @@ class InprocClient(CoreClient):
             raise in_use(request.request_id)
         if self._adapters is not None:
             request = self._adapters.resolved(request)
+        pixels = request.pixels
+        if pixels:
+            request = msgspec.structs.replace(request, pixels={})
         core.scheduler.add_request(request)
+        if self._media is not None:
+            self._media.keep(request, pixels)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         errors: dict[int, Exception] = {}

@@ -32,6 +32,9 @@ class TextPrompt(TypedDict, total=False):
     prompt: str
     prompt_token_ids: list[int]
     cache_salt: str
+    multi_modal_data: dict[str, Any]
+    """``{"image": ...}``: a picture or several, for the prompt's image tokens in order. A picture
+    is a PIL image, or the bytes of a BMP, GIF, JPEG, PNG or WebP file."""
 
 
 Params = SamplingParams | PoolingParams
@@ -117,7 +120,7 @@ class PromptEncoder:
 
     def takes_long(self, prompts: Sequence[Prompt]) -> bool:
         """Whether preparing these prompts should not block other tasks."""
-        if len(prompts) > INLINE_PROMPTS:
+        if len(prompts) > INLINE_PROMPTS or any(map(has_media, prompts)):
             return True
         texts = [each.get("prompt") if isinstance(each, dict) else each for each in prompts]
         num_chars = sum(len(each) for each in texts if isinstance(each, str))
@@ -170,6 +173,11 @@ class PromptEncoder:
             return 0
         most_chars = self._tokenizer.max_chars_per_token
         return 0 if most_chars is None else -(-len(text) // most_chars)
+
+
+def has_media(prompt: Prompt) -> bool:
+    """Whether a prompt has pictures or other media."""
+    return isinstance(prompt, dict) and prompt.get("multi_modal_data") is not None
 
 
 def too_long(length: str, limit: int, num_output: int, before: str = "") -> RequestError:

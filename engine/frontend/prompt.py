@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from engine.frontend.encoding import (
     PromptEncoder,
     StartedIds,
     TextPrompt,
+    has_media,
     too_long,
 )
 from engine.frontend.pooling import UNSAMPLED, PooledTexts
@@ -39,8 +40,12 @@ from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from engine.pictures.prompts import Pictures, SeeingPrompt  # import Pillow and transformers
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+NOT_TEXTS = ("prompt_token_ids", "multi_modal_data")  # keys of a prompt
 SHOWN_ID_CHARS = 64  # characters of a user's request id that its core id contains
 
 
@@ -109,11 +114,14 @@ class InputProcessor:
         clock: Callable[[], float],
         id_prefix: str = "",
         pool: TextPool | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
+        """pictures: puts pictures into prompts, if the model sees."""
         self.texts = PromptEncoder(tokenizer, pool, limits.max_model_len)
         self.pooled = PooledTexts(limits.pooling, tokenizer, limits.max_model_len)
         self._tokenizer = tokenizer
         self._pool = pool
+        self._pictures = pictures
         self._limits = limits
         self._clock = clock
         self._id_prefix = id_prefix  # of core ids
@@ -142,7 +150,10 @@ class InputProcessor:
         if num_kept is not None and num_kept < 0:
             num_kept = most
         token_ids = self._token_ids(parts, None if num_kept is not None else most, started)
-        if num_kept is not None:
+        seen = self._seen(parts, token_ids, num_kept)
+        if seen is not None:
+            token_ids = seen.token_ids
+        elif num_kept is not None:
             token_ids = _last(token_ids, num_kept)
         self._check_ids(parts, token_ids, num_output=1)
         self._check_params(params)
@@ -155,6 +166,8 @@ class InputProcessor:
             eos_token_ids=[] if params.ignore_eos else list(self._limits.eos_token_ids),
             bad_words_ids=self._bad_words_ids(params),
             grammar=grammar,
+            media=[] if seen is None else seen.media,
+            pixels={} if seen is None else seen.pixels,
         )
         requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
@@ -175,6 +188,11 @@ class InputProcessor:
         arrival_time = self._arrival(options)
         params = self.pooled.resolved(params)
         parts = self._parts(prompt)
+        if has_media(parts):
+            raise RequestError(
+                "multi_modal_data is given, and pooled requests take no pictures: leave it out",
+                param="multi_modal_data",
+            )
         num_kept = params.truncate_prompt_tokens
         most = None if num_kept is not None else self._limits.max_model_len
         token_ids = self._token_ids(parts, most, started)
@@ -314,12 +332,12 @@ class InputProcessor:
         unknown = prompt.keys() - PROMPT_KEYS
         if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise RequestError(
-                "a prompt dict must have 'prompt' or 'prompt_token_ids' and may have 'cache_salt', "
-                f"got the keys {sorted(map(str, prompt))}",
+                "a prompt dict must have 'prompt' or 'prompt_token_ids' and may have 'cache_salt' "
+                f"and 'multi_modal_data', got the keys {sorted(map(str, prompt))}",
                 param="prompt",
             )
         for key, value in prompt.items():
-            if key != "prompt_token_ids" and not isinstance(value, str | None):
+            if key not in NOT_TEXTS and not isinstance(value, str | None):
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}", param=key)
         return prompt
 
@@ -329,6 +347,27 @@ class InputProcessor:
         if ids is not None:
             return _whole_numbers(ids)
         return self.texts.encode(parts["prompt"], most, started)
+
+    def _seen(
+        self, parts: TextPrompt, token_ids: list[int], num_kept: int | None
+    ) -> SeeingPrompt | None:
+        """The prompt with its pictures; ``None`` if it has no ``multi_modal_data``."""
+        data = parts.get("multi_modal_data")
+        if data is None:
+            return None
+        if self._pictures is None:
+            raise RequestError(
+                "multi_modal_data is given, and this model reads only text: leave it out, or "
+                "start a model that reads pictures; docs/models.md lists those that do",
+                param="multi_modal_data",
+            )
+        if num_kept is not None:
+            raise RequestError(
+                f"truncate_prompt_tokens is {num_kept}, and a prompt with pictures cannot be cut: "
+                "leave truncate_prompt_tokens out, and shorten the prompt",
+                param="truncate_prompt_tokens",
+            )
+        return self._pictures.into(token_ids, data)
 
     def _check_ids(self, parts: TextPrompt, token_ids: list[int], *, num_output: int) -> None:
         """Raise ``RequestError`` for ids that the model does not have, or for too many or none.

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
@@ -37,8 +37,12 @@ from engine.messages.wire import Welcome
 from engine.observe.guard import Failures, ObserverGuard, with_failures
 from engine.observe.logs import LOST, set_up_logging
 from engine.observe.stats_log import StatsLog
+from engine.pictures.families import sees
 from engine.rpc.launch import open_core
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from engine.pictures.prompts import Pictures
 
 PauseScope = Literal["all", "new"]
 
@@ -57,9 +61,11 @@ class Session:
         pool: TextPool | None = None,
         recommended: Mapping[str, Any] | None = None,
         pooling: PoolingSpec | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """Set up the front end of ``client``. recommended: default values for
-        ``SamplingParams``; pooling: how the model pools."""
+        ``SamplingParams``; pooling: how the model pools; pictures: puts pictures into prompts, if
+        the model sees."""
         self.client = client
         self.model_path = config.model.model
         """Directory of the model, or of those of its files that this process uses."""
@@ -70,6 +76,7 @@ class Session:
             clock,
             client.id_prefix,
             pool,
+            pictures,
         )
         self.scheduling_policy = _policy_name(config)
         """Name or dotted path of the policy; "" if the core was started elsewhere."""
@@ -116,7 +123,8 @@ class Session:
                 pool.close()
             raise
         pooling = _pooling(model, client.decided.capabilities)
-        return cls(config, client, tokenizer, time.monotonic, pool, recommended, pooling)
+        pictures = _pictures(model, client.decided.capabilities, tokenizer)
+        return cls(config, client, tokenizer, time.monotonic, pool, recommended, pooling, pictures)
 
     @property
     def has_unfinished(self) -> bool:
@@ -280,6 +288,21 @@ def _pooling(model: ModelConfig, capabilities: Sequence[str]) -> PoolingSpec | N
     if model.runner == "auto":  # the core may have been started with another value
         model = replace(model, runner="pooling")
     return read_pooling(read_model_info(model.model), model, logs=False)
+
+
+def _pictures(
+    model: ModelConfig, capabilities: Sequence[str], tokenizer: Tokenizer | None
+) -> Pictures | None:
+    """What puts pictures into prompts; ``None`` if the core takes none, or if the model's directory
+    is not on this machine."""
+    if "media" not in capabilities or not Path(model.model).is_dir():
+        return None
+    info = read_model_info(model.model)
+    if not sees(info):
+        return None
+    from engine.pictures.prompts import Pictures
+
+    return Pictures(info, tokenizer)
 
 
 Handler = Callable[[int, FrameType | None], object]

@@ -15,6 +15,7 @@ SINGLE = "model.safetensors"
 CONFIG = (
     *("config.json", "generation_config.json", "quant_config.json", "quantize_config.json"),
     *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
+    *("preprocessor_config.json", "processor_config.json"),
     "[0-9]*_*/config.json",
 )
 MODULE_WEIGHTS = ("[0-9]*_*/model.safetensors",)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from engine.errors import RequestError, RequestTypeError
 from engine.messages.adapters import AdapterSource
+from engine.messages.media import Pixels
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.pooling import PooledColumns, PoolingParams
 
@@ -31,12 +32,15 @@ INT64 = range(-(2**63), 2**63)
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """An image, sound, ... in a prompt: ``length`` placeholder tokens from ``offset`` on.
 
-    ``hash`` identifies its content: equal hashes mean equal encoder output.
+    ``hash`` identifies its content: equal hashes mean equal encoder output. ``spans``: the runs
+    (offset within the item, length) of tokens that take encoder outputs, if others are between
+    them, e.g. the names of an image's rows; empty: all tokens do.
     """
 
     offset: int
     length: int
     hash: str
+    spans: list[tuple[int, int]] = []
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
@@ -69,6 +73,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tbt: float | None = None  # wanted seconds between output tokens, for policies
     adapter_source: AdapterSource | None = None  # where to find the adapter, if it is not loaded
     pooling: PoolingParams | None = None  # its result is a vector; ``max_tokens`` must be 1
+    pixels: dict[str, Pixels] = {}  # of media, by hash; the core keeps them outside the scheduler
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]

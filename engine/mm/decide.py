@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import MediaPart, StepPlan, StepResult
+from engine.mm.store import PixelStore
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, Resource
 from engine.sched.step_state import Step
@@ -132,7 +133,10 @@ class EncoderBudget(Resource):
         *,
         whole_media: bool = False,
         longest_item: int = 0,
+        store: PixelStore | None = None,
     ) -> None:
+        """store: keeps the content of media until their requests end, if they have any."""
+        self._store = store
         self.max_encoder_tokens = max_encoder_tokens
         self.whole_media = whole_media
         self.longest_item = longest_item
@@ -189,6 +193,8 @@ class EncoderBudget(Resource):
     def release(self, req: Request) -> None:
         for use in self._uses.pop(req.request_id, {}).values():
             self.cache.end(use)
+        if self._store is not None and req.is_finished:
+            self._store.forget(req.request_id)
 
     def describe(self, plan: StepPlan) -> None:
         part, self._part = self._part, MediaPart()

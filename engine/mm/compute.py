@@ -1,0 +1,164 @@
+"""Encoder: the worker's half of media. Encodes pictures, keeps the outputs, and puts them into the
+forward pass in place of the placeholders' embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.layers.batch import Embeds, ForwardBatch
+from engine.messages.media import PixelArray
+from engine.messages.requests import MediaItem
+from engine.messages.step import StepPlan
+from engine.mm.store import PixelStore
+from engine.mm.tower import Encode, load_tower
+from engine.worker.batches import PlanRows
+from engine.worker.feature import Feature, Machine
+from engine.worker.slots import LiveSeqs
+
+
+class Run(NamedTuple):
+    """A run of embedded tokens in a prompt: its first position, its length, the hash of its media
+    item, and the first row of the item's encoder output."""
+
+    start: int
+    length: int
+    key: str
+    row: int
+
+
+class Encoder(Feature):
+    """Encodes the media of a plan before its step. Outputs are kept by hash until a plan frees
+    them."""
+
+    part = "media"
+    waits_for_part = True
+
+    def __init__(
+        self, config: ModelConfig, info: ModelInfo, store: PixelStore, cache_tokens: int
+    ) -> None:
+        """store: has the content of the media; cache_tokens: most tokens whose outputs are kept."""
+        self._config, self._info, self._store = config, info, store
+        self._cache_tokens = cache_tokens
+        self._encode: Encode
+        self._bytes_a_token = 0
+        self._outputs: dict[str, torch.Tensor] = {}  # by hash, [embedded tokens, H]
+        self._media: dict[int, list[MediaItem]] = {}  # by slot
+        self._runs: dict[int, list[Run]] = {}  # by slot, in order
+
+    @property
+    def own_bytes(self) -> int:
+        return self._cache_tokens * self._bytes_a_token
+
+    def attach(self, machine: Machine) -> None:
+        model = machine.model
+        self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
+        hidden = int(self._info.hf.get("hidden_size") or 4096)
+        self._bytes_a_token = hidden * model.dtype.itemsize
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        if plan.media is None and not self._media:
+            return None
+        for slot in plan.freed_slots:
+            self._media.pop(slot, None)
+            self._runs.pop(slot, None)
+        failed: dict[str, str] = {}  # by hash
+        if (part := plan.media) is not None:
+            for key in part.free:
+                self._outputs.pop(key, None)
+            for slot, items in part.media.items():
+                self._media[slot] = items
+                self._runs[slot] = [run for item in items for run in runs_of(item)]
+            for slot, index in part.encode:
+                item = self._media[slot][index]
+                if (why := self._encode_item(item)) is not None:
+                    failed[item.hash] = why
+        return self._reasons(plan, failed)
+
+    def touches(self, rows: PlanRows) -> bool:
+        if not self._runs:
+            return False
+        columns = (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist())
+        return any(
+            read_by(self._runs.get(slot, ()), start, start + count)
+            for slot, start, count in zip(*columns, strict=True)
+        )
+
+    def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
+        places: list[range] = []
+        values: list[torch.Tensor] = []
+        first = 0
+        columns = (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist())
+        for slot, start, count in zip(*columns, strict=True):
+            for run in read_by(self._runs.get(slot, ()), start, start + count):
+                begin = max(run.start, start)
+                end = min(run.start + run.length, start + count)
+                row = run.row + begin - run.start
+                places.append(range(first + begin - start, first + end - start))
+                values.append(self._outputs[run.key][row : row + end - begin])
+            first += count
+        if values:
+            indices = torch.tensor([place for each in places for place in each])
+            batch.embeds = Embeds(indices.to(values[0].device), torch.cat(values))
+
+    # -- helpers
+
+    def _encode_item(self, item: MediaItem) -> str | None:
+        """Encode a media item. Returns why that is impossible; ``None`` if it is done."""
+        pixels = self._store.get(item.hash)
+        if pixels is None:
+            return f"the content of the media item at token {item.offset} has not arrived"
+        try:
+            output = self._encode({name: tensor_of(array) for name, array in pixels.items()})
+        except torch.AcceleratorError:  # the device is lost, and with it every request
+            raise
+        except Exception as error:
+            return (
+                f"the media item at token {item.offset} cannot be encoded: "
+                f"{type(error).__name__}: {error}"
+            )
+        wanted = sum(run.length for run in runs_of(item))
+        if len(output) != wanted:
+            return (
+                f"the media item at token {item.offset} has {wanted} placeholder tokens, and the "
+                f"encoder made {len(output)} vectors"
+            )
+        self._outputs[item.hash] = output
+        return None
+
+    def _reasons(self, plan: StepPlan, failed: Mapping[str, str]) -> dict[int, str]:
+        """Why rows of the plan cannot be computed, by slot: they read outputs that are missing."""
+        reasons: dict[int, str] = {}
+        columns = (plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())
+        for slot, start, count in zip(*columns, strict=True):
+            for run in read_by(self._runs.get(slot, ()), start, start + count):
+                if run.key not in self._outputs:
+                    missing = f"the encoder output for token {run.start} is missing"
+                    reasons[slot] = failed.get(run.key, missing)
+                    break
+        return reasons
+
+
+def runs_of(item: MediaItem) -> list[Run]:
+    """The runs of embedded tokens in a media item."""
+    runs: list[Run] = []
+    row = 0
+    for start, length in item.spans or [(0, item.length)]:
+        runs.append(Run(item.offset + start, length, item.hash, row))
+        row += length
+    return runs
+
+
+def read_by(runs: Sequence[Run], start: int, upto: int) -> list[Run]:
+    """The runs with tokens at positions [start, upto)."""
+    return [run for run in runs if run.start < upto and start < run.start + run.length]
+
+
+def tensor_of(array: PixelArray) -> torch.Tensor:
+    """The tensor of an array of pixels, on the CPU."""
+    values = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
+    return torch.from_numpy(values)

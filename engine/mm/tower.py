@@ -1,0 +1,98 @@
+"""The part of a model that turns pictures into vectors, computed by transformers' own module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.errors import ModelError
+
+logger = logging.getLogger("engine.mm")
+TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below its output layer
+TEXT_TENSORS = (*TEXT_HALVES, "lm_head")  # names of which may be missing
+
+Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""Encodes the arrays of one picture to vectors [tokens, H]."""
+
+
+@torch.inference_mode()
+def load_tower(
+    config: ModelConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device
+) -> Encode:
+    """Load everything of a model but its text half. Raises ``ModelError``."""
+    hf = AutoConfig.from_pretrained(info.path, local_files_only=True)
+    text = hf.get_text_config(decoder=True)
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    kind: type[PreTrainedModel] = getattr(transformers, info.architecture)
+    with _quiet():
+        model = _made(kind, config, info, hf, dtype)
+    body: Any = model.model
+    for name in TEXT_HALVES:
+        if hasattr(body, name):
+            setattr(body, name, None)
+    model.lm_head = None
+    model.to(device).eval()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("%s sees: encoder of %.1f M parameters", info.architecture, count / 1e6)
+
+    @torch.inference_mode()
+    def encode(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {
+            name: array.to(device, dtype if array.is_floating_point() else None)
+            for name, array in arrays.items()
+        }
+        found: Any = body.get_image_features(**given, return_dict=True)
+        parts = found.pooler_output
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+    return encode
+
+
+def _made(
+    kind: type[PreTrainedModel], config: ModelConfig, info: ModelInfo, hf: Any, dtype: torch.dtype
+) -> Any:
+    """The model without layers in its text half, with the weights of the directory."""
+    if config.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            return kind(hf).to(dtype)
+    model, report = kind.from_pretrained(
+        info.path,
+        config=hf,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    needed = [*report["missing_keys"], *map(str, report["mismatched_keys"])]
+    missing = sorted(key for key in needed if not any(part in key for part in TEXT_TENSORS))
+    if missing:
+        raise ModelError(
+            f"{info.path} lacks weights of the encoder of pictures: {', '.join(missing[:5])}"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
+        )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without warnings of the text half's tensors, which are unused."""
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if shown:
+            hf_logging.enable_progress_bar()

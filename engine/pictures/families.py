@@ -1,0 +1,208 @@
+"""Model families that see: how many tokens a picture takes, found from its size alone.
+
+The tokens equal those that transformers' processor of the family puts into the prompt. To add a
+family, write a subclass of ``VisionFamily`` and add it to ``FAMILIES``. Imports neither Pillow nor
+transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from engine.config.model import ModelInfo
+from engine.errors import ModelError, RequestError
+
+MOST_RESIZED_PIXELS = 64 << 20
+"""Most pixels that a picture may have after it was resized."""
+MAX_IDEFICS_SIDE = 4096  # a constant of transformers' processors
+Layout = Sequence[str | int]
+"""What replaces the image token in a prompt: texts, and numbers of embedded tokens."""
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A model that sees: its config.json and the settings of its image processor."""
+
+    hf: Mapping[str, Any]
+    settings: Settings
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a picture in a prompt, and for each embedded token."""
+        value = self.hf.get("image_token_id", self.hf.get("image_token_index"))
+        return int(self._default_image_token if value is None else value)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens from the first to the last embedded token of a picture."""
+        raise NotImplementedError
+
+    def layout(self, width: int, height: int) -> Layout:
+        """What replaces the image token of a picture of this size. Raises ``RequestError`` for a
+        size that the model cannot take."""
+        raise NotImplementedError
+
+    @property
+    def _default_image_token(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def _vision(self) -> Mapping[str, Any]:
+        return self.hf.get("vision_config") or {}
+
+
+class Llava(VisionFamily):
+    """LLaVA: each picture has the same number of tokens, since it is resized and cropped."""
+
+    @property
+    def longest(self) -> int:
+        return self._num_tokens
+
+    def layout(self, width: int, height: int) -> Layout:
+        shortest = _side(self.settings, "size", "shortest_edge")
+        if shortest and self.settings.get("do_resize", True):
+            padded = bool(self.settings.get("do_pad"))
+            ratio = 1.0 if padded else max(width, height) / min(width, height)
+            _check_resized(width, height, int(shortest * shortest * ratio))
+        return (self._num_tokens,)
+
+    @property
+    def _default_image_token(self) -> int:
+        return 32_000
+
+    @property
+    def _num_tokens(self) -> int:
+        is_cropped = self.settings.get("do_center_crop") and self.settings.get("crop_size")
+        name = "crop_size" if is_cropped else "size"
+        height, width = (_side(self.settings, name, side) for side in ("height", "width"))
+        if not height or not width:
+            raise ModelError(
+                f"the image processor's {name} is {self.settings.get(name)!r}, must have a height "
+                "and a width: pictures of other models of this family are not supported"
+            )
+        patch = int(self._vision.get("patch_size", 14))
+        has_class = self._vision.get("model_type", "clip_vision_model") == "clip_vision_model"
+        is_cut = self.hf.get("vision_feature_select_strategy", "default") == "default"
+        return (height // patch) * (width // patch) + int(has_class) - int(is_cut)
+
+
+class Idefics3(VisionFamily):
+    """Idefics3 and SmolVLM: a large picture is split into tiles, a small one is one tile."""
+
+    FRAME = "<fake_token_around_image>"
+    WHOLE = "<global-img>"
+
+    @property
+    def longest(self) -> int:
+        rows = ceil(self._longest_edge / self._tile) if self._is_split else 1
+        # Between two runs are at most a row's name and its frame, each of some tokens.
+        return (rows * rows + 1) * (self._tokens_a_tile + 16) if rows > 1 else self._tokens_a_tile
+
+    def layout(self, width: int, height: int) -> Layout:
+        rows, columns = self._tiles(width, height)
+        num, layout = self._tokens_a_tile, list[str | int]()
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                layout += [f"{self.FRAME}<row_{row}_col_{column}>", num]
+            layout.append("\n")
+        if rows:
+            layout.append("\n")
+        return [*layout, f"{self.FRAME}{self.WHOLE}", num, self.FRAME]
+
+    @property
+    def _default_image_token(self) -> int:
+        return 128_257
+
+    def _tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles; (0, 0) for a picture that is not split."""
+        if not self._is_split:
+            return 0, 0
+        if self.settings.get("do_resize", True):
+            width, height = _fitted(width, height, self._longest_edge)
+        tile, ratio = self._tile, width / height
+        if width >= height:
+            width = ceil(width / tile) * tile
+            height = ceil(int(width / ratio) / tile) * tile
+        else:
+            height = ceil(height / tile) * tile
+            width = ceil(int(height * ratio) / tile) * tile
+        _check_resized(width, height, width * height)
+        if height <= tile and width <= tile:
+            return 0, 0
+        return max(1, height // tile), max(1, width // tile)
+
+    @property
+    def _is_split(self) -> bool:
+        return bool(self.settings.get("do_image_splitting", True))
+
+    @property
+    def _tile(self) -> int:
+        return _side(self.settings, "max_image_size", "longest_edge") or 364
+
+    @property
+    def _longest_edge(self) -> int:
+        return _side(self.settings, "size", "longest_edge") or 4 * 364
+
+    @property
+    def _tokens_a_tile(self) -> int:
+        patch = int(self._vision.get("patch_size", 32))
+        return int((self._tile // patch) ** 2 / int(self.hf.get("scale_factor", 2)) ** 2)
+
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any], Settings], VisionFamily]] = {
+    "Idefics3ForConditionalGeneration": Idefics3,
+    "LlavaForConditionalGeneration": Llava,
+    "SmolVLMForConditionalGeneration": Idefics3,
+}
+
+
+def sees(info: ModelInfo) -> bool:
+    """Whether a model directory is of a family that sees, and has an image processor's settings."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    return info.architecture in FAMILIES and any((info.path / name).is_file() for name in files)
+
+
+def family_of(info: ModelInfo, settings: Settings) -> VisionFamily:
+    """The family of a model that ``sees``. settings: of its image processor."""
+    return FAMILIES[info.architecture](info.hf, settings)
+
+
+def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
+    """The size of a picture whose longer side becomes ``longest``, as transformers rounds it: the
+    other side is even."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > MAX_IDEFICS_SIDE:
+        width, height = MAX_IDEFICS_SIDE, int(MAX_IDEFICS_SIDE / ratio)
+    elif height > width and height > MAX_IDEFICS_SIDE:
+        height, width = MAX_IDEFICS_SIDE, int(MAX_IDEFICS_SIDE * ratio)
+    return max(width, 1), max(height, 1)
+
+
+def _side(settings: Settings, name: str, side: str) -> int:
+    """A side of a size in the settings; 0 if it has none."""
+    size = settings.get(name)
+    if isinstance(size, int):
+        return size if side in ("height", "width", "longest_edge") else 0
+    return int((size or {}).get(side) or 0)
+
+
+def _check_resized(width: int, height: int, num_pixels: int) -> None:
+    if num_pixels > MOST_RESIZED_PIXELS:
+        raise RequestError(
+            f"a picture has {width} x {height} pixels, from which the model's image processor "
+            f"makes {num_pixels}, and the limit is {MOST_RESIZED_PIXELS}: cut it into pieces that "
+            "are less long",
+            param="multi_modal_data",
+        )

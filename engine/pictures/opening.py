@@ -1,0 +1,116 @@
+"""Opens pictures: reads size and content hash from the header, and decodes later.
+
+Nothing is decoded before the limits were checked. Sizes and pixels are those after the rotation
+that the file asks for, and colours are RGB, as transformers loads pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BytesIO
+
+from PIL import Image, ImageOps
+
+from engine.errors import RequestError, RequestTypeError
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+MAX_BYTES = 64 << 20
+MAX_PIXELS = 64 << 20
+ORIENTATION = 0x0112  # an EXIF tag
+TURNED = (5, 6, 7, 8)  # its values that swap width and height
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture whose header is read."""
+
+    width: int
+    height: int
+    digest: str
+    """Identifies the content: blake2b of the file, or of the pixels."""
+    _image: Image.Image
+
+    def decode(self) -> Image.Image:
+        """The picture in RGB, rotated as the file says. Raises ``RequestError`` if the file is
+        damaged."""
+        try:
+            image = ImageOps.exif_transpose(self._image).convert("RGB")
+        except Exception as error:  # decoders raise many kinds
+            raise damaged(error) from error
+        if image.size != (self.width, self.height):
+            raise damaged(
+                f"the header says {self.width} x {self.height} pixels, and the content has "
+                f"{image.width} x {image.height}"
+            )
+        return image
+
+
+def open_picture(value: object) -> Picture:
+    """Open a picture: the bytes of a file, or a PIL image. Raises ``RequestError`` if it is
+    neither, damaged, too large or of a format that is not allowed."""
+    if isinstance(value, Image.Image):
+        _check_size(*value.size)
+        return Picture(*_turned(value), _digest_of(value), value)
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise RequestTypeError(
+            f"a picture is {value!r:.80} ({type(value).__name__}), must be a PIL image or the "
+            "bytes of a picture file",
+            param="multi_modal_data",
+        )
+    content = bytes(value)
+    if len(content) > MAX_BYTES:
+        raise _refused(f"a picture has {len(content)} bytes, the limit is {MAX_BYTES}: shrink it")
+    try:
+        image = Image.open(BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise _refused(f"a picture is too large ({error}): shrink it") from error
+    except Exception as error:  # readers of headers raise many kinds
+        raise _refused(
+            f"a picture of {len(content)} bytes cannot be read as {', '.join(FORMATS)}: it is "
+            "damaged or of another format; convert it to PNG"
+        ) from error
+    _check_size(*image.size)
+    digest = blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+    return Picture(*_turned(image), digest, image)
+
+
+def damaged(reason: object) -> RequestError:
+    """The error for a picture that cannot be decoded."""
+    return _refused(f"a picture is damaged: {reason}; send it as a whole, or convert it to PNG")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise _refused(
+            f"a picture has {width} x {height} pixels, the limit is {MAX_PIXELS}: shrink it"
+        )
+    if not width or not height:
+        raise _refused(f"a picture has {width} x {height} pixels, must have at least one")
+
+
+def _turned(image: Image.Image) -> tuple[int, int]:
+    """Width and height after the rotation that the header asks for."""
+    try:
+        # Not ``image.getexif``, which decodes a PNG to find what follows the pixels.
+        orientation = Image.Image.getexif(image).get(ORIENTATION)
+    except Exception as error:
+        raise damaged(error) from error
+    width, height = image.size
+    return (height, width) if orientation in TURNED else (width, height)
+
+
+def _digest_of(image: Image.Image) -> str:
+    """The hash of a PIL image's pixels, after rotation, in RGB."""
+    try:
+        plain = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:
+        raise damaged(error) from error
+    digest = blake2b(repr(plain.size).encode(), digest_size=DIGEST_BYTES)
+    digest.update(plain.tobytes())
+    return digest.hexdigest()
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="multi_modal_data")

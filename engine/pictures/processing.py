@@ -1,0 +1,73 @@
+"""transformers' image processors, which make arrays of pictures, without torchvision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import transformers
+from PIL import Image
+
+from engine.config.model import ModelInfo, read_json
+from engine.errors import ModelError
+from engine.messages.media import PixelArray, Pixels
+from engine.pictures.opening import damaged
+
+UNREAD = ("rows", "cols")  # outputs that only the text needs
+
+
+class ImageProcessor:
+    """The image processor of a model directory. Thread-safe."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        """Load it. Raises ``ModelError`` if transformers has no such processor."""
+        name = _class_name(info)
+        kind = getattr(transformers, f"{name}Pil", None)
+        if kind is None:
+            raise ModelError(
+                f"{info.path} names the image processor {name!r}, which this version of "
+                "transformers cannot compute without torchvision"
+            )
+        self._processor = kind.from_pretrained(info.path, local_files_only=True)
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Its settings, defaults included, as plain data."""
+        plain: dict[str, Any] = json.loads(json.dumps(self._processor.to_dict(), default=str))
+        return plain
+
+    @cached_property
+    def key(self) -> bytes:
+        """Identifies the settings: equal pictures with equal keys have equal pixels."""
+        text = json.dumps([type(self._processor).__name__, self.settings], sort_keys=True)
+        return blake2b(text.encode(), digest_size=16).digest()
+
+    def pixels(self, image: Image.Image) -> Pixels:
+        """The arrays of one picture. Raises ``RequestError`` if it cannot be processed."""
+        try:
+            found = self._processor(images=[image], return_tensors="np")
+        except Exception as error:
+            raise damaged(error) from error
+        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        return {
+            name: PixelArray(value.dtype.str, list(value.shape), value.tobytes())
+            for name, value in arrays.items()
+            if name not in UNREAD
+        }
+
+
+def _class_name(info: ModelInfo) -> str:
+    """The name of the processor's class, without the ending that names an implementation."""
+    combined = read_json(info.path / "processor_config.json") or {}
+    own = read_json(info.path / "preprocessor_config.json") or {}
+    nested = combined.get("image_processor")
+    settings = nested if isinstance(nested, dict) else own
+    name = settings.get("image_processor_type") or settings.get("feature_extractor_type")
+    if not isinstance(name, str):
+        raise ModelError(f"{info.path / 'preprocessor_config.json'} has no image_processor_type")
+    name = name.replace("FeatureExtractor", "ImageProcessor")
+    return name.removesuffix("Fast").removesuffix("Pil")

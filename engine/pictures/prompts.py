@@ -1,0 +1,112 @@
+"""Puts pictures into prompts: placeholder tokens, media items and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from engine.config.model import ModelInfo
+from engine.errors import RequestError
+from engine.messages.media import Pixels
+from engine.messages.requests import MediaItem
+from engine.pictures.families import family_of
+from engine.pictures.opening import Picture, open_picture
+from engine.pictures.processing import ImageProcessor
+from engine.text.tokenizer import Tokenizer
+
+KIND = "image"
+PARAM = "multi_modal_data"
+
+
+class SeeingPrompt(NamedTuple):
+    """Token ids with placeholders, the pictures among them, and their pixels by hash."""
+
+    token_ids: list[int]
+    media: list[MediaItem]
+    pixels: dict[str, Pixels]
+
+
+class Pictures:
+    """Puts pictures into the prompts of one model. Thread-safe."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
+        """Load the image processor. Raises ``ModelError``."""
+        self._processor = ImageProcessor(info)
+        self._family = family_of(info, self._processor.settings)
+        self._tokenizer = tokenizer
+        self._ids_of = lru_cache(maxsize=1024)(self._encode)
+
+    def into(self, token_ids: Sequence[int], data: object) -> SeeingPrompt:
+        """Replace the image tokens of a prompt by the placeholders of pictures, in order. data:
+        ``{"image": picture or list of pictures}``. Raises ``RequestError``."""
+        pictures = [open_picture(each) for each in _values(data)]
+        image = self._family.image_token_id
+        if (count := token_ids.count(image)) != len(pictures):
+            raise RequestError(
+                f"the prompt has {count} image tokens (id {image}) and multi_modal_data "
+                f"{len(pictures)} pictures: the numbers must be equal, so put one image token "
+                "where each picture belongs",
+                param=PARAM,
+            )
+        waiting = iter(pictures)
+        ids: list[int] = []
+        media: list[MediaItem] = []
+        found: dict[str, Picture] = {}
+        for token in token_ids:
+            if token != image:
+                ids.append(token)
+                continue
+            picture = next(waiting)
+            item, own = self._place(picture, len(ids))
+            ids += own
+            media.append(item)
+            found.setdefault(item.hash, picture)
+        pixels = {key: self._processor.pixels(each.decode()) for key, each in found.items()}
+        return SeeingPrompt(ids, media, pixels)
+
+    def _place(self, picture: Picture, offset: int) -> tuple[MediaItem, list[int]]:
+        """The media item and the tokens of a picture whose first token is at ``offset``."""
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        text = ""
+        for part in (*self._family.layout(picture.width, picture.height), 0):
+            if isinstance(part, str):
+                text += part
+                continue
+            ids += self._ids_of(text)
+            if part:
+                spans.append((len(ids), part))
+            ids += [self._family.image_token_id] * part
+            text = ""
+        first, (last, length) = spans[0][0], spans[-1]
+        key = blake2b(picture.digest.encode() + self._processor.key, digest_size=16).hexdigest()
+        runs = [(start - first, count) for start, count in spans] if len(spans) > 1 else []
+        return MediaItem(offset + first, last + length - first, key, runs), ids
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        if self._tokenizer is None:
+            raise RequestError(
+                "pictures of this model need a tokenizer, and the engine has none "
+                "(skip_tokenizer_init): start it without skip_tokenizer_init",
+                param=PARAM,
+            )
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _values(data: object) -> list[Any]:
+    """The pictures in ``multi_modal_data``."""
+    if not isinstance(data, Mapping) or set(data) - {KIND}:
+        shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise RequestError(
+            f'multi_modal_data has {shown}, must be {{"image": ...}}: a picture or a list of '
+            "pictures; this model reads no other media",
+            param=PARAM,
+        )
+    value = data.get(KIND, [])
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
