@@ -16,7 +16,10 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("ipc", "text", "hub", "kernels"),
         "sockets, processes; tokenizers; model downloads; tensor operations",
     ),
-    (("kv", "parallel", "observe", "pictures"), "KV blocks; logs and step logs; pictures in prompts"),
+    (
+        ("kv", "parallel", "observe", "pictures"),
+        "KV blocks; logs and step logs; pictures in prompts",
+    ),
     (("sched", "layers"), "the scheduler; layers of models"),
     (("models", "sample"), "the decoder and model families; sampling"),
     (("worker",), "computes plans on one device"),

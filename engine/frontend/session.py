@@ -52,7 +52,7 @@ TEXT_SECONDS = 0.1  # how long ``step`` waits for texts
 class Session:
     """Front end of one core: tokenizer, request checks, outputs and statistics log."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: EngineConfig,
         client: CoreClient,

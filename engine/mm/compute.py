@@ -3,7 +3,8 @@ forward pass in place of the placeholders' embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.mm.tower import Encode, load_tower
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
 from engine.worker.slots import LiveSeqs
+from kernels.cpu.threads import num_threads
 
 
 class Run(NamedTuple):
@@ -49,6 +51,7 @@ class Encoder(Feature):
         self._outputs: dict[str, torch.Tensor] = {}  # by hash, [embedded tokens, H]
         self._media: dict[int, list[MediaItem]] = {}  # by slot
         self._runs: dict[int, list[Run]] = {}  # by slot, in order
+        self._ends = np.zeros(0, dtype=np.int32)  # by slot, end of the last run; 0: none
 
     @property
     def own_bytes(self) -> int:
@@ -57,22 +60,25 @@ class Encoder(Feature):
     def attach(self, machine: Machine) -> None:
         model = machine.model
         self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
+        self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
         hidden = int(self._info.hf.get("hidden_size") or 4096)
         self._bytes_a_token = hidden * model.dtype.itemsize
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        if plan.media is None and not self._media:
+        if plan.media is None and not self._runs:
             return None
         for slot in plan.freed_slots:
             self._media.pop(slot, None)
             self._runs.pop(slot, None)
+        self._ends[plan.freed_slots] = 0
         failed: dict[str, str] = {}  # by hash
         if (part := plan.media) is not None:
             for key in part.free:
                 self._outputs.pop(key, None)
             for slot, items in part.media.items():
                 self._media[slot] = items
-                self._runs[slot] = [run for item in items for run in runs_of(item)]
+                runs = self._runs[slot] = [run for item in items for run in runs_of(item)]
+                self._ends[slot] = runs[-1].start + runs[-1].length
             for slot, index in part.encode:
                 item = self._media[slot][index]
                 if (why := self._encode_item(item)) is not None:
@@ -80,30 +86,25 @@ class Encoder(Feature):
         return self._reasons(plan, failed)
 
     def touches(self, rows: PlanRows) -> bool:
-        if not self._runs:
-            return False
-        columns = (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist())
-        return any(
-            read_by(self._runs.get(slot, ()), start, start + count)
-            for slot, start, count in zip(*columns, strict=True)
-        )
+        """True if a row begins before the last embedded token of its prompt."""
+        return bool(self._runs) and bool((rows.starts < self._ends[rows.slots]).any())
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
-        places: list[range] = []
+        if not self.touches(rows):
+            return
+        places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        first = 0
-        columns = (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist())
-        for slot, start, count in zip(*columns, strict=True):
-            for run in read_by(self._runs.get(slot, ()), start, start + count):
-                begin = max(run.start, start)
-                end = min(run.start + run.length, start + count)
+        first_tokens = np.cumsum(rows.counts) - rows.counts
+        for index, slot, start, upto in self._reading(rows):
+            first = int(first_tokens[index]) - start
+            for run in read_by(self._runs[slot], start, upto):
+                begin, end = max(run.start, start), min(run.start + run.length, upto)
                 row = run.row + begin - run.start
-                places.append(range(first + begin - start, first + end - start))
+                places.append(torch.arange(first + begin, first + end))
                 values.append(self._outputs[run.key][row : row + end - begin])
-            first += count
         if values:
-            indices = torch.tensor([place for each in places for place in each])
-            batch.embeds = Embeds(indices.to(values[0].device), torch.cat(values))
+            found = torch.cat(values)
+            batch.embeds = Embeds(torch.cat(places).to(found.device), found)
 
     # -- helpers
 
@@ -113,7 +114,8 @@ class Encoder(Feature):
         if pixels is None:
             return f"the content of the media item at token {item.offset} has not arrived"
         try:
-            output = self._encode({name: tensor_of(array) for name, array in pixels.items()})
+            with all_threads():
+                output = self._encode({name: tensor_of(array) for name, array in pixels.items()})
         except torch.AcceleratorError:  # the device is lost, and with it every request
             raise
         except Exception as error:
@@ -130,17 +132,35 @@ class Encoder(Feature):
         self._outputs[item.hash] = output
         return None
 
+    def _reading(self, rows: PlanRows | StepPlan) -> Iterator[tuple[int, int, int, int]]:
+        """Index, slot, first position and end of each row that begins before the last embedded
+        token of its prompt."""
+        for index in np.flatnonzero(rows.starts < self._ends[rows.slots]).tolist():
+            start = int(rows.starts[index])
+            yield index, int(rows.slots[index]), start, start + int(rows.counts[index])
+
     def _reasons(self, plan: StepPlan, failed: Mapping[str, str]) -> dict[int, str]:
-        """Why rows of the plan cannot be computed, by slot: they read outputs that are missing."""
+        """Why rows of the plan cannot be computed, by slot: they read outputs that are missing.
+        failed: why media items could not be encoded, by hash."""
         reasons: dict[int, str] = {}
-        columns = (plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())
-        for slot, start, count in zip(*columns, strict=True):
-            for run in read_by(self._runs.get(slot, ()), start, start + count):
+        for _, slot, start, upto in self._reading(plan):
+            for run in read_by(self._runs[slot], start, upto):
                 if run.key not in self._outputs:
                     missing = f"the encoder output for token {run.start} is missing"
                     reasons[slot] = failed.get(run.key, missing)
                     break
         return reasons
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Let torch use all threads, most of which are otherwise left to compiled kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, num_threads()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def runs_of(item: MediaItem) -> list[Run]:

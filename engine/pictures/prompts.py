@@ -108,5 +108,3 @@ def _values(data: object) -> list[Any]:
         )
     value = data.get(KIND, [])
     return list(value) if isinstance(value, list | tuple) else [value]
-
-

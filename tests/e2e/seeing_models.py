@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
 TEXT: dict[str, Any] = {
     "vocab_size": 512,
@@ -117,7 +117,9 @@ def config_of(case: Case, tokenizer: Tokenizer) -> Any:
     vision = {**VISION, **case.vision}
     if case.text["model_type"] == "qwen2":
         vision["hidden_size"] = 32
-    return kind(text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **{name: image})
+    return kind(
+        text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **{name: image}
+    )
 
 
 def make_seeing_model(path: Path, name: str) -> Path:
