@@ -78,7 +78,9 @@ class LLM:
         """Generate an output for each prompt, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with ``"prompt"`` or
-        ``"prompt_token_ids"``. ``sampling_params`` and ``priority`` (lower values first): one for
+        ``"prompt_token_ids"``. For a model that sees, the dict may have ``"multi_modal_data"``:
+        ``{"image": ...}`` with a PIL image, the bytes of a picture file, or a list of them.
+        ``sampling_params`` and ``priority`` (lower values first): one for
         all prompts or one for each. A request ends with finish reason ``"deadline"`` after
         ``timeout`` seconds, or ``queue_timeout`` seconds if it has not started. ``lora_request``:
         one adapter for all prompts, or one or ``None`` for each. Raises
@@ -110,7 +112,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, turned into prompts by the model's chat template.
 
-        ``tools``, ``chat_template_kwargs``: variables of the template. Otherwise like ``generate``.
+        A part of a message may be a picture: ``{"type": "image", "image": picture}``, or
+        ``"image_url"`` with a data URL. ``tools``, ``chat_template_kwargs``: variables of the
+        template. Otherwise like ``generate``.
         """
         self.get_tokenizer()  # raises ConfigError without one
         options = {

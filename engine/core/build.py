@@ -97,7 +97,7 @@ def build_core(
     resolved = resolve(config, info, device, products=products)
     failures = Failures()
     media, store, encoding = media_halves(resolved, info, pools=pooling is not None)
-    chosen = chosen._replace(resources=(*media, *chosen.resources))
+    chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
     worker = make_worker(resolved, info, features, failures, pooling)
     check_capabilities(chosen.resources, worker.capabilities)
@@ -200,7 +200,9 @@ def wire(
         )
 
     max_loras = config.lora.max_loras if config.lora.enable_lora else 0
-    described = describe(sched, config.cache, kv, seed, max_loras)
+    budgets = [each for each in chosen.resources if isinstance(each, EncoderBudget)]
+    encoder_tokens = budgets[0].max_encoder_tokens if budgets else 0
+    described = describe(sched, config.cache, kv, seed, max_loras, encoder_tokens)
     scheduler = (
         make(clock)
         if config.step_log is None
@@ -355,6 +357,16 @@ def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
     if has_own or not max_loras:
         return chosen
     return with_adapters(chosen, AdapterSlots(max_loras))
+
+
+def with_recorded_media(chosen: Chosen, num_tokens: int) -> Chosen:
+    """Add the resource for media: for a replay of a step log. ``num_tokens``: those of media that
+    the recorded core encoded in a step, and kept; 0 if it took no media."""
+    has_own = any(isinstance(resource, EncoderBudget) for resource in chosen.resources)
+    if has_own or not num_tokens:
+        return chosen
+    budget = EncoderBudget(num_tokens, num_tokens)
+    return chosen._replace(resources=(*chosen.resources, budget))
 
 
 def load_modules(options: LoRAConfig, adapters: AdapterSlots | None) -> None:

@@ -69,10 +69,15 @@ def record(
 
 
 def describe(
-    config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int, max_loras: int = 0
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    kv: KVManager,
+    seed: int,
+    max_loras: int = 0,
+    encoder_tokens: int = 0,
 ) -> Header:
     """The header of a step log: all that is needed to create an identical scheduler for a
-    replay. max_loras: 0 if requests have no adapters."""
+    replay. max_loras, encoder_tokens: 0 if requests have no adapters, or no media."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -84,6 +89,7 @@ def describe(
         kv_groups=[(g.window, g.max_blocks, int(g.is_chunked)) for g in kv.groups],
         snapshot_blocks=0 if kv.states is None else kv.states.snapshots.num_blocks,
         max_loras=max_loras,
+        encoder_tokens=encoder_tokens,
     )
 
 

@@ -16,6 +16,7 @@ from engine.core.build import (
     make_hasher,
     with_checked_grammars,
     with_recorded_adapters,
+    with_recorded_media,
     with_snapshots,
 )
 from engine.core.recording import OBJECT
@@ -171,7 +172,8 @@ class Replay:
             self.kv.keep_states(header.snapshot_blocks, cache.state_snapshot_interval or 0)
         self._outputs = outputs
         self._clock = ReplayClock()
-        chosen = with_checked_grammars(choose_all(config))
+        chosen = with_recorded_media(choose_all(config), header.encoder_tokens)
+        chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)
         self.scheduler: SchedulerInterface = make_scheduler(

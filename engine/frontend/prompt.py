@@ -37,6 +37,7 @@ from engine.messages.params import SamplingParams, check_params_for_vocab, is_fi
 from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
 from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
+from engine.pictures.chat import taken
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
@@ -272,8 +273,19 @@ class InputProcessor:
         ``apply_chat_template``. Raises the ``RequestError`` of the first conversation that
         fails."""
         assert self._tokenizer is not None
-        rendered = render_chats(self._tokenizer, self._pool, conversations, options)
-        return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
+        chats, pictures = [], []
+        for messages in conversations:
+            chat, found = taken(messages)
+            chats.append(chat)
+            pictures.append(found)
+        prompts: list[TextPrompt] = []
+        rendered = render_chats(self._tokenizer, self._pool, chats, options)
+        for (text, token_ids), found in zip(rendered, pictures, strict=True):
+            prompt: TextPrompt = {"prompt": text, "prompt_token_ids": token_ids}
+            if found:
+                prompt["multi_modal_data"] = {"image": found}
+            prompts.append(prompt)
+        return prompts
 
     def _grammar(self, params: SamplingParams) -> str | None:
         """The grammar for ``structured_outputs``, as a text for the core; ``None`` if not

@@ -18,6 +18,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from engine.config.model import read_json
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.sandbox import BUDGET, MAX_SECONDS, BoundedEnvironment, Budget, bounded_filter
 
@@ -30,13 +31,15 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates of a model directory by name, the usual one as ``"default"``.
 
-    Files override ``chat_template`` in tokenizer_config.json."""
+    Files override ``chat_template`` in tokenizer_config.json; that of a model with images may be in
+    chat_template.json."""
     files = {
         path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))
     }
     files["default"] = root / "chat_template.jinja"
     found = {name: _read_template(path) for name, path in files.items() if path.is_file()}
-    return found or _templates_in(options.get("chat_template"), root)
+    own = (read_json(root / "chat_template.json") or options).get("chat_template")
+    return found or _templates_in(own, root)
 
 
 def _read_template(path: Path) -> str:

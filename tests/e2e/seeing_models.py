@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,6 +150,28 @@ def make_seeing_model(path: Path, name: str) -> Path:
     return path
 
 
+@cache
+def processor_of(path: Path, name: str) -> Any:
+    """transformers' processor of a case."""
+    case = CASES[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    images = getattr(transformers, case.processor).from_pretrained(path)
+    if case.model == "Llava":
+        return transformers.LlavaProcessor(
+            images,
+            tokenizer,
+            patch_size=VISION["patch_size"],
+            vision_feature_select_strategy=case.options.get(
+                "vision_feature_select_strategy", "default"
+            ),
+            num_additional_image_tokens=int("clip" in case.vision["model_type"]),
+            image_token=IMAGE,
+        )
+    # That of SmolVLM differs by videos, for which it needs another package.
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+@cache
 def reference(path: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"

@@ -1,0 +1,274 @@
+"""Pictures in prompts: tokens equal to those of transformers, and errors that say what to do."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.seeing_models import CASES, make_seeing_model, processor_of, reference
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from engine import LLM, SamplingParams
+from engine.errors import RequestError
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+SMALL = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    dice = np.random.default_rng([width, height, seed])
+    pixels = Image.fromarray(dice.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    if mode == "RGBA":
+        pixels.putalpha(Image.fromarray(dice.integers(0, 256, (height, width), dtype=np.uint8)))
+    return pixels.convert(mode)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("seeing")
+
+    @cache
+    def make(name: str) -> Path:
+        return make_seeing_model(root / name, name)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def smolvlm(models: Any) -> Iterator[LLM]:
+    with LLM(models("smolvlm"), max_num_batched_tokens=64, **SMALL) as llm:
+        yield llm
+
+
+def prompt_of(text: str, pictures: Sequence[Any]) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+
+
+def expected(path: Path, name: str, text: str, pictures: Sequence[Image.Image]) -> list[int]:
+    """Token ids of prompt and answer, by transformers."""
+    images = [each.convert("RGB") for each in pictures] or None
+    inputs = processor_of(path, name)(images=images, text=text, return_tensors="pt")
+    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+    inputs = {key: value for key, value in inputs.items() if key in read}
+    with torch.inference_mode():
+        return (
+            reference(path)
+            .generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+            .tolist()
+        )
+
+
+def tokens_of(output: Any) -> list[int]:
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+
+THREE = [picture(128, 128, "RGBA"), picture(40, 40, "CMYK"), picture(300, 33, "P")]
+PROMPTS = [
+    ("what is <image> this?", [picture(50, 30)]),
+    ("<image><image>", [picture(1, 1), picture(30, 200, "L")]),
+    ("none", []),
+    ("a <image> b <image> c <image>", THREE),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_those_of_transformers(models: Any, name: str) -> None:
+    """In one batch, with chunks that end within pictures."""
+    path = models(name)
+    with LLM(path, max_num_batched_tokens=24, **SMALL) as llm:
+        outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
+    for output, (text, pictures) in zip(outputs, PROMPTS, strict=True):
+        assert tokens_of(output) == expected(path, name, text, pictures), text
+
+
+def test_both_names_of_tensors_are_read(models: Any, tmp_path: Path) -> None:
+    """Those of published LLaVA models, and those of the modules of transformers 5."""
+    path = models("llava")
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = load_file(path / "model.safetensors")
+    assert "language_model.model.norm.weight" in stored
+    renamed = {
+        f"model.{name}".replace("language_model.model.", "language_model.").replace(
+            "model.language_model.lm_head.", "lm_head."
+        ): tensor
+        for name, tensor in stored.items()
+    }
+    assert "model.language_model.norm.weight" in renamed and "lm_head.weight" in renamed
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    text, pictures = PROMPTS[0]
+    with LLM(tmp_path, **SMALL) as llm:
+        (output,) = llm.generate(prompt_of(text, pictures), GREEDY, use_tqdm=False)
+    assert tokens_of(output) == expected(path, "llava", text, pictures)
+
+
+def test_a_prefix_with_the_same_picture_is_cached(models: Any, smolvlm: LLM) -> None:
+    shown, other = picture(60, 60, seed=1), picture(60, 60, seed=2)
+    text = "<image> and a question of some length"
+    first, again, different = (
+        smolvlm.generate(prompt_of(text, [each]), GREEDY, use_tqdm=False)[0]
+        for each in (shown, as_file(shown), other)
+    )
+    assert first.prompt_token_ids == again.prompt_token_ids == different.prompt_token_ids
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert different.outputs[0].token_ids != first.outputs[0].token_ids
+    more = smolvlm.generate(prompt_of(text + "?", [shown]), GREEDY, use_tqdm=False)[0]
+    assert different.num_cached_tokens == 0
+    assert more.num_cached_tokens > 64
+    assert tokens_of(more) == expected(models("smolvlm"), "smolvlm", text + "?", [shown])
+
+
+def test_preempted_requests_encode_again(models: Any) -> None:
+    """With a pool of blocks that holds two of the requests, and pairs with the same picture."""
+    path = models("llava")
+    prompts = [(f"{i} <image> " + "x" * 40, [picture(40, 30, seed=i // 2)]) for i in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    options = {**SMALL, "num_kv_blocks": 18, "max_model_len": 128}
+    with LLM(path, max_num_batched_tokens=48, **options) as llm:
+        outputs = llm.generate([prompt_of(*each) for each in prompts], params, use_tqdm=False)
+        stats = llm.llm_engine.stats()
+    assert stats is not None and stats.num_preemptions > 0
+    for output, (text, pictures) in zip(outputs, prompts, strict=True):
+        count = len(output.prompt_token_ids) + 8
+        assert tokens_of(output)[:count] == expected(path, "llava", text, pictures)
+
+
+def test_a_core_in_its_own_process_sees(models: Any) -> None:
+    path = models("smolvlm")
+    text, pictures = PROMPTS[1]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, n=2)
+    with LLM(path, multiprocess=True, **SMALL) as llm:
+        (output,) = llm.generate(prompt_of(text, pictures), params, use_tqdm=False)
+    wanted = expected(path, "smolvlm", text, pictures)
+    assert tokens_of(output) == wanted
+    assert output.outputs[1].token_ids == output.outputs[0].token_ids
+
+
+def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path) -> None:
+    from engine.core.replay import replay
+
+    log = tmp_path / "steps"
+    with LLM(models("llava"), step_log=str(log), max_num_batched_tokens=24, **SMALL) as llm:
+        llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
+    assert replay(log).num_requests == len(PROMPTS)
+
+
+def test_pictures_in_chats(models: Any, smolvlm: LLM) -> None:
+    shown = picture(33, 70)
+    url = f"data:image/png;base64,{base64.b64encode(as_file(shown)).decode()}"
+    chats = [
+        [{"role": "u", "content": [part, {"type": "text", "text": "what?"}]}]
+        for part in (
+            {"type": "image", "image": shown},
+            {"type": "image_url", "image_url": {"url": url}},
+        )
+    ]
+    one, other = smolvlm.chat(chats, GREEDY, use_tqdm=False)
+    wanted = expected(models("smolvlm"), "smolvlm", "u: <image>what?\na:", [shown])
+    assert tokens_of(one) == tokens_of(other) == wanted
+
+
+def test_a_file_is_rotated_as_it_says(smolvlm: LLM, models: Any) -> None:
+    """A PNG, and a JPEG whose pixels are wide and whose picture is tall."""
+    turned = picture(80, 40)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright = turned.transpose(Image.Transpose.ROTATE_270)
+    prompt = prompt_of("<image>", [as_file(turned, exif=exif)])
+    output = smolvlm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert tokens_of(output) == expected(models("smolvlm"), "smolvlm", "<image>", [upright])
+
+
+WHOLE = as_file(picture(64, 64), "JPEG")
+BOMB = as_file(Image.new("1", (20_000, 20_000)))
+WRONG = {
+    "no file": ([b"not a picture"], "13 bytes cannot be read as BMP, GIF, JPEG, PNG, WEBP"),
+    "cut off": ([WHOLE[: len(WHOLE) // 2]], "damaged"),
+    "too large": ([BOMB], "20000 x 20000|too large"),
+    "other format": ([as_file(picture(5, 5), "TIFF")], "convert it to PNG"),
+    "other type": ([5], r"a picture is 5 \(int\), must be a PIL image or the bytes"),
+    "a path": (["/etc/passwd"], "must be a PIL image or the bytes"),
+    "one more": ([picture(5, 5)] * 2, "has 1 image tokens .* 2 pictures: the numbers must be"),
+    "none": ([], "has 1 image tokens .* 0 pictures"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_picture_is_refused(smolvlm: LLM, name: str) -> None:
+    pictures, message = WRONG[name]
+    with pytest.raises(RequestError, match=message) as caught:
+        smolvlm.generate(prompt_of("<image>", pictures), GREEDY, use_tqdm=False)
+    assert caught.value.param == "multi_modal_data"
+
+
+def test_what_cannot_go_with_pictures_is_refused(smolvlm: LLM) -> None:
+    prompt = prompt_of("<image>", [picture(5, 5)])
+    cut = SamplingParams(truncate_prompt_tokens=5)
+    for given, params, message in (
+        ({**prompt, "multi_modal_data": {"video": []}}, GREEDY, "reads no other media"),
+        ({**prompt, "multi_modal_data": 5}, GREEDY, "must be .*image"),
+        (prompt, cut, "cannot be cut"),
+        ({**prompt, "prompt": "<image>" + "x" * 5000}, GREEDY, "too long"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            smolvlm.generate(given, params, use_tqdm=False)
+    chat = [{"role": "u", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]
+    with pytest.raises(RequestError, match="must be a data URL"):
+        smolvlm.chat(chat, GREEDY, use_tqdm=False)
+
+
+def test_a_text_model_refuses_pictures(llm_engine: Any) -> None:
+    prompt = prompt_of("<image>", [picture(5, 5)])
+    with pytest.raises(RequestError, match="reads only text"):
+        llm_engine.add_request("a", prompt, GREEDY)
+
+
+def test_a_picture_that_cannot_be_encoded_fails_alone(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.pictures.processing import ImageProcessor
+
+    make, bad = ImageProcessor.pixels, picture(31, 31)
+
+    def pixels(self: Any, image: Image.Image) -> Any:
+        found = make(self, image)
+        if image.size != bad.size:
+            return found
+        (name, array) = next(iter(found.items()))
+        return {name: type(array)(array.dtype, [3, 5], array.data[: 15 * 4])}
+
+    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    prompts = [prompt_of("<image> a", [each]) for each in (picture(9, 9), bad, picture(8, 8))]
+    with LLM(models("llava"), **SMALL) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    ends = [each.outputs[0].finish_reason for each in outputs]
+    assert ends == ["length", "error", "length"]
+    assert "cannot be encoded" in str(outputs[1].outputs[0].error)
+
+
+def test_a_directory_without_settings_for_pictures_reads_text(models: Any, tmp_path: Path) -> None:
+    path = models("llava")
+    for file in path.iterdir():
+        if not file.name.startswith("pre"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert "llava" in json.loads((tmp_path / "config.json").read_text())["model_type"]
+    with LLM(tmp_path, **SMALL) as llm:
+        (output,) = llm.generate("none", GREEDY, use_tqdm=False)
+        assert tokens_of(output) == expected(path, "llava", "none", [])
+        with pytest.raises(RequestError, match="reads only text"):
+            llm.generate(prompt_of("<image>", [picture(5, 5)]), GREEDY, use_tqdm=False)

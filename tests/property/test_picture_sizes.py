@@ -1,0 +1,114 @@
+"""How many tokens a picture takes, from its size alone, against transformers' image processors."""
+
+from __future__ import annotations
+
+from math import ceil, exp, log
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from transformers import image_processing_backends
+from transformers.models.idefics3 import processing_idefics3
+
+from engine.pictures.families import Idefics3, Llava
+
+NUM_SIZES = 150
+SETTINGS = [
+    {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}},
+    {"size": {"longest_edge": 100}, "max_image_size": {"longest_edge": 24}},
+    {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 128}},
+    {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}, "do_resize": False},
+    {"max_image_size": {"longest_edge": 32}, "do_image_splitting": False},
+]
+FRAMES = ("<fake_token_around_image>", "<image>", "<global-img>")
+
+
+def sizes(seed: int) -> list[tuple[int, int]]:
+    print(f"seed {seed}")
+    dice = Random(seed)
+    fixed = [(1, 1), (4000, 3000), (1, 40), (40, 1), (2, 3), (128, 128), (129, 128), (127, 33)]
+    drawn = [
+        tuple(ceil(exp(dice.uniform(0, log(most)))) for most in (4000, 3000))
+        for _ in range(NUM_SIZES)
+    ]
+    return [*fixed, *drawn]  # type: ignore[list-item]
+
+
+def unresized(self: Any, image: np.ndarray, size: Any, **options: Any) -> np.ndarray:
+    """An array of the size after resizing, without its pixels."""
+    return np.broadcast_to(image[:, :1, :1], (len(image), size.height, size.width))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
+@pytest.mark.parametrize("name", ["Idefics3", "SmolVLM"])
+def test_tiles(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_processing_backends.PilBackend, "resize", unresized)
+    processor = getattr(transformers, f"{name}ImageProcessorPil")(**settings, do_normalize=False)
+    hf = {"vision_config": {"patch_size": 8}, "scale_factor": 2}
+    family = Idefics3(hf, processor.to_dict())
+    most = 0
+    for width, height in sizes(len(settings)):
+        if not settings.get("do_resize", True) and width * height > 500_000:
+            continue
+        image = Image.new("RGB", (width, height))
+        found = processor(images=[image], return_row_col_info=True, return_tensors="np")
+        wanted = text_of(found["rows"][0][0], found["cols"][0][0], found["pixel_values"].shape)
+        layout = family.layout(width, height)
+        text = "".join("<image>" * part if isinstance(part, int) else part for part in layout)
+        assert text == wanted, (width, height)
+        most = max(most, text.rindex("<image>") - text.index("<image>"))
+    if settings.get("do_resize", True):
+        assert family.longest * len("<image>") * 2 > most
+
+
+def text_of(rows: int, columns: int, shape: tuple[int, ...]) -> str:
+    """The text in place of the image token, by transformers."""
+    processor = processing_idefics3.Idefics3Processor.__new__(processing_idefics3.Idefics3Processor)
+    processor.fake_image_token, processor.image_token, processor.global_image_tag = FRAMES
+    processor.image_seq_len = (shape[-1] // 8) * (shape[-2] // 8) // 4
+    info = {"rows": [[rows]], "cols": [[columns]]}
+    return str(processor.replace_image_token(info, 0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 40}},
+        {"size": {"shortest_edge": 32}, "crop_size": {"height": 48, "width": 48}, "do_pad": True},
+        {"size": {"height": 24, "width": 40}, "do_center_crop": False},
+    ],
+    ids=range(3),
+)
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_resized_and_cropped(
+    settings: dict[str, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_processing_backends.PilBackend, "resize", resized_by_rule)
+    processor = transformers.LlavaImageProcessorPil(**settings, do_normalize=False)
+    for kind, additional in (("clip_vision_model", 1), ("siglip_vision_model", 0)):
+        vision = {"patch_size": 8, "model_type": kind}
+        hf = {"vision_config": vision, "vision_feature_select_strategy": strategy}
+        family = Llava(hf, processor.to_dict())
+        text = transformers.LlavaProcessor.__new__(transformers.LlavaProcessor)
+        text.patch_size, text.num_additional_image_tokens, text.image_token = 8, additional, "i"
+        text.vision_feature_select_strategy = strategy
+        for width, height in sizes(3)[:40]:
+            if max(width, height) > 60 * min(width, height):
+                continue
+            image = Image.new("RGB", (width, height))
+            pixels = processor(images=[image], return_tensors="np")["pixel_values"]
+            wanted = len(text.replace_image_token({"pixel_values": pixels}, 0))
+            assert family.layout(width, height) == (wanted,)
+            assert family.longest == wanted
+
+
+def resized_by_rule(self: Any, image: np.ndarray, size: Any, **options: Any) -> np.ndarray:
+    if not size.shortest_edge:
+        return unresized(self, image, size)
+    height, width = image.shape[-2:]
+    scale = size.shortest_edge / min(height, width)
+    shape = (len(image), ceil(height * scale), ceil(width * scale))
+    return np.broadcast_to(image[:, :1, :1], shape)
