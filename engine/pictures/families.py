@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 from typing import Any
 
 from engine.config.model import ModelInfo
@@ -17,6 +17,7 @@ from engine.errors import ModelError, RequestError
 
 MOST_RESIZED_PIXELS = 64 << 20
 """Most pixels that a picture may have after it was resized."""
+LEAST_SHRUNK = 1.1  # OneVision shrinks tiles only by more; a constant of transformers
 MAX_IDEFICS_SIDE = 4096  # a constant of transformers' processors
 Layout = Sequence[str | int]
 """What replaces the image token in a prompt: texts, and numbers of embedded tokens."""
@@ -90,6 +91,62 @@ class Llava(VisionFamily):
         return (height // patch) * (width // patch) + int(has_class) - int(is_cut)
 
 
+class LlavaOnevision(VisionFamily):
+    """LLaVA-OneVision: a picture in whole, then its tiles without the padding around it, with a
+    token at the end of each row of patches."""
+
+    @property
+    def longest(self) -> int:
+        side = self._patches_a_side
+        rows = max(height for height, _ in self._resolutions) // self._size * side
+        return side**2 + ceil(LEAST_SHRUNK**2 * self._most_tiles * side**2) + rows
+
+    def layout(self, width: int, height: int) -> Layout:
+        best = _best_resolution(width, height, self._resolutions)
+        if best is None:
+            raise RequestError(
+                f"a picture has {width} x {height} pixels, which is too long for this model: cut "
+                "it into pieces",
+                param="multi_modal_data",
+            )
+        side = self._patches_a_side
+        rows, columns = (each // self._size * side for each in best)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        shrunk = sqrt(rows * columns / (self._most_tiles * side**2))
+        if shrunk > LEAST_SHRUNK:
+            rows, columns = int(rows // shrunk), int(columns // shrunk)
+        is_cut = self.hf.get("vision_feature_select_strategy", "full") == "default"
+        return (rows * columns + rows + side**2 - int(is_cut),)
+
+    @property
+    def _default_image_token(self) -> int:
+        return 151_646
+
+    @property
+    def _resolutions(self) -> list[list[int]]:
+        found = self.hf.get("image_grid_pinpoints") or self.settings["image_grid_pinpoints"]
+        return list(found)
+
+    @property
+    def _size(self) -> int:
+        return _side(self.settings, "size", "height") or _side(
+            self.settings, "size", "shortest_edge"
+        )
+
+    @property
+    def _patches_a_side(self) -> int:
+        return int(self._vision.get("image_size", 384)) // int(self._vision.get("patch_size", 14))
+
+    @property
+    def _most_tiles(self) -> int:
+        return int(
+            str(self.hf.get("vision_aspect_ratio", "anyres_max_9")).removeprefix("anyres_max_")
+        )
+
+
 class Idefics3(VisionFamily):
     """Idefics3 and SmolVLM: a large picture is split into tiles, a small one is one tile."""
 
@@ -156,6 +213,7 @@ class Idefics3(VisionFamily):
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Settings], VisionFamily]] = {
     "Idefics3ForConditionalGeneration": Idefics3,
     "LlavaForConditionalGeneration": Llava,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "SmolVLMForConditionalGeneration": Idefics3,
 }
 
@@ -188,6 +246,21 @@ def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
     elif height > width and height > MAX_IDEFICS_SIDE:
         height, width = MAX_IDEFICS_SIDE, int(MAX_IDEFICS_SIDE * ratio)
     return max(width, 1), max(height, 1)
+
+
+def _best_resolution(
+    width: int, height: int, resolutions: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Height and width of the resolution that keeps most of a picture and wastes least; ``None`` if
+    the picture would vanish in all."""
+    best, most, least = None, 0, 0
+    for high, wide in resolutions:
+        scale = min(wide / width, high / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        wasted = high * wide - kept
+        if kept > most or (kept == most and best is not None and wasted < least):
+            best, most, least = (high, wide), kept, wasted
+    return best
 
 
 def _side(settings: Settings, name: str, side: str) -> int:

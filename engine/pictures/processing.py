@@ -17,7 +17,7 @@ from engine.errors import ModelError
 from engine.messages.media import PixelArray, Pixels
 from engine.pictures.opening import damaged
 
-UNREAD = ("rows", "cols")  # outputs that only the text needs
+UNREAD = ("rows", "cols", "batch_num_images")  # outputs that an encoder does not need
 
 
 class ImageProcessor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Case(NamedTuple):
 
 SQUARE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 TILES = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+GRID = [[32 * rows, 32 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 CLIP = {"model_type": "clip_vision_model", "projection_dim": 32}
 SIGLIP = {"model_type": "siglip_vision_model"}
 CASES: dict[str, Case] = {
@@ -77,6 +78,14 @@ CASES: dict[str, Case] = {
         {"vision_feature_layer": [-2, -1]},
         "LlavaImageProcessorPil",
         {**SQUARE, "do_pad": True},
+    ),
+    "onevision": Case(
+        "LlavaOnevision",
+        {"model_type": "qwen2"},
+        SIGLIP,
+        {"image_grid_pinpoints": GRID, "vision_aspect_ratio": "anyres_max_2"},
+        "LlavaOnevisionImageProcessorPil",
+        {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": GRID},
     ),
     "smolvlm": Case(
         *("SmolVLM", {"model_type": "llama"}, {}, {"scale_factor": 2}),
@@ -167,8 +176,30 @@ def processor_of(path: Path, name: str) -> Any:
             num_additional_image_tokens=int("clip" in case.vision["model_type"]),
             image_token=IMAGE,
         )
+    if case.model == "LlavaOnevision":
+        side = VISION["image_size"] // VISION["patch_size"]
+        # Without what prepares videos, which needs torchvision.
+        processor = transformers.LlavaOnevisionProcessor.__new__(
+            transformers.LlavaOnevisionProcessor
+        )
+        processor.image_processor, processor.tokenizer = images, tokenizer
+        processor.num_image_tokens, processor.image_token = side**2, IMAGE
+        processor.vision_feature_select_strategy = "full"
+        processor.vision_aspect_ratio = case.options["vision_aspect_ratio"]
+        return partial(processed, processor)
     # That of SmolVLM differs by videos, for which it needs another package.
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def processed(processor: Any, images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+    """The model's inputs, where transformers' own processor needs torchvision."""
+    found: dict[str, Any] = {}
+    if images is not None:
+        found = dict(processor.image_processor(images=images, return_tensors=return_tensors))
+        for index in range(len(images)):
+            tokens = processor.replace_image_token(found, index)
+            text = text.replace(IMAGE, tokens.replace(IMAGE, "<i>"), 1)
+    return {**found, **processor.tokenizer(text.replace("<i>", IMAGE), return_tensors="pt")}
 
 
 @cache

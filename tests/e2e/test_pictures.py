@@ -63,7 +63,7 @@ def expected(path: Path, name: str, text: str, pictures: Sequence[Image.Image]) 
     """Token ids of prompt and answer, by transformers."""
     images = [each.convert("RGB") for each in pictures] or None
     inputs = processor_of(path, name)(images=images, text=text, return_tensors="pt")
-    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes")
     inputs = {key: value for key, value in inputs.items() if key in read}
     with torch.inference_mode():
         return (

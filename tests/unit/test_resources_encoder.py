@@ -7,8 +7,10 @@ from support.data_plane import answer, make_feature_run
 from support.simulate import make_request
 
 from engine.errors import ConfigError, RequestError
+from engine.messages.media import PixelArray
 from engine.messages.requests import MediaItem
 from engine.mm.decide import EncoderBudget, EncoderCache
+from engine.mm.store import PixelStore
 
 
 def with_media(request_id, length, *items, num_output=4, first=7, priority=0):
@@ -204,3 +206,22 @@ def test_cached_media_need_no_encoder():
     run.add(request := with_media("1", 200, (10, 96, "a")))
     run.drain()
     assert run.worker.num_encoded == 96 and run.outputs["1"] == answer(request)
+
+
+def test_the_content_of_media_is_kept_until_the_last_of_its_requests_ends():
+    store = PixelStore()
+    run = make(EncoderBudget(100, 100, store=store))
+    content = {"pixel_values": PixelArray("<f4", [1], b"1234")}
+    requests = [with_media(str(i), 50, (5, 10, "same"), num_output=3 + 3 * i) for i in range(2)]
+    requests.append(with_media("2", 50, (5, 10, "other")))
+    for request in requests:
+        run.add(request)
+        store.keep(request, {request.media[0].hash: content})
+    assert len(store) == 2
+    plans_of(run, 4)  # the first request ends
+    assert len(store) == 2 and store.get("same") == content
+    run.scheduler.finish_requests(["2"])
+    assert len(store) == 1 and store.get("other") is None
+    run.drain()
+    assert len(store) == 0
+    store.forget("unknown")
