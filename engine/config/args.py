@@ -22,6 +22,7 @@ from engine.config.env import core_secret, default_log_level, warn_of_typos
 from engine.config.foreign import refusal
 from engine.config.gpu import GPUConfig
 from engine.config.lora import LoRAConfig
+from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig, ModelOptions, is_hub_name
 from engine.config.near import near_options, suggestion
 from engine.config.option import BOTH, FRONT_END, STARTER, options_of, part
@@ -35,6 +36,7 @@ class EngineArgs(  # fields come from the last base first
     CoreOptions,
     EngineOptions,
     GPUConfig,
+    MediaConfig,
     LoRAConfig,
     CacheConfig,
     SchedulerOptions,
@@ -83,6 +85,7 @@ class EngineArgs(  # fields come from the last base first
             scheduler=part(SchedulerOptions, self),
             gpu=part(GPUConfig, self),
             lora=part(LoRAConfig, self, adapter_dir=_absolute("adapter_dir", self.adapter_dir)),
+            media=part(MediaConfig, self),
             core=part(CoreConfig, self, core_secret=core_secret()),
             polling=part(PollConfig, self, decode_poll_timeout_ms=poll_timeout),
             log_level=default_log_level() if self.log_level is None else self.log_level,

@@ -12,6 +12,7 @@ from engine.config.check import check_range, check_types
 from engine.config.core import CoreConfig, PollConfig
 from engine.config.gpu import GPUConfig
 from engine.config.lora import LoRAConfig
+from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig
 from engine.config.option import BOTH, FRONT_END
 from engine.config.sched import SchedulerConfig, SchedulerOptions
@@ -76,6 +77,8 @@ class EngineConfig(EngineOptions):
     """Use of a GPU."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA adapters."""
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """Pictures in prompts."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
     polling: PollConfig = field(default_factory=PollConfig)

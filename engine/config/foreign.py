@@ -72,7 +72,7 @@ FOREIGN |= {
 
 _ONE_DEVICE = "a model runs on one device; leave it out, or set data_parallel_size"
 _LORA = "adapters keep their type and rank, and tokens of their own are refused; leave it out"
-_NO_MEDIA = "only texts are supported; leave it out"
+_NO_MEDIA = "pictures come with the request, and have no such option; leave it out"
 _FAMILY = "the chat template determines the format of tool calls and thinking; leave it out"
 _GRAMMARS = "each request can choose its grammar library with backend; leave it out"
 _WEIGHTS_STAY = "weights stay in the memory of their device; lower num_kv_blocks to save memory"
@@ -95,7 +95,7 @@ for _reason, _names in {
     "fully_sharded_loras",
     _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
     "lora_target_modules enable_tower_connector_lora default_mm_loras",
-    _NO_MEDIA: "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs "
+    _NO_MEDIA: "mm_processor_cache_gb media_io_kwargs "
     "allowed_local_media_path allowed_media_domains interleave_mm_strings skip_mm_profiling "
     "enable_mm_embeds mm_encoder_tp_mode language_model_only",
     _FAMILY: "enable_auto_tool_choice tool_call_parser tool_parser_plugin reasoning_parser "

@@ -200,9 +200,7 @@ def wire(
         )
 
     max_loras = config.lora.max_loras if config.lora.enable_lora else 0
-    budgets = [each for each in chosen.resources if isinstance(each, EncoderBudget)]
-    encoder_tokens = budgets[0].max_encoder_tokens if budgets else 0
-    described = describe(sched, config.cache, kv, seed, max_loras, encoder_tokens)
+    described = describe(sched, config.cache, kv, seed, max_loras, encoder_sizes(chosen.resources))
     scheduler = (
         make(clock)
         if config.step_log is None
@@ -335,11 +333,14 @@ def media_halves(
             error.name,
         )
         return [], None, []
-    family = family_of(info, ImageProcessor(info).settings)
-    num_tokens = max(config.scheduler.max_num_batched_tokens, family.longest)
+    options = config.media
+    family = family_of(info, ImageProcessor(info, options.mm_processor_kwargs).settings)
+    most = max(config.scheduler.max_num_batched_tokens, family.longest)
+    most = options.max_num_encoder_input_tokens or most
+    cached = options.encoder_cache_size or most
     store = PixelStore()
-    budget = EncoderBudget(num_tokens, num_tokens, longest_item=family.longest, store=store)
-    return [budget], store, [Encoder(config.model, info, store, num_tokens)]
+    budget = EncoderBudget(most, cached, store=store)
+    return [budget], store, [Encoder(config.model, info, store, cached)]
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
@@ -359,13 +360,20 @@ def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
     return with_adapters(chosen, AdapterSlots(max_loras))
 
 
-def with_recorded_media(chosen: Chosen, num_tokens: int) -> Chosen:
-    """Add the resource for media: for a replay of a step log. ``num_tokens``: those of media that
-    the recorded core encoded in a step, and kept; 0 if it took no media."""
-    has_own = any(isinstance(resource, EncoderBudget) for resource in chosen.resources)
-    if has_own or not num_tokens:
+def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
+    """Tokens of media encoded in a step, and kept; [] without the resource for media."""
+    for each in resources:
+        if isinstance(each, EncoderBudget):
+            return [each.max_encoder_tokens, each.cache.num_tokens]
+    return []
+
+
+def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
+    """Add the resource for media: for a replay of a step log. ``sizes``: as ``encoder_sizes``
+    returned them for the recorded core."""
+    if not sizes or encoder_sizes(chosen.resources):
         return chosen
-    budget = EncoderBudget(num_tokens, num_tokens)
+    budget = EncoderBudget(*sizes)
     return chosen._replace(resources=(*chosen.resources, budget))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -74,10 +74,10 @@ def describe(
     kv: KVManager,
     seed: int,
     max_loras: int = 0,
-    encoder_tokens: int = 0,
+    encoder_sizes: Sequence[int] = (),
 ) -> Header:
     """The header of a step log: all that is needed to create an identical scheduler for a
-    replay. max_loras, encoder_tokens: 0 if requests have no adapters, or no media."""
+    replay. max_loras: 0 if requests have no adapters; encoder_sizes: see ``Header``."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -89,7 +89,7 @@ def describe(
         kv_groups=[(g.window, g.max_blocks, int(g.is_chunked)) for g in kv.groups],
         snapshot_blocks=0 if kv.states is None else kv.states.snapshots.num_blocks,
         max_loras=max_loras,
-        encoder_tokens=encoder_tokens,
+        encoder_sizes=list(encoder_sizes),
     )
 
 

@@ -172,7 +172,7 @@ class Replay:
             self.kv.keep_states(header.snapshot_blocks, cache.state_snapshot_interval or 0)
         self._outputs = outputs
         self._clock = ReplayClock()
-        chosen = with_recorded_media(choose_all(config), header.encoder_tokens)
+        chosen = with_recorded_media(choose_all(config), header.encoder_sizes)
         chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)

@@ -123,7 +123,7 @@ class Session:
                 pool.close()
             raise
         pooling = _pooling(model, client.decided.capabilities)
-        pictures = _pictures(model, client.decided.capabilities, tokenizer)
+        pictures = _pictures(config, client.decided.capabilities, tokenizer)
         return cls(config, client, tokenizer, time.monotonic, pool, recommended, pooling, pictures)
 
     @property
@@ -291,18 +291,18 @@ def _pooling(model: ModelConfig, capabilities: Sequence[str]) -> PoolingSpec | N
 
 
 def _pictures(
-    model: ModelConfig, capabilities: Sequence[str], tokenizer: Tokenizer | None
+    config: EngineConfig, capabilities: Sequence[str], tokenizer: Tokenizer | None
 ) -> Pictures | None:
     """What puts pictures into prompts; ``None`` if the core takes none, or if the model's directory
     is not on this machine."""
-    if "media" not in capabilities or not Path(model.model).is_dir():
+    if "media" not in capabilities or not Path(config.model.model).is_dir():
         return None
-    info = read_model_info(model.model)
+    info = read_model_info(config.model.model)
     if not sees(info):
         return None
     from engine.pictures.prompts import Pictures
 
-    return Pictures(info, tokenizer)
+    return Pictures(info, tokenizer, config.media)
 
 
 Handler = Callable[[int, FrameType | None], object]

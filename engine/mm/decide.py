@@ -254,12 +254,12 @@ class EncoderBudget(Resource):
         if length > self.max_encoder_tokens:
             return (
                 f"tokens, but at most {self.max_encoder_tokens} can be encoded in a step; raise "
-                "max_encoder_tokens or send the item in a lower resolution"
+                "max_num_encoder_input_tokens or send the item in a lower resolution"
             )
         if length > self.cache.num_tokens:
             return (
                 f"tokens, but the encoder cache holds only {self.cache.num_tokens}; raise "
-                "cache_size or send the item in a lower resolution"
+                "encoder_cache_size or send the item in a lower resolution"
             )
         if self.whole_media and length > step_tokens:
             return (

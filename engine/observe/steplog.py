@@ -49,8 +49,8 @@ class Header(msgspec.Struct, array_like=True):
     """Blocks of a snapshot of a request's recurrent states; 0: none are taken."""
     max_loras: int = 0
     """LoRA adapters among running requests; 0: requests have none."""
-    encoder_tokens: int = 0
-    """Tokens of media encoded in a step, and kept; 0: requests have no media."""
+    encoder_sizes: list[int] = []
+    """Tokens of media encoded in a step, and kept; []: requests have no media."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):

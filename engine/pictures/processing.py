@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from engine.config.model import ModelInfo, read_json
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.messages.media import PixelArray, Pixels
 from engine.pictures.opening import damaged
 
@@ -23,8 +23,9 @@ UNREAD = ("rows", "cols", "batch_num_images")  # outputs that an encoder does no
 class ImageProcessor:
     """The image processor of a model directory. Thread-safe."""
 
-    def __init__(self, info: ModelInfo) -> None:
-        """Load it. Raises ``ModelError`` if transformers has no such processor."""
+    def __init__(self, info: ModelInfo, own: Mapping[str, Any] | None = None) -> None:
+        """Load it. own: settings in place of those of the directory. Raises ``ModelError`` if
+        transformers has no such processor, and ``ConfigError`` for unknown settings."""
         name = _class_name(info)
         kind = getattr(transformers, f"{name}Pil", None)
         if kind is None:
@@ -33,6 +34,14 @@ class ImageProcessor:
                 "transformers cannot compute without torchvision"
             )
         self._processor = kind.from_pretrained(info.path, local_files_only=True)
+        known = self._processor.to_dict()
+        if unknown := (own or {}).keys() - known:
+            raise ConfigError(
+                f"mm_processor_kwargs has {min(unknown)!r:.80}, which {kind.__name__} does not "
+                f"have; it has {', '.join(sorted(known))}"
+            )
+        if own:
+            self._processor = kind.from_pretrained(info.path, local_files_only=True, **own)
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from engine.config.media import MediaConfig
 from engine.config.model import ModelInfo
 from engine.errors import RequestError
 from engine.messages.media import Pixels
@@ -31,9 +32,10 @@ class SeeingPrompt(NamedTuple):
 class Pictures:
     """Puts pictures into the prompts of one model. Thread-safe."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
-        """Load the image processor. Raises ``ModelError``."""
-        self._processor = ImageProcessor(info)
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, options: MediaConfig) -> None:
+        """Load the image processor. Raises ``ConfigError``."""
+        self._most = options.most_pictures
+        self._processor = ImageProcessor(info, options.mm_processor_kwargs)
         self._family = family_of(info, self._processor.settings)
         self._tokenizer = tokenizer
         self._ids_of = lru_cache(maxsize=1024)(self._encode)
@@ -41,7 +43,14 @@ class Pictures:
     def into(self, token_ids: Sequence[int], data: object) -> SeeingPrompt:
         """Replace the image tokens of a prompt by the placeholders of pictures, in order. data:
         ``{"image": picture or list of pictures}``. Raises ``RequestError``."""
-        pictures = [open_picture(each) for each in _values(data)]
+        values = _values(data)
+        if self._most is not None and len(values) > self._most:
+            raise RequestError(
+                f"multi_modal_data has {len(values)} pictures, and limit_mm_per_prompt allows "
+                f"{self._most}: send fewer, or raise the limit",
+                param=PARAM,
+            )
+        pictures = [open_picture(each) for each in values]
         image = self._family.image_token_id
         if (count := token_ids.count(image)) != len(pictures):
             raise RequestError(

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 SMALL = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
@@ -272,3 +272,32 @@ def test_a_directory_without_settings_for_pictures_reads_text(models: Any, tmp_p
         assert tokens_of(output) == expected(path, "llava", "none", [])
         with pytest.raises(RequestError, match="reads only text"):
             llm.generate(prompt_of("<image>", [picture(5, 5)]), GREEDY, use_tqdm=False)
+
+
+def test_options_limit_pictures(models: Any) -> None:
+    path = models("smolvlm")
+    options = {
+        "limit_mm_per_prompt": {"image": 1},
+        "mm_processor_kwargs": {"do_image_splitting": False},
+        "max_num_encoder_input_tokens": 4,
+        "encoder_cache_size": 4,
+    }
+    text, pictures = PROMPTS[0]
+    with LLM(path, **SMALL, **options) as llm:
+        (output,) = llm.generate(prompt_of(text, pictures), GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match="has 2 pictures, and limit_mm_per_prompt allows 1"):
+            llm.generate(prompt_of("<image><image>", [picture(5, 5)] * 2), GREEDY, use_tqdm=False)
+    whole = 4 + len(text) - len("<image>") + 3
+    assert len(output.prompt_token_ids) == whole
+    message = r"at most 4 .* raise max_num_encoder_input_tokens"
+    with (
+        LLM(path, **SMALL, max_num_encoder_input_tokens=4) as llm,
+        pytest.raises(RequestError, match=message),
+    ):
+        llm.generate(prompt_of(text, pictures), GREEDY, use_tqdm=False)
+    for wrong, message in (
+        ({"limit_mm_per_prompt": {"video": 1}}, "only image"),
+        ({"mm_processor_kwargs": {"tiles": 1}}, r"'tiles', which SmolVLM.* does not have"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(path, **SMALL, **wrong)
