@@ -151,7 +151,7 @@ def test_preempted_requests_encode_again(models: Any) -> None:
 def test_a_core_in_its_own_process_sees(models: Any) -> None:
     path = models("smolvlm")
     text, pictures = PROMPTS[1]
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, n=2)
+    params = SamplingParams(max_tokens=8, top_k=1, ignore_eos=True, n=2)
     with LLM(path, multiprocess=True, **SMALL) as llm:
         (output,) = llm.generate(prompt_of(text, pictures), params, use_tqdm=False)
     wanted = expected(path, "smolvlm", text, pictures)
@@ -179,7 +179,7 @@ def test_pictures_in_chats(models: Any, smolvlm: LLM) -> None:
         )
     ]
     one, other = smolvlm.chat(chats, GREEDY, use_tqdm=False)
-    wanted = expected(models("smolvlm"), "smolvlm", "u: <image>what?\na:", [shown])
+    wanted = expected(models("smolvlm"), "smolvlm", "u: <image>what?a:", [shown])
     assert tokens_of(one) == tokens_of(other) == wanted
 
 

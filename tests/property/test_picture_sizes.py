@@ -13,7 +13,8 @@ from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.idefics3 import processing_idefics3
 
-from engine.pictures.families import Idefics3, Llava
+from engine.errors import RequestError
+from engine.pictures.families import Idefics3, Llava, LlavaOnevision
 
 NUM_SIZES = 150
 SETTINGS = [
@@ -112,3 +113,26 @@ def resized_by_rule(self: Any, image: np.ndarray, size: Any, **options: Any) -> 
     scale = size.shortest_edge / min(height, width)
     shape = (len(image), ceil(height * scale), ceil(width * scale))
     return np.broadcast_to(image[:, :1, :1], shape)
+
+
+@pytest.mark.parametrize("most", [1, 2, 9])
+def test_tiles_without_their_padding(most: int) -> None:
+    grid = [[32 * rows, 32 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    settings = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": grid}
+    ratio = f"anyres_max_{most}"
+    hf = {"vision_config": {"patch_size": 8, "image_size": 32}, "vision_aspect_ratio": ratio}
+    family = LlavaOnevision(hf, settings)
+    text = transformers.LlavaOnevisionProcessor.__new__(transformers.LlavaOnevisionProcessor)
+    text.image_processor = transformers.LlavaOnevisionImageProcessorPil(**settings)
+    text.num_image_tokens, text.image_token, text.vision_aspect_ratio = 16, "i", ratio
+    text.vision_feature_select_strategy = "full"
+    pixels = [[np.zeros((3, 32, 32))]]
+    for width, height in sizes(4):
+        if max(width, height) > 192 * min(width, height):
+            with pytest.raises(RequestError, match="too long for this model"):
+                family.layout(width, height)
+            continue
+        found = {"pixel_values": pixels, "image_sizes": [[height, width]], "batch_num_images": [1]}
+        wanted = len(text.replace_image_token(found, 0))
+        assert family.layout(width, height) == (wanted,), (width, height)
+        assert wanted <= family.longest

@@ -213,7 +213,7 @@ def test_the_content_of_media_is_kept_until_the_last_of_its_requests_ends():
     run = make(EncoderBudget(100, 100, store=store))
     content = {"pixel_values": PixelArray("<f4", [1], b"1234")}
     requests = [with_media(str(i), 50, (5, 10, "same"), num_output=3 + 3 * i) for i in range(2)]
-    requests.append(with_media("2", 50, (5, 10, "other")))
+    requests.append(with_media("2", 50, (5, 10, "other"), num_output=30))
     for request in requests:
         run.add(request)
         store.keep(request, {request.media[0].hash: content})
