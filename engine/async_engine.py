@@ -246,11 +246,6 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
         return self._session.outputs.counts
 
     @property
-    def scheduling_policy(self) -> str:
-        """Name or dotted path of the policy; "" if the core was started elsewhere."""
-        return self._session.scheduling_policy
-
-    @property
     def num_kv_blocks(self) -> int:
         """Number of blocks in the KV pool of one core."""
         return self._session.client.decided.num_kv_blocks

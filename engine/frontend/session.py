@@ -78,8 +78,6 @@ class Session:
             pool,
             pictures,
         )
-        self.scheduling_policy = _policy_name(config)
-        """Name or dotted path of the policy; "" if the core was started elsewhere."""
         self.adapters = Adapters(client)
         self.outputs = OutputProcessor(tokenizer)
         if pool is not None:
@@ -240,16 +238,6 @@ class Session:
         if ended := self.outputs.ended_here():
             self.client.abort(ended)
             self.outputs.forget_ended_here()
-
-
-def _policy_name(config: EngineConfig) -> str:
-    policy = config.scheduler.scheduling_policy
-    if config.core.core_addresses:
-        return ""
-    if isinstance(policy, str):
-        return policy
-    cls = policy if isinstance(policy, type) else type(policy)
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _limits(

@@ -262,9 +262,12 @@ REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
 class Metrics(Collector):
     """Metrics of one engine, labelled with the served name of its model."""
 
-    def __init__(self, engine: AsyncLLMEngine, model: str, traffic: Traffic) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, model: str, traffic: Traffic, policy: str = ""
+    ) -> None:
         self._engine = engine
         self._model = model
+        self._policy = policy
         self._traffic = traffic
         self._latencies = engine.measure()
         self._requests = RequestHistograms()
@@ -337,10 +340,10 @@ class Metrics(Collector):
             info = GaugeMetricFamily(name, "The KV pool of a core.", labels=labels)
             info.add_metric([self._model, tokens, blocks], 1)
             yield info
-        if policy := self._engine.scheduling_policy:
+        if self._policy:
             name, labels = "metronome_scheduling_policy_info", ["model_name", "policy"]
             info = GaugeMetricFamily(name, "The scheduling policy.", labels=labels)
-            info.add_metric([self._model, policy], 1)
+            info.add_metric([self._model, self._policy], 1)
             yield info
 
     def _of_front_end(self) -> Iterator[Metric]:

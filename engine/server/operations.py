@@ -30,16 +30,22 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Operations:
-    """The routes for operators. health_timeout: seconds within which a healthy core responds."""
+    """The routes for operators. health_timeout: seconds within which a healthy core responds;
+    policy: name of the scheduling policy, for metrics; "": unknown."""
 
     def __init__(
-        self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
+        self,
+        engine: AsyncLLMEngine,
+        keys: KeyRing,
+        model: str,
+        health_timeout: float,
+        policy: str = "",
     ) -> None:
         self.traffic = Traffic()
         self.keys = keys
         self._engine = engine
         self._timeout = health_timeout
-        self._metrics = Metrics(engine, model, self.traffic)
+        self._metrics = Metrics(engine, model, self.traffic, policy)
         self._check: asyncio.Task[None] | None = None
 
     def routes(self) -> list[ApiRoute]:

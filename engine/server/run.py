@@ -187,11 +187,11 @@ def assemble(
     kind = stack.enter_context(writing_requests(options.request_log))
     if engine.tokenizer is not None and engine.tokenizer.response_template is not None:
         check_private_parts(TRANSFORMERS)
-    if engine.scheduling_policy:
-        logger.info("requests are scheduled by policy %s", engine.scheduling_policy)
+    if policy := policy_name(config):
+        logger.info("requests are scheduled by policy %s", policy)
     limit_queue(engine, args, options.max_queue_seconds)
     names = names_of(config.model.model, options.served_model_name)
-    operations = Operations(engine, keys, names.first, options.health_timeout)
+    operations = Operations(engine, keys, names.first, options.health_timeout, policy)
     adapters = ServedAdapters(engine, names)
     asyncio.run(adapters.start())
     routes = routes_of(engine, names, adapters, operations, options.limits, options.chat_template)
@@ -217,6 +217,17 @@ def assemble(
     engine.add_observer(log.observe)
     stack.callback(log.close)
     return Assembled(app, drain, log, names.first)
+
+
+def policy_name(config: EngineConfig) -> str:
+    """Name or dotted path of the scheduling policy; "" if the core was started elsewhere."""
+    policy = config.scheduler.scheduling_policy
+    if config.core.core_addresses:
+        return ""
+    if isinstance(policy, str):
+        return policy
+    cls = policy if isinstance(policy, type) else type(policy)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
