@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class Reader:
     def serve(self, text: str) -> None:
         self._stack.close()
         self._port = free_port()
-        options = text.strip().removeprefix("metronome serve").split()
+        options = shlex.split(text.strip().removeprefix("metronome serve"))
         command = ["metronome", "serve", "--port", str(self._port), *options]
         model = ["--model", str(BOX_MODEL), "--num-threads", "1"]
         process = subprocess.Popen([*command, *model], cwd=self._place, env=self._variables)
@@ -137,6 +138,7 @@ def test_an_operator(tmp_path: Path) -> None:
 def test_a_researcher(tmp_path: Path) -> None:
     printed = follow("researcher", tmp_path, is_short=True)
     assert printed.count("mine.ShortestFirst") > 1
+    assert (tmp_path / "steps.log").is_file()
 
 
 @pytest.mark.slow
