@@ -58,11 +58,20 @@ def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None
 
 
 @pytest.mark.behaviour(111)
-def test_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
+def test_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.ipc.process.LATE_SECONDS", 0.1)
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"core was not ready in 1 s; raise core_ready"):
+    with (
+        caplog.at_level("INFO", logger="engine"),
+        pytest.raises(EngineDeadError, match=r"core was not ready in 1 s; raise core_ready"),
+    ):
         start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
     assert time.monotonic() - start < SOON_SECONDS
+    (late,) = (each for each in caplog.records if "is not ready after" in each.getMessage())
+    assert late.levelname == "INFO"  # a first start compiles kernels
+    assert "given up after 1 s (core_ready_timeout)" in late.getMessage()
 
 
 def test_options_that_cannot_travel_are_a_config_error() -> None:
