@@ -107,5 +107,7 @@ def test_every_expression_has_data(tmp_path: Path) -> None:
         rules = scraper.get("rules")["groups"][0]["rules"]
         for client in clients:
             client.join()
-    assert [each.where for each, numbers in found.items() if not numbers] == []
+    # Refusals are the only errors of this server, and that alert does not count them.
+    empty = [each.where for each, numbers in found.items() if not numbers]
+    assert empty == ["MetronomeErrors"]
     assert {each["health"] for each in rules} == {"ok"}
