@@ -107,7 +107,7 @@ def run(parsed: argparse.Namespace) -> int:
     )
     if parsed.capacity is not None:
         return capacity.run(parsed, what)
-    cells = compare(what, jobs=parsed.jobs)
+    cells = compare(what, jobs=parsed.jobs, progress=lab.Progress())
     first = variations(what)[0][1:]  # a page shows runs of the first setting
     seen = seeing.show_cells(parsed, cells, policies, *first) if is_seen else []
     left_out = cells[0].left_out

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite, isnan
 from pathlib import Path
@@ -34,6 +36,7 @@ from policylab.sim.workloads.steps_log import StepsLog
 NUM_REQUESTS = 2000  # with fewer, half of them would only fill the empty engine
 LOAD = 0.9
 LOAD_BY_DEFAULT = f"{LOAD}; for files and closed loops their own arrivals"
+PROGRESS_SECONDS = 10.0
 EXAMPLE = "edf(default_deadline=5)"
 
 
@@ -359,6 +362,25 @@ def engine_line(engine: Engine, workload: Workload | None = None) -> str:
 
 def cost_line(engine: Engine) -> str:
     return f"a step takes {engine.cost}"
+
+
+class Progress:
+    """Prints to stderr how much is done, at most once in ten seconds; stdout is for results."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = self._last = clock()
+
+    def __call__(self, num_done: int, num_all: int) -> None:
+        now = self._clock()
+        if num_done < num_all and now - self._last >= PROGRESS_SECONDS:
+            self._last = now
+            seconds = (now - self._start) * (num_all - num_done) / num_done
+            print(
+                f"{num_done} of {num_all} settings and seeds; about {seconds:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:

@@ -86,6 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
             slo=slo(parsed.slo) if parsed.slo else [],
         ),
         jobs=parsed.jobs,
+        progress=lab.Progress(),
     )
     shown = seeing.show_cells(parsed, [cell], policies, workload, engine) if is_shown else []
     status = 1 if cell.left_out else 0

@@ -8,7 +8,7 @@ without a real difference gets another verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any
@@ -161,8 +161,11 @@ class Experiment:
     """Whether all requests count, including those of the warm-up and of overloaded runs."""
 
 
-def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
+def compare(
+    what: Experiment, *, jobs: int = 1, progress: Callable[[int, int], object] = lambda *_: None
+) -> list[Cell]:
     """Simulate one cell for each value of the swept option and each load, in ``jobs`` processes.
+    ``progress`` is called after each seed of a cell, with the number of those done and of all.
 
     Raises ``ConfigError`` for options that cannot work, before anything is simulated, and
     ``EngineDeadError`` if a process dies.
@@ -173,7 +176,10 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
     check_jobs(jobs)
     blanks = [cell for setting in variations(what) for cell in _cells(what, *setting)]
     settings = [replace(setting, seed=seed) for _, setting in blanks for seed in what.seeds]
-    results = list(in_processes(measure, settings, jobs))
+    results = []
+    for result in in_processes(measure, settings, jobs):
+        results.append(result)
+        progress(len(results), len(settings))
     parts = [results[n : n + len(what.seeds)] for n in range(0, len(results), len(what.seeds))]
     left_out = without_figures(blanks[0][0].names, results)
     return [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.main import main
+from policylab.cli import lab
 from policylab.sim.figures import NAMES
 from policylab.sim.run import Run
 
@@ -102,6 +103,14 @@ def test_a_file_that_is_too_fast_says_so(
     assert "(fcfs can serve " in over and "times as fast as fcfs can serve them" in over
     assert "times as fast" not in told(capsys, "--workload", str(path), "--whole")
     assert "times as fast" not in told(capsys, "--workload", f"vidur-csv(path='{path}',speed=0.1)")
+
+
+def test_long_comparisons_say_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 4.0, 12.0, 15.0, 40.0])
+    progress = lab.Progress(lambda: next(seconds))
+    for number in range(1, 5):
+        progress(number, 4)
+    assert capsys.readouterr().err == "2 of 4 settings and seeds; about 12 s left\n"
 
 
 def damaged(tmp_path: Path, text: str) -> str:
