@@ -117,6 +117,8 @@ def run(parsed: argparse.Namespace) -> int:
         print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))
         return status
     print(*_head(parsed, workload, engine), sep="\n")
+    if cells[0].rate is None and (own := lab.own_arrivals(workload, engine)):
+        print(own)
     for cell in cells:
         print("", *described(cell, shown), sep="\n")
     if left_out:

@@ -27,7 +27,7 @@ from policylab.sim.kv_groups import groups_with, layout_of, listed, parse_groups
 from policylab.sim.named import call, split
 from policylab.sim.recorded import Log, read_log
 from policylab.sim.recorded import engine_of as recorded_engine
-from policylab.sim.run import Engine, PolicyVariant, Run
+from policylab.sim.run import Engine, PolicyVariant, Run, capacity_of
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
@@ -358,6 +358,15 @@ def engine_line(engine: Engine, workload: Workload | None = None) -> str:
         f"{engine.num_blocks} KV blocks of {engine.block_size}; {groups}{ahead}length predictor: "
         f"{engine.length_predictor}"
     )
+
+
+def own_arrivals(workload: Workload, engine: Engine) -> str:
+    """Returns the rate of a workload with arrivals of its own, and the rate that fcfs can serve;
+    "" for a closed loop, which has no rate."""
+    rate = workload.natural_rate
+    if rate is None:
+        return ""
+    return f"{rate:.2f} requests per second; fcfs can serve {capacity_of(workload, engine):.2f}"
 
 
 def cost_line(engine: Engine) -> str:

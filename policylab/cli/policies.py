@@ -137,7 +137,8 @@ def conditions(
     count = parsed.seeds
     seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
     size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
-    yield f"{size}{seeds}: {coming(cell)}"
+    own = lab.own_arrivals(workload, engine) if cell.rate is None else ""
+    yield f"{size}{seeds}: {coming(cell)}{own and f': {own}'}"
     yield f"workload: {workload}"
     yield lab.engine_line(engine, workload)
     yield lab.cost_line(engine)

@@ -75,13 +75,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 def listed() -> Iterable[str]:
     """Yields lines with the name, the summary and the options of each kind of workload."""
-    common = {option.name for option in fields(Workload)}
+    common = {option.name: option.default for option in fields(Workload)}
     for name, kind in sorted(WORKLOADS.items()):
         yield f"{name:20}{_summary(kind)}"
         own = [
             option.name if option.default is MISSING else f"{option.name}={option.default!r}"
             for option in fields(kind)
-            if option.name not in common
+            if option.name != "num_requests" and common.get(option.name, ...) != option.default
         ]
         yield f"{'':20}{', '.join(own)}"
     shared = (f"{option.name}={option.default!r}" for option in fields(Workload))

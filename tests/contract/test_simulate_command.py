@@ -102,6 +102,9 @@ def test_a_file_that_is_too_fast_says_so(
     over = told(capsys, "--workload", str(path))
     assert "(fcfs can serve " in over and "times as fast as fcfs can serve them" in over
     assert "times as fast" not in told(capsys, "--workload", str(path), "--whole")
+    for command in (["policies", "--policies"], ["compare", "--seeds", "2"]):
+        assert main([*command, "fcfs", "--workload", str(path)]) == 0
+        assert "20.00 requests per second; fcfs can serve " in capsys.readouterr().out
     assert "times as fast" not in told(capsys, "--workload", f"vidur-csv(path='{path}',speed=0.1)")
 
 

@@ -58,6 +58,7 @@ def test_all_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "--list")
     assert all(f"\n{name} " in f"\n{text}" for name in WORKLOADS)
     assert "arrivals='poisson'" in text and "\nall of them" in text
+    assert "num_users=4" in text.partition("log-uniform ")[2].partition("mooncake")[0]
 
 
 def test_the_page_names_all_kinds_and_options() -> None:
