@@ -79,6 +79,7 @@ def watched(tmp_path: Path, *options: str, **variables: str) -> Iterator[Watched
     try:
         until(lambda: it.lines("is served at") or server.process.poll() is not None)
         (line,) = it.lines("is served at")
+        assert it.lines("requests are scheduled by policy ")
         found = re.search(r"box is served at (http://127\.0\.0\.1:(\d+))$", line)
         assert found is not None and found[2] != "0", line
         server.url, server.port = found[1], int(found[2])
