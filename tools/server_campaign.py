@@ -315,7 +315,7 @@ def outcome_of(row: Row) -> str:
         return f"wrong: {row.how} after {row.num_events} events: {row.tail!r}"
     if row.is_failed:
         return "error"
-    wanted = json.loads(row.body)["max_tokens"]
+    wanted = row.about.num_output if row.about else json.loads(row.body)["max_tokens"]
     if row.num_tokens != wanted:
         return f"wrong: {row.num_tokens} tokens of {wanted}"
     return "whole"

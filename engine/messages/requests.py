@@ -40,7 +40,7 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     offset: int
     length: int
     hash: str
-    spans: list[tuple[int, int]] = []
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):

@@ -91,7 +91,7 @@ class Pictures:
             text = ""
         first, (last, length) = spans[0][0], spans[-1]
         key = blake2b(picture.digest.encode() + self._processor.key, digest_size=16).hexdigest()
-        runs = [(start - first, count) for start, count in spans] if len(spans) > 1 else []
+        runs = tuple((start - first, count) for start, count in spans) if len(spans) > 1 else ()
         return MediaItem(offset + first, last + length - first, key, runs), ids
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ class Row:
 
     due: float
     body: bytes
-    """Empty after its end: those of a long run would take much memory."""
     leave_after: int = 0
     """After this many events the client leaves; 0: never."""
     reads: bool = True
@@ -415,7 +414,7 @@ class Load:
     def _end(self, connection: Connection, how: str) -> None:
         row, connection.row = connection.row, None
         if row is not None:
-            row.ended, row.how, row.body = time.perf_counter(), how, b""
+            row.ended, row.how = time.perf_counter(), how
             self.num_open -= 1
             self.on_end(row)
 

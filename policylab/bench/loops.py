@@ -138,6 +138,7 @@ class Feeder:
         self.rows.append(Row(self.start + job.arrival, body, keeps=self._keeps, about=job))
 
     def _ended(self, row: Row) -> None:
+        row.body = b""  # those of a long run would take much memory
         # A client that was refused waits as the server says before its next request.
         now = time.perf_counter() - self.start
         self._requests.source.ended(row.about, now + row.retry_after)

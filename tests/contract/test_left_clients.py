@@ -19,6 +19,7 @@ from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
+from engine.core.client import NumCores
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.rpc.many_client import ManyCoresClient
@@ -121,5 +122,5 @@ def test_what_other_cores_bring_is_read_when_one_has_died() -> None:
         assert "the worker fell over" in ends["b"].message
         client.add(make_request("c", [3], 5))
         assert drain(client)[0] == {"c": expected([3], 5)}
-        assert client.num_cores() == (1, 2)
+        assert client.num_cores() == NumCores(alive=1, total=2, deaths=1)
         client.shutdown()
