@@ -35,11 +35,17 @@ def cpu_seconds() -> float:
     """User and system time of this process tree, ended children included; of this process to the
     nanosecond, of others in ticks."""
     ended = os.times()
-    total = time.process_time() + ended.children_user + ended.children_system
-    for pid in process_tree()[1:]:
+    own = time.process_time() + ended.children_user + ended.children_system
+    return own + cpu_of(process_tree()[1:])
+
+
+def cpu_of(pids: Iterable[int]) -> float:
+    """User and system time of processes and of their ended children, in ticks."""
+    ticks = 0
+    for pid in pids:
         fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15])) / HERTZ
-    return total
+        ticks += sum(map(int, fields[11:15]))
+    return float(ticks / HERTZ)
 
 
 @dataclass(frozen=True)

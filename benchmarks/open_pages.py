@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import figures
-from measure import HERTZ, process_tree
+from measure import cpu_of, process_tree
 from server import HERE, HOST, NAME, Engine, ratio_of, running
 from streams import Shape
 
@@ -32,7 +32,7 @@ from policylab.bench.loops import play
 EVERY_SECONDS = 1.0  # as the page does
 SETTLE_SECONDS = 1.0  # after a change, before a window begins
 SLACK_SECONDS = 0.2  # by which a window may be longer than wanted
-TICK = 0.02  # the client reads at so long intervals that it takes little of the machine
+TICK = 0.02  # seconds between two looks of the client, which takes little of the machine then
 
 
 def ask(port: int, phase: float, is_on: Event) -> None:
@@ -56,15 +56,6 @@ def pages(port: int, number: int, is_on: Event) -> None:
     threading.Event().wait()
 
 
-def cpu_of(root: int) -> float:
-    """Processor seconds of a process and of all that it started."""
-    total = 0
-    for pid in process_tree(root):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15]))
-    return float(total / HERTZ)
-
-
 class Windows:
     """Begins and ends windows while the load runs. Each pair is (without, with) or the reverse."""
 
@@ -82,7 +73,9 @@ class Windows:
         now = time.perf_counter()
         if self._began is not None and now >= self._begins + self._seconds:
             begin, cpu = self._began
-            self.found.append((self._todo.pop(), begin, now, cpu_of(self._root) - cpu))
+            self.found.append(
+                (self._todo.pop(), begin, now, cpu_of(process_tree(self._root)) - cpu)
+            )
             self._began = None
             self._begins = 0.0
         if not self._todo:
@@ -91,7 +84,7 @@ class Windows:
             (self._is_on.set if self._todo[-1] else self._is_on.clear)()
             self._begins = now + SETTLE_SECONDS
         elif self._began is None and now >= self._begins:
-            self._begins, self._began = now, (now, cpu_of(self._root))
+            self._begins, self._began = now, (now, cpu_of(process_tree(self._root)))
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, float]]:
@@ -116,7 +109,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, float]]:
                 watch=windows.watch,
             ).rows
         asker.terminate()
-    times = sorted(at for row in rows for at in row.times)
+    times = [at for row in rows for at in row.times]
     found = []
     for is_open, begin, end, cpu in windows.found:
         num = sum(begin <= at < end for at in times)

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
-from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.async_adapters import AsyncAdapters
 from engine.frontend.async_watching import AsyncWatching
@@ -353,14 +352,6 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
     def max_model_len(self) -> int:
         """Maximum number of tokens of prompt and output together."""
         return self._session.inputs.max_model_len
-
-    @property
-    def num_cores(self) -> NumCores:
-        """The numbers of live cores, of all cores and of deaths of cores."""
-        cores = self._session.client.num_cores()
-        if self._death is None:
-            return cores
-        return NumCores(0, cores.total, cores.deaths + cores.alive)  # the last one has died, too
 
     @property
     def is_running(self) -> bool:

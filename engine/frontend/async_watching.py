@@ -7,7 +7,8 @@ import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from engine.core.client import CoreClient
+from engine.core.client import CoreClient, NumCores
+from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.frontend.streams import Stream
 
@@ -25,10 +26,19 @@ class LiveRequest(NamedTuple):
 
 
 class AsyncWatching:
-    """The method of ``AsyncLLMEngine`` for those who watch it."""
+    """The methods of ``AsyncLLMEngine`` for those who watch it."""
 
     _session: Session
     _live: dict[str, Stream]
+    _death: EngineDeadError | None
+
+    @property
+    def num_cores(self) -> NumCores:
+        """The numbers of live cores, of all cores and of deaths of cores."""
+        cores = self._session.client.num_cores()
+        if self._death is None:
+            return cores
+        return NumCores(0, cores.total, cores.deaths + cores.alive)  # the last one has died, too
 
     async def look(
         self, begin: Callable[[CoreClient, list[LiveRequest]], Callable[[], T | None]]

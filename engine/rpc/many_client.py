@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -194,13 +194,9 @@ class ManyCoresClient(CoreClient):
 
     def begin_each(self, name: str, *args: Any) -> Callable[[], dict[int, Any] | None]:
         self.check_alive()
-        begun: dict[int, tuple[EngineCoreClient, int]] = {}
         answers: dict[int, Any] = {}
         errors: list[EngineError] = []
-        for index in list(self._alive):
-            core = self._cores[index]
-            with self._named(index), _collected(errors):
-                begun[index] = core, core.begin_call(name, *args)
+        begun = self._begin_all(errors, name, *args)
 
         def take() -> dict[int, Any] | None:
             self.check_alive()
@@ -223,22 +219,28 @@ class ManyCoresClient(CoreClient):
         """Call a utility on all cores and return their answers, by core. All are called before any
         has answered, so it takes as long as the slowest. If it fails on some cores, the first error
         is raised after all have answered."""
-        pending: dict[int, Callable[[], Any]] = {}
         answers: dict[int, Any] = {}
         errors: list[EngineError] = []
-        with ExitStack() as calls:
-            for index in list(self._alive):
-                with self._named(index), _collected(errors):
-                    call = self._cores[index].calling(name, *args)
-                    pending[index] = calls.enter_context(call)
-            for index, answer in pending.items():
-                with self._named(index), _collected(errors):
-                    answers[index] = answer()
-                    if name == "stats":
-                        self._counters.update(index, answers[index])
+        for index, (core, number) in self._begin_all(errors, name, *args).items():
+            with self._named(index), _collected(errors):
+                answers[index] = core.end_call(name, number)
+                if name == "stats":
+                    self._counters.update(index, answers[index])
         if errors:
             raise errors[0]
         return answers
+
+    def _begin_all(
+        self, errors: list[EngineError], name: str, *args: Any
+    ) -> dict[int, tuple[EngineCoreClient, int]]:
+        """Send a utility call to all cores. Returns the client and the call's number of each; what
+        goes wrong is added to ``errors``."""
+        begun: dict[int, tuple[EngineCoreClient, int]] = {}
+        for index in list(self._alive):
+            core = self._cores[index]
+            with self._named(index), _collected(errors):
+                begun[index] = core, core.begin_call(name, *args)
+        return begun
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:

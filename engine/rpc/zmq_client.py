@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,17 +171,7 @@ class EngineCoreClient(CoreClient):
         return self._protocol.stats
 
     def call(self, name: str, *args: Any) -> Any:
-        with self.calling(name, *args) as answer:
-            return answer()
-
-    @contextmanager
-    def calling(self, name: str, *args: Any) -> Iterator[Callable[[], Any]]:
-        """Context of a utility call, which is sent at once. The function waits for its answer."""
-        number = self.begin_call(name, *args)
-        try:
-            yield lambda: self.end_call(name, number)
-        finally:
-            self._expected.pop(number, None)
+        return self.end_call(name, self.begin_call(name, *args))
 
     def begin_call(self, name: str, *args: Any) -> int:
         """Send a utility call. Returns its number, with which ``end_call`` must be called."""

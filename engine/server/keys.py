@@ -131,17 +131,17 @@ class KeyGuard:
         self._num_open: Counter[bytes] = Counter()  # requests, by the digest of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        CALLER.set(Caller())
         is_open = scope["type"] != "http" or scope["path"] in self._open_paths
         if is_open or not self._keys.has_any:
-            CALLER.set(Caller())
             await self.app(scope, receive, send)
             return
         digest = self._keys.key_of(scope)
-        if digest is not None:
-            CALLER.set(Caller(name_of_key(digest), self._key_is_user))
         if digest is None:
             await _refused(no_key("the API key"), scope)(scope, receive, send)
-        elif scope["path"].startswith(UNCOUNTED):
+            return
+        CALLER.set(Caller(name_of_key(digest), self._key_is_user))
+        if scope["path"].startswith(UNCOUNTED):
             await self.app(scope, receive, send)
         elif self._most is not None and self._num_open[digest] >= self._most:
             await _refused(self._too_many(), scope)(scope, receive, send)

@@ -74,6 +74,7 @@ class RequestLog:
             request_id_of(scope), scope["method"], path_of(scope), time.perf_counter()
         )
         RECORD.set(record)
+        CALLER.set(None)  # a task may begin with the variables of the request before
         scope[KEY] = record
         is_over = False
 

@@ -187,7 +187,7 @@ def processor_of(path: Path, name: str) -> Any:
         processor.vision_feature_select_strategy = "full"
         processor.vision_aspect_ratio = case.options["vision_aspect_ratio"]
         return partial(processed, processor)
-    # That of SmolVLM differs by videos, for which it needs another package.
+    # SmolVLM's own processor adds only videos, for which it needs another package.
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 

@@ -180,7 +180,7 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_closed_loop_waits_as_a_refusal_says(
     loop: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise a full server is asked thousands of times a second."""
+    """Without a pause, a full server would get thousands of requests a second."""
     busy = b"HTTP/1.1 503 No\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
     whole = EVENTS + TOKEN + b"data: [DONE]\n\n"
     options = {

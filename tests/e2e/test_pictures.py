@@ -97,7 +97,7 @@ def test_tokens_equal_those_of_transformers(models: Any, name: str) -> None:
 
 
 def test_both_names_of_tensors_are_read(models: Any, tmp_path: Path) -> None:
-    """Those of published LLaVA models, and those of the modules of transformers 5."""
+    """Published LLaVA models have other names than the modules of transformers 5."""
     path = models("llava")
     for file in path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -213,3 +213,19 @@ def test_the_log_may_be_closed() -> None:
     ):
         assert server.ask("/v1/completions", FIVE).status == 200
         assert server.end() == 0
+
+
+def test_requests_sent_at_once_have_their_own_keys(server: Served, log: Log) -> None:
+    """The task of the second one is begun by that of the first."""
+    body = json.dumps(FIVE)
+    parts = [
+        f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+        f"X-Request-Id: {name}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+        for name, key in (("known", "a-key"), ("unknown", "another"))
+    ]
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_SECONDS) as made:
+        made.sendall("".join(parts).encode())
+        assert log.of("known")["key"] == sha256(b"a-key").hexdigest()[:12]
+        line = log.of("unknown")
+    assert line["status"] == 401 and "key" not in line

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +36,11 @@ class ScriptedCore:
         if self._script and isinstance(self._script[0], EngineDeadError):
             raise self._script[0]
 
-    @contextmanager
-    def calling(self, name: str, *args: object) -> Iterator[Callable[[], Any]]:
-        yield lambda: self.call(name, *args)
+    def begin_call(self, name: str, *args: object) -> object:
+        return args
+
+    def end_call(self, name: str, number: tuple[object, ...]) -> Any:
+        return self.call(name, *number)
 
     def call(self, name: str, *args: object) -> SchedulerStats:
         self.check_alive()
@@ -111,10 +111,12 @@ def test_no_core_is_waited_for_before_all_are_called() -> None:
     events: list[str] = []
 
     class Slow(ScriptedCore):
-        @contextmanager
-        def calling(self, name: str, *args: object) -> Iterator[Callable[[], Any]]:
+        def begin_call(self, name: str, *args: object) -> object:
             events.append(f"{self.address.data} is called")
-            yield lambda: events.append(f"{self.address.data} answers")
+            return args
+
+        def end_call(self, name: str, number: tuple[object, ...]) -> None:
+            events.append(f"{self.address.data} answers")
 
     client = ManyCoresClient([Slow(name, []) for name in ("a", "b")])
     client.call("pause")
