@@ -38,7 +38,7 @@ NAMED = {
     "KeepsAll": r"keeps data that grows: KeepsAll\.known",
     "HashOfString": "hashes of strings|starves",
     "Address": "plans|starves",
-    "OrderOfSet": "plans",
+    "OrderOfSet": "plans|runs no request",  # by addresses, of which some idle in a crowd
     "TimeOfDay": "clocks|starves",
     "Environment": "reads 'SHORTEST' of the environment",
     "EnvironmentOnce": "environment variables",
