@@ -24,9 +24,10 @@ from typing import Any, Literal, NamedTuple, Unpack
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.async_adapters import AsyncAdapters
+from engine.frontend.async_pictures import AsyncPictures
 from engine.frontend.async_watching import AsyncWatching
 from engine.frontend.deaths import death_by, log_death
-from engine.frontend.encoding import Prompt, TextPrompt
+from engine.frontend.encoding import Prompt, TextPrompt, has_media
 from engine.frontend.pace import QueueLimits, QueuePace
 from engine.frontend.pooling import PooledTexts, checked_params, pooled_output
 from engine.frontend.prompt import RequestOptions, Submission
@@ -60,6 +61,7 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
     def __init__(self, session: Session) -> None:
         self._session = session
         session.inputs.texts.prepare()
+        self.pictures = AsyncPictures(session.inputs)
         self._changed = threading.Condition()
         # Shared by tasks and the thread, guarded by the condition.
         self._commands: deque[Command] = deque()
@@ -153,7 +155,11 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
         if options.get("lora_request") is not None:
             request = options["lora_request"]
             await self._load_adapter(partial(self._session.adapters.needed_for, request))
-        submission = inputs.process(request_id, prompt, sampling_params, options, started)
+        if has_media(prompt):
+            options.setdefault("arrival_time", began)
+            prompt = await self.pictures.loaded(prompt)
+        process = partial(inputs.process, request_id, prompt, sampling_params, options, started)
+        submission = await inputs.texts.elsewhere(process) if has_media(prompt) else process()
         (reader,) = self._open_streams([submission])
         return reader
 
@@ -415,6 +421,7 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
             self._session.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+        self.pictures.close()
         atexit.unregister(self.shutdown)
 
     # Called in tasks.

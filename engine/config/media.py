@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.config.check import check_range, check_types
-from engine.config.option import BOTH, EXAMPLE, FRONT_END
+from engine.config.option import BOTH, EXAMPLE, FRONT_END, SEVERAL
 from engine.errors import ConfigError
 
 KINDS = ("image",)
@@ -30,6 +31,14 @@ class MediaConfig:
     encoder_cache_size: int | None = None
     """Tokens of pictures whose encoder outputs are kept for later steps and requests. Default: as
     many as are encoded in a step."""
+    allowed_media_domains: list[str] | tuple[str, ...] = field(
+        default=(), metadata={**FRONT_END, **SEVERAL}
+    )
+    """Hosts from which pictures are loaded by http and https URLs: names or addresses, with a port
+    or for all ports. A name is used only if its address is public, or is in the list, too. Default:
+    nothing is loaded from the network."""
+    allowed_local_media_path: str | Path | None = field(default=None, metadata=FRONT_END)
+    """Directory whose files may be pictures of requests, by path or file URL. Default: none."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -34,7 +34,8 @@ class TextPrompt(TypedDict, total=False):
     cache_salt: str
     multi_modal_data: dict[str, Any]
     """``{"image": ...}``: a picture or several, for the prompt's image tokens in order. A picture
-    is a PIL image, or the bytes of a BMP, GIF, JPEG, PNG or WebP file."""
+    is a PIL image, the bytes of a BMP, GIF, JPEG, PNG or WebP file, a data URL, or a URL or path
+    that ``allowed_media_domains`` or ``allowed_local_media_path`` allows."""
 
 
 Params = SamplingParams | PoolingParams

@@ -33,6 +33,7 @@ from engine.frontend.pooling import UNSAMPLED, PooledTexts
 from engine.frontend.text_workers import TextPool
 from engine.messages.adapters import AdapterSource, LoRARequest
 from engine.messages.finite import check_finite
+from engine.messages.media import Pixels
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
@@ -122,7 +123,7 @@ class InputProcessor:
         self.pooled = PooledTexts(limits.pooling, tokenizer, limits.max_model_len)
         self._tokenizer = tokenizer
         self._pool = pool
-        self._pictures = pictures
+        self.pictures = pictures
         self._limits = limits
         self._clock = clock
         self._id_prefix = id_prefix  # of core ids
@@ -168,12 +169,18 @@ class InputProcessor:
             bad_words_ids=self._bad_words_ids(params),
             grammar=grammar,
             media=[] if seen is None else seen.media,
-            pixels={} if seen is None else seen.pixels,
+            pixels=self._pixels(seen),
         )
         requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
             request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
         )
+
+    def token_ids(self, prompt: TextPrompt) -> list[int]:
+        """The token ids of a prompt that has them, with those of its pictures. Raises
+        ``RequestError`` for pictures that cannot be read, and not for too many tokens."""
+        seen = self._seen(prompt, prompt["prompt_token_ids"], None)
+        return prompt["prompt_token_ids"] if seen is None else seen.token_ids
 
     def process_pooled(
         self,
@@ -367,7 +374,7 @@ class InputProcessor:
         data = parts.get("multi_modal_data")
         if data is None:
             return None
-        if self._pictures is None:
+        if self.pictures is None:
             raise RequestError(
                 "multi_modal_data is given, and this model reads only text: leave it out, or "
                 "start a model that reads pictures; docs/models.md lists those that do",
@@ -379,7 +386,10 @@ class InputProcessor:
                 "leave truncate_prompt_tokens out, and shorten the prompt",
                 param="truncate_prompt_tokens",
             )
-        return self._pictures.into(token_ids, data)
+        return self.pictures.into(token_ids, data)
+
+    def _pixels(self, seen: SeeingPrompt | None) -> dict[str, Pixels]:
+        return {} if seen is None or self.pictures is None else self.pictures.pixels(seen)
 
     def _check_ids(self, parts: TextPrompt, token_ids: list[int], *, num_output: int) -> None:
         """Raise ``RequestError`` for ids that the model does not have, or for too many or none.

@@ -38,6 +38,7 @@ from engine.observe.guard import Failures, ObserverGuard, with_failures
 from engine.observe.logs import LOST, set_up_logging
 from engine.observe.stats_log import StatsLog
 from engine.pictures.families import sees
+from engine.pictures.sources import MediaSources
 from engine.rpc.launch import open_core
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -108,6 +109,7 @@ class Session:
         model = fetched(config.model, for_core=is_here, for_text=has_text)
         requested, config = config, replace(config, model=model)
         recommended = recommended_sampling(model)
+        sources = MediaSources(config.media)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
@@ -121,7 +123,7 @@ class Session:
                 pool.close()
             raise
         pooling = _pooling(model, client.decided.capabilities)
-        pictures = _pictures(config, client.decided.capabilities, tokenizer)
+        pictures = _pictures(config, client.decided.capabilities, tokenizer, sources)
         return cls(config, client, tokenizer, time.monotonic, pool, recommended, pooling, pictures)
 
     @property
@@ -279,7 +281,10 @@ def _pooling(model: ModelConfig, capabilities: Sequence[str]) -> PoolingSpec | N
 
 
 def _pictures(
-    config: EngineConfig, capabilities: Sequence[str], tokenizer: Tokenizer | None
+    config: EngineConfig,
+    capabilities: Sequence[str],
+    tokenizer: Tokenizer | None,
+    sources: MediaSources,
 ) -> Pictures | None:
     """What puts pictures into prompts; ``None`` if the core takes none, or if the model's directory
     is not on this machine."""
@@ -290,7 +295,7 @@ def _pictures(
         return None
     from engine.pictures.prompts import Pictures
 
-    return Pictures(info, tokenizer, config.media)
+    return Pictures(info, tokenizer, config.media, sources)
 
 
 Handler = Callable[[int, FrameType | None], object]

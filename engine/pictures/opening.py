@@ -13,10 +13,11 @@ from io import BytesIO
 from PIL import Image, ImageOps
 
 from engine.errors import RequestError, RequestTypeError
+from engine.pictures.sources import MAX_BYTES, Given
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
-MAX_BYTES = 64 << 20
 MAX_PIXELS = 64 << 20
+LOW_SIDE = 512  # pixels of the longer side at most, for detail "low"
 ORIENTATION = 0x0112  # an EXIF tag
 TURNED = (5, 6, 7, 8)  # its values that swap width and height
 DIGEST_BYTES = 16
@@ -29,30 +30,35 @@ class Picture:
     width: int
     height: int
     digest: str
-    """Identifies the content: blake2b of the file, or of the pixels."""
+    """Identifies the content: blake2b of the file, or of the pixels, and the width."""
     _image: Image.Image
+    _whole: tuple[int, int]
+    """Width and height before the picture is shrunk to those above."""
 
     def decode(self) -> Image.Image:
-        """The picture in RGB, rotated as the file says. Raises ``RequestError`` if the file is
-        damaged."""
+        """The picture in RGB, rotated as the file says, then shrunk. Raises ``RequestError`` if the
+        file is damaged."""
         try:
             image = ImageOps.exif_transpose(self._image).convert("RGB")
         except Exception as error:  # decoders raise many kinds
             raise damaged(error) from error
-        if image.size != (self.width, self.height):
+        if image.size != self._whole:
+            width, height = self._whole
             raise damaged(
-                f"the header says {self.width} x {self.height} pixels, and the content has "
+                f"the header says {width} x {height} pixels, and the content has "
                 f"{image.width} x {image.height}"
             )
-        return image
+        size = (self.width, self.height)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def open_picture(value: object) -> Picture:
+def open_picture(given: Given) -> Picture:
     """Open a picture: the bytes of a file, or a PIL image. Raises ``RequestError`` if it is
     neither, damaged, too large or of a format that is not allowed."""
+    value = given.value
     if isinstance(value, Image.Image):
         _check_size(*value.size)
-        return Picture(*_turned(value), _digest_of(value), value)
+        return _shrunk(_turned(value), _digest_of(value), value, given.detail)
     if not isinstance(value, bytes | bytearray | memoryview):
         raise RequestTypeError(
             f"a picture is {value!r:.80} ({type(value).__name__}), must be a PIL image or the "
@@ -73,12 +79,20 @@ def open_picture(value: object) -> Picture:
         ) from error
     _check_size(*image.size)
     digest = blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
-    return Picture(*_turned(image), digest, image)
+    return _shrunk(_turned(image), digest, image, given.detail)
 
 
 def damaged(reason: object) -> RequestError:
     """The error for a picture that cannot be decoded."""
     return _refused(f"a picture is damaged: {reason}; send it as a whole, or convert it to PNG")
+
+
+def _shrunk(size: tuple[int, int], digest: str, image: Image.Image, detail: str) -> Picture:
+    longer = max(size)
+    if detail != "low" or longer <= LOW_SIDE:
+        return Picture(*size, digest, image, size)
+    width, height = (max(1, round(side * LOW_SIDE / longer)) for side in size)
+    return Picture(width, height, f"{digest} {width}", image, size)
 
 
 def _check_size(width: int, height: int) -> None:

@@ -15,6 +15,7 @@ from engine.messages.requests import MediaItem
 from engine.pictures.families import family_of
 from engine.pictures.opening import Picture, open_picture
 from engine.pictures.processing import ImageProcessor
+from engine.pictures.sources import Given, MediaSources
 from engine.text.tokenizer import Tokenizer
 
 KIND = "image"
@@ -22,18 +23,25 @@ PARAM = "multi_modal_data"
 
 
 class SeeingPrompt(NamedTuple):
-    """Token ids with placeholders, the pictures among them, and their pixels by hash."""
+    """Token ids with placeholders, the pictures among them, and the opened pictures by hash."""
 
     token_ids: list[int]
     media: list[MediaItem]
-    pixels: dict[str, Pixels]
+    opened: dict[str, Picture]
 
 
 class Pictures:
     """Puts pictures into the prompts of one model. Thread-safe."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, options: MediaConfig) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        options: MediaConfig,
+        sources: MediaSources,
+    ) -> None:
         """Load the image processor. Raises ``ConfigError``."""
+        self.sources = sources
         self._most = options.most_pictures
         self._processor = ImageProcessor(info, options.mm_processor_kwargs)
         self._family = family_of(info, self._processor.settings)
@@ -41,25 +49,20 @@ class Pictures:
         self._ids_of = lru_cache(maxsize=1024)(self._encode)
 
     def into(self, token_ids: Sequence[int], data: object) -> SeeingPrompt:
-        """Replace the image tokens of a prompt by the placeholders of pictures, in order. data:
+        """Replace the image tokens of a prompt by the placeholders of pictures, in order. Loads
+        them if they are URLs or paths, and reads only their headers. data:
         ``{"image": picture or list of pictures}``. Raises ``RequestError``."""
-        values = _values(data)
-        if self._most is not None and len(values) > self._most:
-            raise RequestError(
-                f"multi_modal_data has {len(values)} pictures, and limit_mm_per_prompt allows "
-                f"{self._most}: send fewer, or raise the limit",
-                param=PARAM,
-            )
-        pictures = [open_picture(each) for each in values]
+        values = pictures_in(data)
+        self.check_number(len(values))
         image = self._family.image_token_id
-        if (count := token_ids.count(image)) != len(pictures):
+        if (count := token_ids.count(image)) != len(values):
             raise RequestError(
                 f"the prompt has {count} image tokens (id {image}) and multi_modal_data "
-                f"{len(pictures)} pictures: the numbers must be equal, so put one image token "
+                f"{len(values)} pictures: the numbers must be equal, so put one image token "
                 "where each picture belongs",
                 param=PARAM,
             )
-        waiting = iter(pictures)
+        waiting = iter([open_picture(self.sources.load(each)) for each in values])
         ids: list[int] = []
         media: list[MediaItem] = []
         found: dict[str, Picture] = {}
@@ -72,8 +75,21 @@ class Pictures:
             ids += own
             media.append(item)
             found.setdefault(item.hash, picture)
-        pixels = {key: self._processor.pixels(each.decode()) for key, each in found.items()}
-        return SeeingPrompt(ids, media, pixels)
+        return SeeingPrompt(ids, media, found)
+
+    def check_number(self, number: int) -> None:
+        """Raise ``RequestError`` for more pictures than a prompt may have."""
+        if self._most is not None and number > self._most:
+            raise RequestError(
+                f"multi_modal_data has {number} pictures, and limit_mm_per_prompt allows "
+                f"{self._most}: send fewer, or raise the limit",
+                param=PARAM,
+            )
+
+    def pixels(self, prompt: SeeingPrompt) -> dict[str, Pixels]:
+        """Decode and process the pictures of a prompt: their pixels by hash. Raises
+        ``RequestError`` for a damaged file."""
+        return {key: self._processor.pixels(each.decode()) for key, each in prompt.opened.items()}
 
     def _place(self, picture: Picture, offset: int) -> tuple[MediaItem, list[int]]:
         """The media item and the tokens of a picture whose first token is at ``offset``."""
@@ -106,8 +122,8 @@ class Pictures:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _values(data: object) -> list[Any]:
-    """The pictures in ``multi_modal_data``."""
+def pictures_in(data: object) -> list[Given]:
+    """The pictures in ``multi_modal_data``. Raises ``RequestError`` if it has others."""
     if not isinstance(data, Mapping) or set(data) - {KIND}:
         shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise RequestError(
@@ -116,4 +132,6 @@ def _values(data: object) -> list[Any]:
             param=PARAM,
         )
     value = data.get(KIND, [])
-    return list(value) if isinstance(value, list | tuple) else [value]
+    is_one = isinstance(value, Given) or not isinstance(value, list | tuple)
+    values: list[Any] = [value] if is_one else list(value)
+    return [each if isinstance(each, Given) else Given(each) for each in values]

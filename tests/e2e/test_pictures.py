@@ -202,7 +202,7 @@ WRONG = {
     "too large": ([BOMB], "20000 x 20000|too large"),
     "other format": ([as_file(picture(5, 5), "TIFF")], "convert it to PNG"),
     "other type": ([5], r"a picture is 5 \(int\), must be a PIL image or the bytes"),
-    "a path": (["/etc/passwd"], "must be a PIL image or the bytes"),
+    "a path": (["/etc/passwd"], "no files are read: .* allowed_local_media_path"),
     "one more": ([picture(5, 5)] * 2, "has 1 image tokens .* 2 pictures: the numbers must be"),
     "none": ([], "has 1 image tokens .* 0 pictures"),
 }
@@ -228,7 +228,7 @@ def test_what_cannot_go_with_pictures_is_refused(smolvlm: LLM) -> None:
         with pytest.raises(RequestError, match=message):
             smolvlm.generate(given, params, use_tqdm=False)
     chat = [{"role": "u", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]
-    with pytest.raises(RequestError, match="must be a data URL"):
+    with pytest.raises(RequestError, match="send the picture as a data URL"):
         smolvlm.chat(chat, GREEDY, use_tqdm=False)
 
 

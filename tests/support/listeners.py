@@ -1,0 +1,63 @@
+"""Servers of one answer, which note what reaches them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+Answer = Callable[[socket.socket, bytes], object]
+
+
+class Listener:
+    """A server of one answer at an address of this machine, which counts its connections."""
+
+    def __init__(self, answer: bytes | Answer, address: str = "127.0.0.1", port: int = 0) -> None:
+        self.answer = answer
+        self.requests: list[bytes] = []
+        self._socket = socket.create_server((address, port))
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{address}:{self.port}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=self._reply, args=[connection], daemon=True).start()
+
+    def _reply(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            request = connection.recv(1 << 16)
+            self.requests.append(request)
+            if isinstance(self.answer, bytes):
+                connection.sendall(self.answer)
+            else:
+                self.answer(connection, request)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@contextmanager
+def listening(*answers: bytes | Answer, address: str = "127.0.0.1") -> Iterator[list[Listener]]:
+    with ExitStack() as stack:
+        found = [Listener(each, address) for each in answers]
+        for each in found:
+            stack.callback(each.close)
+        yield found
+
+
+def answered(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    lines = [f"HTTP/1.1 {status}", *headers, "Connection: close", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def sized(body: bytes) -> bytes:
+    return answered(body, f"Content-Length: {len(body)}")
+
+
+def redirect(url: str) -> bytes:
+    return answered(b"", f"Location: {url}", "Content-Length: 0", status="302 Found")
