@@ -13,12 +13,20 @@ import hashlib
 import json
 import string
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from engine.errors import RequestError
+from engine.pictures.sources import Given
 from engine.server.conversation import Message, joined_turns, thought_of, with_text
+from engine.server.picture_parts import (
+    FIRST,
+    MARK,
+    has_marks,
+    with_parts,
+    with_pictures_after_results,
+)
 from engine.text.tokenizer import Tokenizer
 
 Messages = list[Message]
@@ -52,25 +60,37 @@ class Trait(NamedTuple):
 class Adapter:
     """Rewrites conversations for one chat template."""
 
-    def __init__(self, render: Callable[[Messages], str]) -> None:
-        """render: fills the template and returns the prompt, or raises ``RequestError``."""
+    def __init__(self, render: Callable[[Messages], str], *, shows: bool = False) -> None:
+        """render: fills the template and returns the prompt, or raises ``RequestError``; shows:
+        the model reads pictures, so that contents may be lists of parts."""
         self._render = render
+        self._traits = (*TRAITS, OF_SHOWN_RESULTS) if shows else TRAITS
+        self._shows = shows
+        self._needs_parts = False  # the template drops contents that are texts
         self._rewrites: list[Rewrite] | None = None
 
     def adapt(self, messages: Messages) -> Messages | None:
         """Rewrite a conversation for the template; ``None`` if ``learn`` must be called first."""
         if self._rewrites is None:
-            return messages if all(_leaves(messages, trait) for trait in TRAITS) else None
+            is_plain = not self._shows and all(_leaves(messages, trait) for trait in TRAITS)
+            return messages if is_plain else None
         return _rewritten(self._rewrites, messages)
 
     def learn(self) -> None:
         """Choose the rewrites by trying the template, which takes some milliseconds."""
         ends = time.monotonic() + MAX_SECONDS
         chosen: list[Rewrite] = []
-        for trait in TRAITS:
+        if self._shows and not self._accepts([_user(A)], []):
+            self._needs_parts = True
+        for trait in self._traits:
             is_late = time.monotonic() > ends
             chosen.append(trait.rewrites[0] if is_late else self._smallest(chosen, trait))
         self._rewrites = chosen
+
+    def with_parts(self, messages: Messages, pictures: Sequence[Given] = ()) -> Messages:
+        """The rewritten messages with parts in place of marks, and of texts if the template needs
+        that. pictures: put into the parts."""
+        return with_parts(messages, pictures, all_texts=self._needs_parts)
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
         """Return the trait's first rewrite with which the template accepts all probe conversations,
@@ -84,7 +104,12 @@ class Adapter:
         """Whether the template renders the rewritten conversation without an error and with all its
         words, except those of the assistant."""
         try:
-            prompt = self._render(_rewritten(rewrites, probe))
+            prompt = self._render(self.with_parts(_rewritten(rewrites, probe)))
+            if any(map(has_marks, probe)):
+                bare = self.with_parts(_rewritten(rewrites, [_without_marks(m) for m in probe]))
+                # A template that shows no pictures drops them, or writes the parts as they are.
+                if prompt == self._render(bare) or "'image'" in prompt or '"image"' in prompt:
+                    return False
         except RequestError:
             return False
         return all(word in prompt for word in _words_of(probe))
@@ -98,11 +123,14 @@ def strictest(messages: Messages) -> Messages:
 
 
 @lru_cache(maxsize=16)
-def adapter_of(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> Adapter:
-    """The adapter for ``chat_template`` or, if it is ``None``, for the model's own template."""
+def adapter_of(
+    tokenizer: Tokenizer, chat_template: str | None, has_tools: bool, *, shows: bool = False
+) -> Adapter:
+    """The adapter for ``chat_template`` or, if it is ``None``, for the model's own template.
+    shows: whether the model reads pictures."""
     tools = [TOOL] if has_tools else None
     render = partial(tokenizer.apply_chat_template, chat_template=chat_template, tools=tools)
-    return Adapter(render)
+    return Adapter(render, shows=shows)
 
 
 def _rewritten(rewrites: Iterable[Rewrite], messages: Messages) -> Messages:
@@ -121,6 +149,10 @@ def _words_of(messages: Messages) -> list[str]:
     texts += [json.dumps(message.get("tool_calls")) for message in messages]
     written = " ".join(texts)
     return [word for word in WORDS if word in written]
+
+
+def _without_marks(message: Message) -> Message:
+    return {**message, "content": MARK.sub("", message["content"])}
 
 
 # Rewrites. Each returns equal messages if there is nothing to change.
@@ -415,6 +447,10 @@ OF_OPEN_CALLS = Trait(
 )
 OF_FIRST_CALLS = Trait(
     ([_assistant("", A), _result(B, A), _assistant(C), _user(D)],), (unchanged, with_user_first)
+)
+OF_SHOWN_RESULTS = Trait(
+    ([_user(A), _assistant("", B), _result(f"{C}{chr(FIRST)}", B)],),
+    (unchanged, with_pictures_after_results),
 )
 TRAITS = (
     OF_SYSTEM,

@@ -248,6 +248,7 @@ class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
         "hints": ("hints", "expected_tokens"),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
+        "multi_modal_data": ("messages",),
         "prompt": ("messages",),
         "prompt_token_ids": ("messages",),
         "structured_outputs": (*OUTPUT_FIELDS, "tools"),

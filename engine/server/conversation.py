@@ -1,8 +1,8 @@
 """Convert the messages of all APIs into one plain form.
 
-A message has a role and one text. An assistant message may also have tool calls, with arguments as
-objects, and thinking. Consecutive messages of one role are joined, metadata of clients is dropped,
-and unknown roles are refused.
+A message has a role and one text, in which pictures are marks (see ``picture_parts``). An assistant
+message may also have tool calls, with arguments as objects, and thinking. Consecutive messages of
+one role are joined, metadata of clients is dropped, and unknown roles are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.config.near import near_value
+from engine.pictures.sources import Given
 from engine.server.errors import field_error
+from engine.server.picture_parts import Part, is_picture, joined_parts, marked, picture_part
 from engine.text.chat import REASONING_NAMES
 
 Message = dict[str, Any]
@@ -29,19 +31,24 @@ METADATA = re.compile(r"(?:\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z))+\n*", 
 would find its prefix in the cache."""
 
 
-def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Message]:
-    """Convert a conversation to plain form. Raises ``ApiError`` for a malformed message."""
+def plain_messages(
+    given: Iterable[Message], pictures: list[Given], param: str = "messages"
+) -> list[Message]:
+    """Convert a conversation to plain form, and add its pictures to ``pictures``. Raises
+    ``ApiError`` or ``RequestError`` for a malformed message."""
     messages: list[Message] = []
     for each in given:
         message = plain_message(each, param)
         if message is not None:
+            message["content"] = marked(message["content"], pictures, param)
             messages.append(message)
     _name_old_calls(messages)
     return joined_turns(messages)
 
 
 def plain_message(message: Message, param: str = "messages") -> Message | None:
-    """Convert one message to plain form; ``None`` if it has only metadata. Raises ``ApiError``."""
+    """Convert one message to plain form, with a list of parts as content if it has pictures;
+    ``None`` if it has only metadata. Raises ``ApiError`` or ``RequestError``."""
     role = known_role(message.get("role"), ROLES, param)
     plain = {key: value for key, value in message.items() if value is not None}
     if "tool_call_id" in plain:
@@ -51,7 +58,10 @@ def plain_message(message: Message, param: str = "messages") -> Message | None:
         plain["content"] = system_text(content, param)
         plain["role"] = "system"
         return plain if plain["content"] or not plain_content(content, param) else None
-    plain["content"] = plain_content(content, param) or _refusal_of(message)
+    may_show = role != "assistant"
+    plain["content"] = (
+        content_of(content, param) if may_show else plain_content(content, param)
+    ) or _refusal_of(message)
     if role == "function":
         plain["role"] = "tool"
     if role == "assistant":
@@ -80,6 +90,17 @@ def without_metadata(text: str) -> str:
     return text if found is None else text[found.end() :]
 
 
+def content_of(content: Any, param: str = "messages") -> str | list[Part]:
+    """The content of a message that may have pictures: a text, or parts. Raises ``ApiError`` or
+    ``RequestError`` about field ``param``."""
+    if not isinstance(content, list) or not any(map(is_picture, content)):
+        return plain_content(content, param)
+    return joined_parts(
+        picture_part(part, param) if is_picture(part) else plain_content([part], param)
+        for part in content
+    )
+
+
 def plain_content(content: Any, param: str = "messages") -> str:
     """The text of a message's content (text or parts). Raises ``ApiError`` about field
     ``param``."""
@@ -94,8 +115,11 @@ def plain_content(content: Any, param: str = "messages") -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
             kind = part.get("type") if isinstance(part, dict) else part
+            way_out = "send text parts"
+            if is_picture(part):
+                way_out = "send pictures in messages of users, and in results of tools"
             raise field_error(
-                param, f"has a part of type {kind!r:.40}, which is not supported: send text parts"
+                param, f"has a part of type {kind!r:.40}, which is not supported: {way_out}"
             )
     return "".join(
         text_of(part, "refusal" if part["type"] == "refusal" else "text", param) for part in content

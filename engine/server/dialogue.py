@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from engine.frontend.encoding import TextPrompt
 from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules
-from engine.server.adapt import adapter_of, strictest
+from engine.pictures.chat import taken
+from engine.pictures.sources import Given
+from engine.server.adapt import Adapter, adapter_of, strictest
 from engine.server.bodies import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
 from engine.server.errors import field_error
@@ -59,44 +62,78 @@ class ChatModel:
         return LoadedChatModel(self, await asyncio.shield(made))
 
     async def render(
-        self, messages: list[Message], *, continues: bool = False, **options: Any
+        self,
+        messages: list[Message],
+        pictures: Sequence[Given] = (),
+        *,
+        continues: bool = False,
+        **options: Any,
     ) -> TextPrompt:
-        """Render the prompt of a conversation with the chat template. Texts of messages that look
-        like special tokens are encoded as plain text.
+        """Render the prompt of a conversation with the chat template, and load its pictures. Texts
+        of messages that look like special tokens are encoded as plain text.
 
-        ``options`` are those of ``Tokenizer.apply_chat_template``; continues: the prompt ends with
-        the text of the last message. Raises ``RequestError`` if the template raises an error."""
+        ``options`` are those of ``Tokenizer.apply_chat_template``; pictures: those whose marks the
+        messages have; continues: the prompt ends with the text of the last message. Raises
+        ``RequestError`` if the template raises an error, or a picture cannot be loaded."""
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
         if (await self.loaded()).chat_format.is_generic:
             messages = as_text(messages, options.pop("tools", None) or [])
         tokenizer = self.engine.get_tokenizer()
-        adapter = adapter_of(tokenizer, self.chat_template, bool(options.get("tools")))
+        adapter = adapter_of(
+            tokenizer,
+            self.chat_template,
+            bool(options.get("tools")),
+            shows=self.engine.pictures.are_read,
+        )
         adapted = adapter.adapt(messages)
         if adapted is None:
             await asyncio.to_thread(adapter.learn)
             adapted = adapter.adapt(messages) or messages
+        fill = partial(self._fill, adapter, pictures, options, continues=continues)
         try:
-            return await self._fill(adapted, options, continues=continues)
+            prompt = await fill(adapted)
         except RefusedError:
             raise
         except RequestError as error:
-            other = strictest(adapted)
-            if other != adapted:
-                with contextlib.suppress(RequestError):
-                    return await self._fill(other, options, continues=continues)
-            raise error
+            prompt = await self._fill_strictly(fill, adapted, error)
+        return await self.engine.pictures.loaded(prompt)
+
+    async def _fill_strictly(
+        self,
+        fill: Callable[[list[Message]], Awaitable[TextPrompt]],
+        adapted: list[Message],
+        error: RequestError,
+    ) -> TextPrompt:
+        """Render messages as the strictest templates need it. Raises ``error`` if that fails."""
+        other = strictest(adapted)
+        if other != adapted:
+            with contextlib.suppress(RequestError):
+                return await fill(other)
+        raise error
 
     async def _fill(
-        self, messages: list[Message], options: dict[str, Any], *, continues: bool
+        self,
+        adapter: Adapter,
+        pictures: Sequence[Given],
+        options: dict[str, Any],
+        messages: list[Message],
+        *,
+        continues: bool,
     ) -> TextPrompt:
-        """Render the prompt of messages that were adapted to the template already."""
+        """Render the prompt of messages that were adapted to the template already, except for
+        their pictures."""
         tokenizer = self.engine.get_tokenizer()
+        messages = adapter.with_parts(messages, pictures)
         if continues or has_special_tokens(tokenizer, messages, options.get("tools")):
+            texts, shown = taken(messages)
             render = partial(render_plainly, continues=continues)
-            prompt: TextPrompt = await asyncio.to_thread(render, tokenizer, messages, options)
-            return prompt
-        return await self.engine.render_chat(messages, **options)
+            prompt: TextPrompt = await asyncio.to_thread(render, tokenizer, texts, options)
+            if shown:
+                prompt["multi_modal_data"] = {"image": shown}
+        else:
+            prompt = await self.engine.render_chat(messages, **options)
+        return prompt
 
 
 class LoadedChatModel(NamedTuple):
@@ -133,7 +170,9 @@ class ChatGeneration:
         most = next((limit for limit in limits if limit is not None), None)
         self._params = body.sampling(max_tokens=most, logprobs=num_logprobs)
         self._num_copies = body.n if self._params.n == 1 else 1
-        self._messages = plain_messages(body.messages)
+        self._pictures: list[Given] = []
+        self._messages = plain_messages(body.messages, self._pictures)
+        check_pictures(loaded.model.engine, self._pictures)
         self._begun = begun_answer(body, self._messages)
         self._tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._rendered: TextPrompt | None = None
@@ -187,6 +226,10 @@ class ChatGeneration:
             self._rendered = await self._render()
         return self._rendered
 
+    async def token_ids(self) -> list[int]:
+        """The token ids of the prompt, with those of pictures. Raises ``RequestError``."""
+        return await self._loaded.model.engine.pictures.token_ids(await self.prompt())
+
     async def _render(self) -> TextPrompt:
         body = self._body
         variables = dict(body.chat_template_kwargs or {})
@@ -199,7 +242,7 @@ class ChatGeneration:
         if self._tools is not None:
             variables["tools"] = self._tools.described
         model = self._loaded.model
-        prompt = await model.render(self._messages, continues=is_begun, **variables)
+        prompt = await model.render(self._messages, self._pictures, continues=is_begun, **variables)
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
         return prompt
@@ -230,6 +273,16 @@ class ChatGeneration:
             tools = tools._replace(objects=rules)
             found = await asyncio.to_thread(form_of_answer, chat_format, tools, form, prompt)
         return None if found is None else with_rules(found, rules)
+
+
+def check_pictures(engine: AsyncLLMEngine, pictures: Sequence[Given]) -> None:
+    """Raise ``ApiError`` if a conversation has pictures and the model reads none."""
+    if pictures and not engine.pictures.are_read:
+        raise field_error(
+            "multi_modal_data",
+            "has a picture, and this model reads only text: leave it out, or serve a model that "
+            "reads pictures",
+        )
 
 
 def check_body(body: ChatRequest) -> None:

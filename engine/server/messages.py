@@ -94,8 +94,8 @@ class Messages(BlockAnswer):
 
 async def count_tokens(loaded: LoadedChatModel, body: MessagesRequest) -> bytes:
     """Return JSON with the number of tokens in the prompt that a request renders to."""
-    prompt = await ChatGeneration(loaded, chat_of(body)).prompt()
-    return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
+    ids = await ChatGeneration(loaded, chat_of(body)).token_ids()
+    return msgspec.json.encode({"input_tokens": len(ids)})
 
 
 def from_change(change: BlockChange) -> Json:

@@ -11,6 +11,7 @@ from engine.messages.structured import AdditionalProperties, PropertyOrder
 from engine.server.bodies import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError, field_error
+from engine.server.picture_parts import Part, joined_parts
 from engine.server.responses_tools import is_server_tool
 from engine.server.speech.tools import CHOICES
 
@@ -31,6 +32,7 @@ SERVER_BLOCKS = (
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
 THINKING = ("enabled", "disabled", "adaptive")
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 OUTPUT_FIELDS = ("output_format", "output_config", "tools")
@@ -48,6 +50,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     client_names: ClassVar = {
         "grammar": OUTPUT_FIELDS,
         "max_completion_tokens": ("max_tokens",),
+        "multi_modal_data": ("messages",),
         "parallel_tool_calls": ("tool_choice",),
         "prompt": ("messages",),
         "prompt_token_ids": ("messages",),
@@ -164,27 +167,68 @@ def _of_system(content: Any, param: str) -> list[Message]:
 
 
 def _of_user(blocks: list[Any]) -> list[Message]:
-    results, texts = [], []
+    results: list[Message] = []
+    shown: list[str | Part] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            texts.append(text_of(block, "text", "messages"))
+            shown.append(text_of(block, "text", "messages"))
+        elif kind == "image":
+            shown.append(_picture_of(block))
         elif kind == "tool_result":
             results.append(_result_of(block))
         elif kind not in SERVER_BLOCKS:
             raise _unsupported(kind)
-    spoken = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
-    return [*results, *spoken]
+    spoken = [{"role": "user", "content": joined_parts(shown, "\n")}]
+    return [*results, *spoken] if shown or not results else results
 
 
 def _result_of(block: dict[str, Any]) -> Message:
     content = block.get("content") or ""
-    _check_text(content, "messages")
+    parts: list[str | Part] = ["Error: "] if block.get("is_error") is True else []
     if isinstance(content, list):
-        content = "\n".join(text_of(each, "text", "messages") for each in content)
-    if block.get("is_error") is True:
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+        begin, parts = "".join(map(str, parts)), []
+        for each in content:
+            if isinstance(each, dict) and each.get("type") == "image":
+                parts.append(_picture_of(each))
+            else:
+                _check_text([each], "messages")
+                parts.append(text_of(each, "text", "messages"))
+        if begin:
+            is_text = bool(parts) and isinstance(parts[0], str)
+            parts = [f"{begin}{parts[0] if is_text else ''}", *parts[int(is_text) :]]
+        shown = joined_parts(parts, "\n")
+    else:
+        _check_text(content, "messages")
+        shown = joined_parts([*parts, content])
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": shown}
+
+
+def _picture_of(block: dict[str, Any]) -> Part:
+    """A block with a picture as a part of a chat completion. Raises ``ApiError``."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else source
+    if isinstance(source, dict) and kind == "url":
+        url = text_of(source, "url", "messages")
+    elif isinstance(source, dict) and kind == "base64":
+        if source.get("media_type") not in MEDIA_TYPES:
+            raise field_error(
+                "messages",
+                f"has an image with media_type {source.get('media_type')!r:.40}, must be one of: "
+                f"{', '.join(MEDIA_TYPES)}",
+            )
+        url = f"data:{source['media_type']};base64,{text_of(source, 'data', 'messages')}"
+    elif isinstance(source, dict) and kind == "file":
+        raise field_error(
+            "messages",
+            f"has an image with file_id {source.get('file_id')!r:.40}, and this server stores no "
+            "files: send the image in base64",
+        )
+    else:
+        raise field_error(
+            "messages", f"has an image with source {kind!r:.40}, must have type base64 or url"
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _of_assistant(blocks: list[Any]) -> list[Message]:
@@ -305,6 +349,6 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
 def _unsupported(kind: Any, param: str = "messages") -> ApiError:
     return field_error(
         param,
-        f"has a block of type {kind!r:.40}, which is not supported: use text, thinking, "
+        f"has a block of type {kind!r:.40}, which is not supported: use text, image, thinking, "
         "tool_use or tool_result",
     )

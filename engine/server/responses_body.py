@@ -62,6 +62,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "max_completion_tokens": ("max_output_tokens",),
         "max_tokens": ("max_output_tokens",),
         "messages": ("input",),
+        "multi_modal_data": ("input",),
         "prompt": ("input",),
         "prompt_token_ids": ("input",),
         "reasoning_effort": ("reasoning.effort",),

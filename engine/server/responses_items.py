@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.server.conversation import (
     Message,
+    content_of,
     known_role,
     last_answer,
     plain_content,
@@ -14,6 +15,7 @@ from engine.server.conversation import (
     think,
 )
 from engine.server.errors import field_error
+from engine.server.picture_parts import Part
 from engine.server.responses_tools import flat_name
 from engine.server.speech.custom import INPUT
 
@@ -100,12 +102,12 @@ def _result(messages: list[Message], item: dict[str, Any]) -> None:
     messages.append({"role": "tool", "tool_call_id": _id_of(item), "content": _output_of(item)})
 
 
-def _output_of(item: dict[str, Any]) -> str:
+def _output_of(item: dict[str, Any]) -> str | list[Part]:
     output = item.get("output")
     if output is None:
         output = item.get("error") or item.get("status") or ""
     if item.get("type") in ("function_call_output", "custom_tool_call_output"):
-        return plain_content(output, "input")
+        return content_of(output, "input")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from engine.async_engine import AsyncLLMEngine
+from engine.pictures.sources import Given
 from engine.server.conversation import plain_messages
-from engine.server.dialogue import ChatModel, template_variables
+from engine.server.dialogue import ChatModel, check_pictures, template_variables
 from engine.server.errors import field_error
 from engine.server.logprobs import TokenNames
 
@@ -18,6 +19,8 @@ MAX_IDS = 1 << 18
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/tokenize``: a text or a conversation."""
+
+    client_names: ClassVar = {"multi_modal_data": ("messages",)}
 
     model: str | None = None
     prompt: str | None = None
@@ -61,9 +64,9 @@ async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
         ids = await _encoded(engine, text, body.add_special_tokens is not False)
     else:
         rendered = await _rendered(model, body)
-        ids = rendered["prompt_token_ids"]
         if body.add_special_tokens:
-            ids = await _encoded(engine, rendered["prompt"], True)
+            rendered["prompt_token_ids"] = await _encoded(engine, rendered["prompt"], True)
+        ids = await engine.pictures.token_ids(rendered)
     strings = None
     if body.return_token_strs:
         names = TokenNames(engine.tokenizer)
@@ -95,4 +98,7 @@ async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) 
 async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
     variables = template_variables(body.chat_template_kwargs)
     variables["add_generation_prompt"] = body.add_generation_prompt
-    return await model.render(plain_messages(body.messages or []), **variables)
+    pictures: list[Given] = []
+    messages = plain_messages(body.messages or [], pictures)
+    check_pictures(model.engine, pictures)
+    return await model.render(messages, pictures, **variables)

@@ -44,7 +44,7 @@ def render_plainly(
     guarded = _replaced(plain(given), pattern, guard)
     options = {**options, "tools": guarded["tools"]}
     if continues:
-        guarded["messages"][-1]["content"] += end
+        _append(guarded["messages"][-1], end)
     text = tokenizer.apply_chat_template(guarded["messages"], **options)
     if continues:
         text, found, _ = text.rpartition(end)
@@ -62,6 +62,16 @@ def render_plainly(
         else:
             token_ids += tokenizer.encode(part, add_special_tokens=False)
     return {"prompt": text.replace(guard, ""), "prompt_token_ids": token_ids}
+
+
+def _append(message: dict[str, Any], text: str) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] += text
+    elif content and content[-1].get("type") == "text":
+        content[-1]["text"] += text
+    else:
+        content.append({"type": "text", "text": text})
 
 
 @lru_cache(maxsize=8)

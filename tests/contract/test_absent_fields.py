@@ -54,7 +54,12 @@ def _meaning(path: str, body: bytes) -> Any:
     tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     left_out = (*READ_ELSEWHERE, *WITHOUT_EFFECT)
     fields = {k: v for k, v in msgspec.structs.asdict(chat).items() if k not in left_out}
-    return fields, plain_messages(chat.messages), tools, chat.sampling(max_tokens=8, logprobs=None)
+    return (
+        fields,
+        plain_messages(chat.messages, []),
+        tools,
+        chat.sampling(max_tokens=8, logprobs=None),
+    )
 
 
 @pytest.mark.parametrize("path", CREATE)

@@ -62,7 +62,7 @@ class Template:
         self.adapter.learn()
 
     def prompt(self, given: list[dict[str, Any]]) -> str:
-        messages = plain_messages(given)
+        messages = plain_messages(given, [])
         if self._is_generic:
             messages = as_text(messages, [])
         adapted = self.adapter.adapt(messages)
@@ -214,7 +214,7 @@ ORDINARY = {
 @pytest.mark.parametrize("name", [*TEMPLATES, "hermes"])
 def test_what_a_template_takes_stays_as_it_is(name: str, conversation: str) -> None:
     template = Template(name)
-    messages = plain_messages(ORDINARY[conversation])
+    messages = plain_messages(ORDINARY[conversation], [])
     try:
         plain = template.plain(messages)
     except RequestError:
@@ -241,7 +241,7 @@ def test_the_systems_words_come_first_and_in_order() -> None:
 
 
 def test_consecutive_turns_are_one() -> None:
-    messages = plain_messages([U, U, A, CALLS, result("r"), {**A, "reasoning_content": "x"}, A])
+    messages = plain_messages([U, U, A, CALLS, result("r"), {**A, "reasoning_content": "x"}, A], [])
     assert [each["role"] for each in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[0]["content"] == "task\ntask"
     assert messages[1]["content"] == "done" and len(messages[1]["tool_calls"]) == 1
@@ -258,7 +258,7 @@ def test_ids_are_short_where_they_must_be() -> None:
 @pytest.mark.parametrize("role", ["tool_response", "", None, 5, "System"])
 def test_unknown_roles_are_refused(role: Any) -> None:
     with pytest.raises(ApiError, match=r"has a role .*must be one of: system, developer, user"):
-        plain_messages([U, {"role": role, "content": "x"}])
+        plain_messages([U, {"role": role, "content": "x"}], [])
     with pytest.raises(ApiError, match=r"must be one of: user, assistant, system(;|$)"):
         claude([{"role": role, "content": "x"}])
     with pytest.raises(ApiError, match="must be one of: user, assistant, system, developer"):
@@ -267,7 +267,7 @@ def test_unknown_roles_are_refused(role: Any) -> None:
 
 def claude(messages: list[dict[str, Any]], system: Any = None) -> list[dict[str, Any]]:
     asked = MessagesRequest(model="m", messages=messages, system=system)
-    return plain_messages(messages_of_claude(asked))
+    return plain_messages(messages_of_claude(asked), [])
 
 
 def text(*texts: str) -> list[dict[str, str]]:
@@ -292,9 +292,9 @@ def test_metadata_of_a_client_is_no_part_of_the_conversation(system: Any, kept: 
     assert claude([U], system) == [*want, U]
     assert claude([U, {"role": "system", "content": system}]) == [U, *want]
     if isinstance(system, str):
-        assert plain_messages([{"role": "system", "content": system}, U]) == [*want, U]
+        assert plain_messages([{"role": "system", "content": system}, U], []) == [*want, U]
         items = [{"role": "developer", "content": system}, U]
-        assert plain_messages(messages_of_items(items)) == [*want, U]
+        assert plain_messages(messages_of_items(items), []) == [*want, U]
     said = [{"role": "user", "content": BILLING}]
     assert claude(said) == said
 

@@ -81,7 +81,8 @@ GENERATE: tuple[tuple[str, Any, str], ...] = (
     ("context", [1, 2], USED),
     ("context", ["x"], REFUSED),
     ("raw", True, USED),
-    ("images", ["aGk="], REFUSED),
+    ("images", ["aGk="], USED),
+    ("images", "aGk=", REFUSED),
     ("images", [], IDLE),
     ("width", 64, REFUSED),
     ("height", 0, IDLE),
@@ -92,7 +93,8 @@ MESSAGE: tuple[tuple[str, Any, str], ...] = (
     ("content", 5, REFUSED),
     ("role", "wizard", REFUSED),
     ("thinking", "hm", USED),
-    ("images", ["aGk="], REFUSED),
+    ("images", ["aGk="], USED),
+    ("images", [5], REFUSED),
     ("images", None, IDLE),
     ("tool_calls", [CALL], USED),
     ("tool_calls", "x", REFUSED),
@@ -121,7 +123,7 @@ def meaning(api: str, fields: dict[str, Any]) -> Any:
         extra = (body.raw, body.context) if api == "generate" else ()
         left_out = ("messages", "tools", "seed")
         about = {k: v for k, v in msgspec.structs.asdict(chat).items() if k not in left_out}
-        return plain_messages(chat.messages), tools, sampling, about, extra
+        return plain_messages(chat.messages, []), tools, sampling, about, extra
     except (ApiError, RequestError) as error:
         return with_client_names(body, as_api_error(error))
 

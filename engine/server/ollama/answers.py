@@ -88,7 +88,7 @@ class OllamaAnswer(HttpAnswer):
 
     async def open(self) -> OutputReader:
         if not self._body.truncate:
-            ids = (await self._generation.prompt())["prompt_token_ids"]
+            ids = await self._generation.token_ids()
             if len(ids) > self._most:
                 most = f"at most {self._most} leave room for an answer"
                 raise too_long(f"the prompt has {len(ids)} tokens, {most}")

@@ -10,7 +10,7 @@ from engine.config.near import near_value
 from engine.server.bodies import ChatRequest, QueuedBody
 from engine.server.errors import field_error
 from engine.server.ollama.options import CLIENT_NAMES, Options, sampling_of
-from engine.server.ollama.turns import messages_of, refuse_images
+from engine.server.ollama.turns import messages_of, with_images
 
 LEVELS = ("low", "medium", "high", "max")
 """Levels of thinking, for models that have several."""
@@ -49,6 +49,7 @@ class ChatBody(GeneratingBody, kw_only=True, forbid_unknown_fields=True):
         "chat_template_kwargs": ("think",),
         "grammar": ("format", "tools"),
         "logprobs": ("top_logprobs", "logprobs"),
+        "multi_modal_data": ("messages",),
         "prompt": ("messages",),
         "prompt_token_ids": ("messages",),
         "response_format": ("format",),
@@ -73,6 +74,7 @@ class GenerateBody(GeneratingBody, kw_only=True, forbid_unknown_fields=True):
         **ChatBody.client_names,
         "grammar": ("format",),
         "messages": ("prompt",),
+        "multi_modal_data": ("images",),
         "prompt": ("prompt",),
         "prompt_token_ids": ("context", "prompt"),
     }
@@ -124,14 +126,13 @@ def chat_of(body: ChatBody, num_kept: int) -> ChatRequest:
         messages=messages,
         tools=body.tools or None,
         continue_final_message=last["role"] == "assistant" and not last.get("tool_calls"),
-        **_shared(body, num_kept),
+        **_shared(body, None if any(each.get("images") for each in body.messages) else num_kept),
     )
 
 
 def chat_of_prompt(body: GenerateBody, num_kept: int) -> ChatRequest:
     """Convert the request to a chat completion, whose only message a raw prompt does not need.
     num_kept: most tokens of the prompt. Raises ``ApiError``."""
-    refuse_images(body.images, "images")
     if body.suffix:
         raise field_error("suffix", f"is {body.suffix!r:.80}, not supported: leave it out")
     if body.template:
@@ -140,13 +141,16 @@ def chat_of_prompt(body: GenerateBody, num_kept: int) -> ChatRequest:
             "is not supported: send the whole prompt with raw, or start the server with "
             "--chat-template FILE",
         )
-    for name in ("system", "context"):
+    for name in ("system", "context", "images"):
         if body.raw and getattr(body, name):
             raise field_error(name, "is given with raw, which has only a prompt: leave one out")
-    messages = [{"role": "user", "content": body.prompt}]
+    content: Any = body.prompt
+    if body.images:
+        content = with_images(body.prompt, body.images, "images")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    return ChatRequest(messages=messages, **_shared(body, num_kept))
+    return ChatRequest(messages=messages, **_shared(body, None if body.images else num_kept))
 
 
 def check_alone(body: GeneratingBody) -> None:
@@ -156,7 +160,8 @@ def check_alone(body: GeneratingBody) -> None:
     chat.sampling(max_tokens=chat.max_completion_tokens, logprobs=None)
 
 
-def _shared(body: GeneratingBody, num_kept: int) -> dict[str, Any]:
+def _shared(body: GeneratingBody, num_kept: int | None) -> dict[str, Any]:
+    """num_kept: ``None`` for a prompt with pictures, which cannot be cut."""
     variables: dict[str, Any] = {}
     if isinstance(body.think, bool):
         variables["enable_thinking"] = body.think

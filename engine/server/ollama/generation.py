@@ -22,6 +22,9 @@ class Generation(Protocol):
     async def prompt(self) -> TextPrompt:
         """The prompt with its token ids. Raises ``RequestError``."""
 
+    async def token_ids(self) -> list[int]:
+        """The token ids of the prompt, with those of pictures. Raises ``RequestError``."""
+
     async def open(self, name: str) -> OutputReader:
         """Add the request to the engine under the id ``name``."""
 
@@ -49,6 +52,9 @@ class RawGeneration:
         if self._body.cache_salt is not None:
             prompt["cache_salt"] = self._body.cache_salt
         return prompt
+
+    async def token_ids(self) -> list[int]:
+        return (await self.prompt())["prompt_token_ids"]
 
     async def open(self, name: str) -> OutputReader:
         prompt, options = await self.prompt(), self._body.options()
@@ -117,6 +123,6 @@ def _without_first(loaded: LoadedChatModel, body: ChatRequest, begin: int) -> Ch
 
 async def _fits(generation: ChatGeneration, most: int) -> bool:
     try:
-        return len((await generation.prompt())["prompt_token_ids"]) <= most
+        return len(await generation.token_ids()) <= most
     except PromptTooLongError:
         return False

@@ -256,8 +256,12 @@ class OllamaApi:
         if self._engine.runner == "pooling":
             return ["embedding"]
         chat_format = (await self._model.loaded()).chat_format
-        thinks = chat_format.parser_factory(has_tools=False) is not None
-        return ["completion", "tools", *(["thinking"] if thinks else [])]
+        found = ["completion", "tools"]
+        if chat_format.parser_factory(has_tools=False) is not None:
+            found.append("thinking")
+        if self._engine.pictures.are_read:
+            found.append("vision")
+        return found
 
 
 async def greet(request: Request) -> ASGIApp:

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.server.conversation import Message, known_role
 from engine.server.errors import field_error
+from engine.server.picture_parts import Part
 
 ROLES = ("system", "user", "assistant", "tool")
 LEFT_OUT = ("images", "tool_name")
@@ -19,9 +20,10 @@ def messages_of(given: list[dict[str, Any]]) -> list[Message]:
     for place, each in enumerate(given):
         role = each.get("role")
         role = known_role(role.lower() if isinstance(role, str) else role, ROLES, "messages")
-        refuse_images(each.get("images"), "messages")
         message = {key: value for key, value in each.items() if key not in LEFT_OUT}
         message["role"] = role
+        if each.get("images"):
+            message["content"] = with_images(each.get("content"), each["images"], "messages")
         if calls := each.get("tool_calls"):
             message["tool_calls"] = _calls_of(calls, place, waiting)
         if role == "tool":
@@ -30,14 +32,13 @@ def messages_of(given: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def refuse_images(images: Any, param: str) -> None:
-    """Raise ``ApiError`` if there are images."""
-    if images:
-        inside = "" if param == "images" else "images, "
-        have = "are" if param == "images" else "has"
-        raise field_error(
-            param, f"{have} {inside}not supported: this server reads text only; leave them out"
-        )
+def with_images(text: Any, images: Any, param: str) -> list[Part]:
+    """The parts of a message with images, which are files in base64. Raises ``ApiError``."""
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise field_error(param, f"has images {images!r:.40}, must be a list of files in base64")
+    urls = [each if each[:5] == "data:" else f"data:;base64,{each}" for each in images]
+    parts: list[Part] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _calls_of(calls: Any, place: int, waiting: list[tuple[str, str]]) -> list[Any]:
