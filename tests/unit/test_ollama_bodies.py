@@ -93,7 +93,7 @@ MESSAGE: tuple[tuple[str, Any, str], ...] = (
     ("content", 5, REFUSED),
     ("role", "wizard", REFUSED),
     ("thinking", "hm", USED),
-    ("images", ["aGk="], USED),
+    ("images", ["aGk="], REFUSED),  # of an assistant
     ("images", [5], REFUSED),
     ("images", None, IDLE),
     ("tool_calls", [CALL], USED),

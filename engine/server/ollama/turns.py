@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.server.conversation import Message, known_role
 from engine.server.errors import field_error
-from engine.server.picture_parts import Part
+from engine.server.picture_parts import SHOWING, Part
 
 ROLES = ("system", "user", "assistant", "tool")
 LEFT_OUT = ("images", "tool_name")
@@ -23,6 +23,10 @@ def messages_of(given: list[dict[str, Any]]) -> list[Message]:
         message = {key: value for key, value in each.items() if key not in LEFT_OUT}
         message["role"] = role
         if each.get("images"):
+            if role not in SHOWING:
+                raise field_error(
+                    "messages", f"has images in a message of role {role}: move them to a user's"
+                )
             message["content"] = with_images(each.get("content"), each["images"], "messages")
         if calls := each.get("tool_calls"):
             message["tool_calls"] = _calls_of(calls, place, waiting)
