@@ -68,6 +68,8 @@ def open_picture(given: Given) -> Picture:
     content = bytes(value)
     if len(content) > MAX_BYTES:
         raise _refused(f"a picture has {len(content)} bytes, the limit is {MAX_BYTES}: shrink it")
+    if size := _size_of_webp(content):  # Pillow takes the memory when it opens one
+        _check_size(*size)
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
@@ -102,6 +104,21 @@ def _check_size(width: int, height: int) -> None:
         )
     if not width or not height:
         raise _refused(f"a picture has {width} x {height} pixels, must have at least one")
+
+
+def _size_of_webp(content: bytes) -> tuple[int, int] | None:
+    """Width and height in the header of a WebP file; ``None`` for other files."""
+    if content[:4] != b"RIFF" or content[8:12] != b"WEBP":
+        return None
+    kind = content[12:16]
+    if kind == b"VP8X":
+        sides = content[24:27], content[27:30]
+        return int.from_bytes(sides[0], "little") + 1, int.from_bytes(sides[1], "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(content[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    bits = int.from_bytes(content[26:30], "little")
+    return (bits & 0x3FFF) or 1, (bits >> 16 & 0x3FFF) or 1
 
 
 def _turned(image: Image.Image) -> tuple[int, int]:

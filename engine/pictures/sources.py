@@ -20,6 +20,7 @@ from engine.pictures.fetching import fetch
 MAX_BYTES = 64 << 20  # of a file
 DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]*)*?;base64,", re.ASCII)
 LONGEST_SCHEME = 200  # characters before the content of a data URL
+PIECE = 4 << 18  # characters of base64
 DETAILS = ("auto", "low", "high", "original")
 
 
@@ -102,6 +103,8 @@ def _from_data_url(url: str) -> bytes:
             '"data:image/png;base64,..."'
         )
     content = url[head.end() :]
+    if any(char in content for char in " \n\r\t"):  # encoders break lines
+        content = "".join(content.split())
     if len(content) > MAX_BYTES // 3 * 4:
         raise refused(
             f"a picture's data URL has {len(content)} characters, the limit is "
@@ -110,7 +113,11 @@ def _from_data_url(url: str) -> bytes:
     if not content:
         raise refused("a picture's data URL has no content: add the bytes of a file in base64")
     try:
-        return b64decode("".join(content.split()), validate=True)
+        # In pieces, between which other threads run.
+        return b"".join(
+            b64decode(content[begin : begin + PIECE], validate=True)
+            for begin in range(0, len(content), PIECE)
+        )
     except (Base64Error, ValueError) as error:
         raise refused(
             f"a picture's data URL is not valid base64 ({error}): encode the bytes of a file"

@@ -51,7 +51,7 @@ def joined_parts(parts: Iterable[str | Part], between: str = "") -> str | list[P
             found.append({"type": "text", "text": part})
     if any(each["type"] != "text" for each in found):
         return found
-    return found[0]["text"] if found else ""
+    return str(found[0]["text"]) if found else ""
 
 
 def marked(content: str | Sequence[Part], pictures: list[Given], param: str) -> str:
