@@ -17,6 +17,7 @@ from engine.pictures.sources import MAX_BYTES, Given
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64 << 20
+LARGE_PIXELS = 16 << 20
 LOW_SIDE = 512  # pixels of the longer side at most, for detail "low"
 ORIENTATION = 0x0112  # an EXIF tag
 TURNED = (5, 6, 7, 8)  # its values that swap width and height
@@ -34,6 +35,12 @@ class Picture:
     _image: Image.Image
     _whole: tuple[int, int]
     """Width and height before the picture is shrunk to those above."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether decoding takes much memory."""
+        width, height = self._whole
+        return width * height > LARGE_PIXELS
 
     def decode(self) -> Image.Image:
         """The picture in RGB, rotated as the file says, then shrunk. Raises ``RequestError`` if the

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, NamedTuple
 
 from engine.config.media import MediaConfig
@@ -42,6 +44,7 @@ class Pictures:
     ) -> None:
         """Load the image processor. Raises ``ConfigError``."""
         self.sources = sources
+        self._for_large = Lock()
         self._most = options.most_pictures
         self._processor = ImageProcessor(info, options.mm_processor_kwargs)
         self._family = family_of(info, self._processor.settings)
@@ -89,7 +92,12 @@ class Pictures:
     def pixels(self, prompt: SeeingPrompt) -> dict[str, Pixels]:
         """Decode and process the pictures of a prompt: their pixels by hash. Raises
         ``RequestError`` for a damaged file."""
-        return {key: self._processor.pixels(each.decode()) for key, each in prompt.opened.items()}
+        return {key: self._pixels_of(picture) for key, picture in prompt.opened.items()}
+
+    def _pixels_of(self, picture: Picture) -> Pixels:
+        # Large ones one after the other, since each takes up to a gigabyte.
+        with self._for_large if picture.is_large else nullcontext():
+            return self._processor.pixels(picture.decode())
 
     def _place(self, picture: Picture, offset: int) -> tuple[MediaItem, list[int]]:
         """The media item and the tokens of a picture whose first token is at ``offset``."""

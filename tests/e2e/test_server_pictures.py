@@ -6,9 +6,11 @@ import base64
 import json
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +22,9 @@ from e2e.test_pictures import as_file, expected, picture
 from PIL import Image
 from support.listeners import Listener, answered, redirect, sized
 from support.served import Served, forked
+
+from engine import LLM, SamplingParams
+from engine.errors import RequestError
 
 NAME = "seeing"
 COMMON = ("--num-threads", "1", "--max-num-seqs", "8", "--num-kv-blocks", "400")
@@ -305,6 +310,41 @@ def bodies_of(url: str) -> dict[str, dict[str, Any]]:
         "/api/generate": {"prompt": "a", "images": ["aGk="]},
         "/tokenize": {"messages": user(shown(url))},
     }
+
+
+def test_a_slow_host_delays_no_other_request(server: Served, told: str) -> None:
+    """With more requests for its pictures than threads that load any."""
+    is_over = threading.Event()
+
+    def hold(connection: socket.socket, request: bytes) -> None:
+        is_over.wait()
+        connection.sendall(sized(FILE))
+
+    slow = Listener(hold, ALLOWED)
+    with closing(slow), ThreadPoolExecutor(12) as threads:
+        messages = user(shown(slow.url), text("what?"))
+        waiting = [threads.submit(chat, server, messages) for _ in range(12)]
+        for url in (data_url(FILE), data_url(JPEG)):
+            chat(server, user(shown(url), text("and?")))
+        is_over.set()
+        answers = [each.result()["choices"][0]["message"]["content"] for each in waiting]
+    assert answers == [told] * 12
+
+
+def test_pictures_of_a_directory_in_python(path: Path, folder: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    wanted = expected(path, "smolvlm", "user: <image>what?\na:", [SHOWN])
+    sizes = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
+    with LLM(path, allowed_local_media_path=folder, **sizes) as llm:
+        file = folder / "shown.png"
+        for value in (file, str(file), f"file://{file}"):
+            prompt = {"prompt": "user: <image>what?\na:", "multi_modal_data": {"image": value}}
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == wanted
+        (output,) = llm.chat(user(shown(str(file)), text("what?")), params, use_tqdm=False)
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == wanted
+        with pytest.raises(RequestError, match="must be a file in the directory"):
+            llm.chat(user(shown(str(folder / "out"))), params, use_tqdm=False)
 
 
 # -- hostile pictures and URLs
