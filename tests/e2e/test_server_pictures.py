@@ -120,7 +120,7 @@ def chat(server: Served, messages: list[Any], **about: Any) -> Any:
 
 def test_tokens_equal_those_of_transformers(server: Served, path: Path, hosts: Hosts) -> None:
     """By each kind of URL, with the number of tokens in usage and of /tokenize."""
-    wanted = expected(path, "smolvlm", "user: <image>what?\na:", [SHOWN])
+    wanted = expected(path, "smolvlm", "user: <image>what?a:", [SHOWN])
     for url in (data_url(FILE), f"{hosts.good.url}/a.png"):
         messages = user(shown(url), text("what?"))
         answer = chat(server, messages)
@@ -142,7 +142,7 @@ def test_several_pictures_in_several_turns(server: Served, path: Path, folder: P
     ]
     answer = server.ask("/tokenize", {"messages": messages}).json
     # The assistant's words are words, and no picture.
-    prompt = "user: one <image> two <image>\nassistant: yes ...\nuser: <image>and?\n<image>\na:"
+    prompt = "user: one <image> two <image>assistant: yes ...user: <image>and?\n<image>a:"
     head, tail = prompt.split("...")
     ids = expected(path, "smolvlm", head, [SHOWN, other])[:-8]
     after = expected(path, "smolvlm", tail, [third, SHOWN])[:-8]
@@ -170,9 +170,9 @@ def test_low_detail_is_a_smaller_picture(server: Served, path: Path) -> None:
         detail: ids_of(chat(server, user(shown(url, detail=detail))))
         for detail in ("low", "high", "auto")
     }
-    assert ids["high"] == ids["auto"] == expected(path, "smolvlm", "user: <image>\na:", [large])
+    assert ids["high"] == ids["auto"] == expected(path, "smolvlm", "user: <image>a:", [large])
     small = large.resize((512, 384), Image.Resampling.BICUBIC)
-    assert ids["low"] == expected(path, "smolvlm", "user: <image>\na:", [small])
+    assert ids["low"] == expected(path, "smolvlm", "user: <image>a:", [small])
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,8 @@ def test_the_client_of_langchain(server: Served, told: str) -> None:
 def test_a_model_of_text_says_so(hosts: Hosts) -> None:
     """And loads nothing."""
     before = len(hosts.good.requests)
-    with forked(*COMMON, "--allowed-media-domains", ALLOWED) as server:
+    options = ("--served-model-name", "box", "--allowed-media-domains", ALLOWED)
+    with forked(*COMMON, *options) as server:
         for way, body in bodies_of(hosts.good.url).items():
             answer = server.ask(way, {"model": "box", **body})
             assert answer.status == 400, answer.body
@@ -333,12 +334,12 @@ def test_a_slow_host_delays_no_other_request(server: Served, told: str) -> None:
 
 def test_pictures_of_a_directory_in_python(path: Path, folder: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    wanted = expected(path, "smolvlm", "user: <image>what?\na:", [SHOWN])
+    wanted = expected(path, "smolvlm", "user: <image>what?a:", [SHOWN])
     sizes = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
     with LLM(path, allowed_local_media_path=folder, **sizes) as llm:
         file = folder / "shown.png"
         for value in (file, str(file), f"file://{file}"):
-            prompt = {"prompt": "user: <image>what?\na:", "multi_modal_data": {"image": value}}
+            prompt = {"prompt": "user: <image>what?a:", "multi_modal_data": {"image": value}}
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == wanted
         (output,) = llm.chat(user(shown(str(file)), text("what?")), params, use_tqdm=False)
