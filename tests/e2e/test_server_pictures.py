@@ -221,7 +221,7 @@ def test_the_client_of_anthropic(server: Served, hosts: Hosts, told: str) -> Non
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     content = base64.b64encode(FILE).decode()
     inline = {"type": "base64", "media_type": "image/png", "data": content}
-    about = {"max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    about = {"max_tokens": 8, "extra_body": {"temperature": 0, "ignore_eos": True}}
     for source in (inline, {"type": "url", "url": hosts.good.url}):
         blocks = [{"type": "image", "source": source}, text("what?")]
         messages = [{"role": "user", "content": blocks}]
