@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -23,7 +24,7 @@ from PIL import Image
 from support.listeners import Listener, answered, redirect, sized
 from support.served import Served, forked
 
-from engine import LLM, SamplingParams
+from engine import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
 from engine.errors import RequestError
 
 NAME = "seeing"
@@ -330,6 +331,44 @@ def test_a_slow_host_delays_no_other_request(server: Served, told: str) -> None:
         is_over.set()
         answers = [each.result()["choices"][0]["message"]["content"] for each in waiting]
     assert answers == [told] * 12
+
+
+def test_nothing_is_loaded_or_decoded_on_the_event_loop(
+    path: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def noting(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            seen.append((name, threading.get_ident()))
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(socket, "create_connection")
+    noting(Image, "open")
+    noting(Image.Image, "convert")
+    args = EngineArgs(
+        model=str(path),
+        allowed_media_domains=[ALLOWED],
+        num_threads=1, max_num_seqs=8, num_kv_blocks=200,
+    )
+
+    async def answer() -> list[int]:
+        engine = AsyncLLMEngine.from_engine_args(args)
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, output_kind="final")
+        messages = user(shown(hosts.good.url), text("what?"))
+        async for output in engine.chat(messages, params, "a"):
+            found = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        engine.shutdown()
+        return found
+
+    found = asyncio.run(answer())
+    assert {name for name, _ in seen} == {"create_connection", "open", "convert"}
+    assert threading.get_ident() not in {thread for _, thread in seen}
+    assert found == expected(path, "smolvlm", "user: <image>what?a:", [SHOWN])
 
 
 def test_pictures_of_a_directory_in_python(path: Path, folder: Path) -> None:
