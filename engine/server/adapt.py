@@ -68,6 +68,8 @@ class Adapter:
         self._shows = shows
         self._needs_parts = False  # the template drops contents that are texts
         self._rewrites: list[Rewrite] | None = None
+        self.shows_pictures = False
+        """Whether the template has a place for pictures; known once ``learn`` was called."""
 
     def adapt(self, messages: Messages) -> Messages | None:
         """Rewrite a conversation for the template; ``None`` if ``learn`` must be called first."""
@@ -85,6 +87,7 @@ class Adapter:
         for trait in self._traits:
             is_late = time.monotonic() > ends
             chosen.append(trait.rewrites[0] if is_late else self._smallest(chosen, trait))
+        self.shows_pictures = self._shows and self._accepts([_user(f"{A}{chr(FIRST)}")], chosen)
         self._rewrites = chosen
 
     def with_parts(self, messages: Messages, pictures: Sequence[Given] = ()) -> Messages:

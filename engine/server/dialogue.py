@@ -90,6 +90,12 @@ class ChatModel:
         if adapted is None:
             await asyncio.to_thread(adapter.learn)
             adapted = adapter.adapt(messages) or messages
+        if pictures and not adapter.shows_pictures:
+            raise RequestError(
+                "multi_modal_data has a picture, and the chat template has no place for it: start "
+                "the server with --chat-template FILE, whose template writes the image token",
+                param="multi_modal_data",
+            )
         fill = partial(self._fill, adapter, pictures, options, continues=continues)
         try:
             prompt = await fill(adapted)

@@ -353,7 +353,9 @@ def test_nothing_is_loaded_or_decoded_on_the_event_loop(
     args = EngineArgs(
         model=str(path),
         allowed_media_domains=[ALLOWED],
-        num_threads=1, max_num_seqs=8, num_kv_blocks=200,
+        num_threads=1,
+        max_num_seqs=8,
+        num_kv_blocks=200,
     )
 
     async def answer() -> list[int]:

@@ -119,6 +119,12 @@ def test_pictures_of_tool_results(name: str) -> None:
     assert "tool: seen<image>" in text if name == "mixed" else "tool: seenuser: <image>" in text
 
 
+def test_a_template_without_a_place_for_pictures_is_noticed() -> None:
+    assert all(Showing(each).adapter.shows_pictures for each in SHOWING.values())
+    for template in (HERMES, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        assert not Showing(template).adapter.shows_pictures
+
+
 def test_a_text_model_gets_texts() -> None:
     template = Showing(HERMES, has_tools=True, shows=False)
     given = [{"role": "user", "content": "hello"}]
