@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
 from threading import Lock
@@ -96,7 +96,10 @@ class Pictures:
 
     def _pixels_of(self, picture: Picture) -> Pixels:
         # Large ones one after the other, since each takes up to a gigabyte.
-        with self._for_large if picture.is_large else nullcontext():
+        guard: AbstractContextManager[object] = nullcontext()
+        if picture.is_large:
+            guard = self._for_large
+        with guard:
             return self._processor.pixels(picture.decode())
 
     def _place(self, picture: Picture, offset: int) -> tuple[MediaItem, list[int]]:
