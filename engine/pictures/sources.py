@@ -136,14 +136,14 @@ def _path_in(url: str) -> str:
     return unquote(parts.path)
 
 
-def _directory(text: str) -> Path:
+def _directory(text: str | Path) -> Path:
     with suppress(OSError):
         path = Path(text).resolve(strict=True)
         if path.is_dir():
             return path
     raise ConfigError(
-        f"allowed_local_media_path is {text!r:.200}, must be a directory that exists: create it, "
-        "or leave the option out"
+        f"allowed_local_media_path is {str(text)!r:.200}, must be a directory that exists: "
+        "create it, or leave the option out"
     )
 
 

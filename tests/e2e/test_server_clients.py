@@ -356,7 +356,10 @@ def test_message_events_are_of_the_clients_types(server: Served) -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "use type custom"),
         ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "ends with white space"),
         ({"messages": []}, "at least one"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "must have type base64 or url",
+        ),
     ],
 )
 def test_wrong_messages(claude: Any, asked: Any, message: str) -> None:
