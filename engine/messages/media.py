@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:
+    Data = bytes | memoryview
+else:
+    Data = memoryview  # what is decoded is a view of the message; both can be encoded
 
 
 class PixelArray(msgspec.Struct, array_like=True, frozen=True):
@@ -10,8 +17,40 @@ class PixelArray(msgspec.Struct, array_like=True, frozen=True):
 
     dtype: str
     shape: list[int]
-    data: bytes
+    data: Data
 
 
 Pixels = dict[str, PixelArray]
 """The arrays of one media item, by the names of the encoder's arguments, e.g. ``pixel_values``."""
+
+
+class SharedArray(msgspec.Struct, array_like=True, frozen=True):
+    """An array in shared memory. ``offset``: where its bytes begin, a multiple of 64."""
+
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class SharedPixels(msgspec.Struct, array_like=True, frozen=True):
+    """The handle of the arrays of one media item in shared memory of another process.
+
+    The memory is the open file ``fd`` of process ``pid``, which numbers are of one ``namespace``
+    (see ``engine.ipc.pixel_segments``). ``inode`` tells it from later files with these numbers."""
+
+    namespace: str
+    pid: int
+    fd: int
+    inode: int
+    size: int  # bytes
+    arrays: dict[str, SharedArray]
+
+
+class MediaContent(msgspec.Struct, array_like=True, frozen=True):
+    """The content of the media items with the hash ``key``: ``pixels``, or a handle of them, or the
+    ``error`` that is why there is no content."""
+
+    key: str
+    pixels: Pixels | None = None
+    shared: SharedPixels | None = None
+    error: str = ""
