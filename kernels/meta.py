@@ -36,6 +36,9 @@ class AttentionMeta:
     # The KV group of the layers that read these block tables. All groups of a step share the rest,
     # and ``scratch``.
     group: int = 0
+    # [N, rotary_dim]: cosines and sines of the tokens, in place of the layer's table for all
+    # positions. ``positions`` are then rows of it.
+    cos_sin: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

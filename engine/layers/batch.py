@@ -24,10 +24,12 @@ class Wanted:
 
 
 class Embeds(NamedTuple):
-    """Input vectors that replace embeddings of some tokens, for example from an image encoder."""
+    """Input vectors that replace embeddings of some tokens, for example from an image encoder, and
+    vectors that are added to the outputs of the first layers for these tokens."""
 
     rows: torch.Tensor  # [M] int64, index among the batch's tokens
     values: torch.Tensor  # [M, H]
+    added: torch.Tensor | tuple[()] = ()  # [L, M, H], for the first L layers
 
 
 Output = Literal["logits", "largest"]
@@ -56,6 +58,16 @@ class ForwardBatch:
     def attention(self) -> AttentionMeta:
         """The metadata of the last attention layer."""
         return next(meta for meta in reversed(self.attn) if isinstance(meta, AttentionMeta))
+
+    def rotate(self, cos_sin: torch.Tensor) -> None:
+        """Set the cosines and sines [N, rotary_dim] by which layers rotate the tokens."""
+        rows = torch.arange(len(cos_sin), device=cos_sin.device)
+        rotated = {
+            id(meta): replace(meta, positions=rows, cos_sin=cos_sin)
+            for meta in self.attn
+            if isinstance(meta, AttentionMeta)
+        }
+        self.attn = tuple(rotated.get(id(meta), meta) for meta in self.attn)
 
     def move(self, positions: torch.Tensor) -> None:
         """Set rotary positions [N], or [K, N] for K axes, that differ from the tokens' indices in

@@ -107,7 +107,8 @@ class Attention:
     ) -> torch.Tensor:
         """Compute the attention sublayer: x [N, H] -> [N, H], or [R, H] for the R tokens in
         ``wanted``. Writes K and V of all N tokens to ``kv_layer``."""
-        q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
+        write = self.write if meta.cos_sin is None else {**self.write, "cos_sin": meta.cos_sin}
+        q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **write)
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
         y = kernels.paged_attention(q, kv_layer, meta, **self.attend)

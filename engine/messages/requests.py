@@ -34,13 +34,15 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
 
     ``hash`` identifies its content: equal hashes mean equal encoder output. ``spans``: the runs
     (offset within the item, length) of tokens that take encoder outputs, if others are between
-    them, e.g. the names of an image's rows; empty: all tokens do.
+    them, e.g. the names of an image's rows; empty: all tokens do. ``grid``: numbers of its tokens
+    along the axes time, height and width, if the positions of the model have axes.
     """
 
     offset: int
     length: int
     hash: str
     spans: tuple[tuple[int, int], ...] = ()
+    grid: tuple[int, ...] = ()
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.layers.batch import Embeds, ForwardBatch
@@ -48,10 +49,12 @@ class Encoder(Feature):
         self._cache_tokens = cache_tokens
         self._encode: Encode
         self._bytes_a_token = 0
-        self._outputs: dict[str, torch.Tensor] = {}  # by hash, [embedded tokens, H]
+        self._outputs: dict[str, torch.Tensor] = {}  # by hash, [1 + L, embedded tokens, H]
         self._media: dict[int, list[MediaItem]] = {}  # by slot
         self._runs: dict[int, list[Run]] = {}  # by slot, in order
         self._ends = np.zeros(0, dtype=np.int32)  # by slot, end of the last run; 0: none
+        self._axes: dict[int, Axes] = {}  # by slot, if positions have axes
+        self._shifts = np.zeros(0, dtype=np.int64)  # by slot, of positions after the last run
 
     @property
     def own_bytes(self) -> int:
@@ -61,8 +64,11 @@ class Encoder(Feature):
         model = machine.model
         self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
+        self._shifts = np.zeros(len(machine.live.num_sent), dtype=np.int64)
         hidden = int(self._info.hf.get("hidden_size") or 4096)
-        self._bytes_a_token = hidden * model.dtype.itemsize
+        vision = self._info.hf.get("vision_config") or {}
+        num_outputs = 1 + len(vision.get("deepstack_visual_indexes") or ())
+        self._bytes_a_token = num_outputs * hidden * model.dtype.itemsize
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.media is None and not self._runs:
@@ -70,7 +76,8 @@ class Encoder(Feature):
         for slot in plan.freed_slots:
             self._media.pop(slot, None)
             self._runs.pop(slot, None)
-        self._ends[plan.freed_slots] = 0
+            self._axes.pop(slot, None)
+        self._ends[plan.freed_slots] = self._shifts[plan.freed_slots] = 0
         failed: dict[str, str] = {}  # by hash
         if (part := plan.media) is not None:
             for key in part.free:
@@ -79,6 +86,9 @@ class Encoder(Feature):
                 self._media[slot] = items
                 runs = self._runs[slot] = [run for item in items for run in runs_of(item)]
                 self._ends[slot] = runs[-1].start + runs[-1].length
+                if items[0].grid:
+                    axes = self._axes[slot] = axes_of(items)
+                    self._shifts[slot] = axes.shift
             for slot, index in part.encode:
                 item = self._media[slot][index]
                 if (why := self._encode_item(item)) is not None:
@@ -86,12 +96,18 @@ class Encoder(Feature):
         return self._reasons(plan, failed)
 
     def touches(self, rows: PlanRows) -> bool:
-        """True if a row begins before the last embedded token of its prompt."""
-        return bool(self._runs) and bool((rows.starts < self._ends[rows.slots]).any())
+        """True if a row begins before the last embedded token of its prompt, or has positions that
+        differ from the indices of its tokens."""
+        if not self._runs:
+            return False
+        slots = rows.slots
+        return bool((rows.starts < self._ends[slots]).any() or self._shifts[slots].any())
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
         if not self.touches(rows):
             return
+        if self._axes:
+            self._move(batch, rows)
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         first_tokens = np.cumsum(rows.counts) - rows.counts
@@ -101,12 +117,28 @@ class Encoder(Feature):
                 begin, end = max(run.start, start), min(run.start + run.length, upto)
                 row = run.row + begin - run.start
                 places.append(torch.arange(first + begin, first + end))
-                values.append(self._outputs[run.key][row : row + end - begin])
+                values.append(self._outputs[run.key][:, row : row + end - begin])
         if values:
-            found = torch.cat(values)
-            batch.embeds = Embeds(torch.cat(places).to(found.device), found)
+            found = torch.cat(values, dim=1)
+            batch.embeds = Embeds(torch.cat(places).to(found.device), found[0], found[1:])
 
     # -- helpers
+
+    def _move(self, batch: ForwardBatch, rows: PlanRows) -> None:
+        """Set the rotary positions of the tokens: along three axes up to the last embedded token of
+        a prompt, and along one, with a shift, afterwards."""
+        firsts = np.cumsum(rows.counts) - rows.counts
+        starts = rows.starts + self._shifts[rows.slots] - firsts
+        positions = np.repeat(starts, rows.counts) + np.arange(rows.counts.sum())
+        reading = list(self._reading(rows))
+        if reading:
+            positions = np.tile(positions, (3, 1))
+        for index, slot, start, upto in reading:
+            if (axes := self._axes.get(slot)) is not None:
+                part = axes.positions[:, start:upto]
+                first = int(firsts[index])
+                positions[:, first : first + part.shape[1]] = part
+        batch.move(torch.from_numpy(positions).to(batch.positions.device))
 
     def _encode_item(self, item: MediaItem) -> str | None:
         """Encode a media item. Returns why that is impossible; ``None`` if it is done."""
@@ -124,10 +156,10 @@ class Encoder(Feature):
                 f"{type(error).__name__}: {error}"
             )
         wanted = sum(run.length for run in runs_of(item))
-        if len(output) != wanted:
+        if output.shape[1] != wanted:
             return (
                 f"the media item at token {item.offset} has {wanted} placeholder tokens, and the "
-                f"encoder made {len(output)} vectors"
+                f"encoder made {output.shape[1]} vectors"
             )
         self._outputs[item.hash] = output
         return None
@@ -150,6 +182,29 @@ class Encoder(Feature):
                     reasons[slot] = failed.get(run.key, missing)
                     break
         return reasons
+
+
+class Axes(NamedTuple):
+    """Positions of a prompt's tokens along time, height and width, up to its last media item, and
+    the difference between positions and indices of later tokens."""
+
+    positions: NDArray[np.int64]  # [3, tokens]
+    shift: int
+
+
+def axes_of(media: Sequence[MediaItem]) -> Axes:
+    """The positions that media items with a grid give to the tokens of a prompt. The next text
+    begins after the largest position in an item."""
+    parts: list[NDArray[np.int64]] = []
+    index = position = 0
+    for item in media:
+        length = item.offset - index
+        parts.append(np.tile(np.arange(position, position + length), (3, 1)))
+        position += length
+        parts.append(np.indices(item.grid).reshape(3, -1) + position)
+        position += max(item.grid)
+        index = item.offset + item.length
+    return Axes(np.concatenate(parts, axis=1), position - index)
 
 
 @contextmanager

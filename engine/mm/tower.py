@@ -20,7 +20,8 @@ TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below 
 TEXT_TENSORS = (*TEXT_HALVES, "lm_head")  # names of which may be missing
 
 Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Encodes the arrays of one picture to vectors [tokens, H]."""
+"""Encodes the arrays of one picture to vectors [1 + L, tokens, H]: those in place of embeddings, and
+those added to the outputs of the first L layers."""
 
 
 @torch.inference_mode()
@@ -52,8 +53,10 @@ def load_tower(
             for name, array in arrays.items()
         }
         found: Any = body.get_image_features(**given, return_dict=True)
-        parts = found.pooler_output
-        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.stack(
+            [torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]) for parts in layers]
+        )
 
     return encode
 

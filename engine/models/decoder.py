@@ -12,6 +12,7 @@ import kernels
 from engine.kv.layout import LayerCache
 from engine.layers.adapted import AdaptedLayers
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
+from engine.layers.axes import axes_of, rows_along
 from engine.layers.interface import Mixer
 from engine.layers.sublayers import (
     Attention,
@@ -158,15 +159,23 @@ class NativeDecoder:
         """Compute hidden states [R, H] of the wanted tokens after the final norm. Writes K and V of
         all N tokens to ``kv``."""
         if batch.positions.dim() != 1:
-            raise ValueError(
-                f"positions have {len(batch.positions)} rows, but this model needs one row"
-            )
+            batch.rotate(self._cos_sin(batch.positions))
         if batch.recorder is not None and batch.embeds is None:
             stages = self._stages(batch, kv)
             hidden, output = batch.recorder.run(stages, batch.input_ids, batch.attention)
             last = hidden if batch.wanted is None else hidden[batch.wanted.rows]
             return Hidden(last, output=output)
         return self._hidden(batch, kv, self.embedding(batch.input_ids, batch.embeds))
+
+    def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines [N, rotary_dim] of positions [K, N] along K axes."""
+        rope = next((layer.rope for layer in self.spec.layers if layer.rope is not None), None)
+        axes = () if rope is None else axes_of(rope)
+        if not axes:
+            raise ValueError(f"positions have {len(positions)} rows, but this model needs one row")
+        mixers = (block.mixer for block in self.blocks)
+        table = next(mixer.write["cos_sin"] for mixer in mixers if isinstance(mixer, Attention))
+        return rows_along(axes, positions, table)
 
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
@@ -203,11 +212,14 @@ class NativeDecoder:
         # The last layer computes only wanted rows, unless its full output is requested. (A query
         # alone would be its sequence's last one, which sees no later tokens.)
         last = len(self.blocks) - 1
-        is_whole = last in batch.aux_layers or not self.is_causal
+        added = () if batch.embeds is None else batch.embeds.added
+        is_whole = last in batch.aux_layers or not self.is_causal or last < len(added)
         narrowed = None if is_whole else batch.wanted
         for index, block in enumerate(self.blocks):
             wanted = narrowed if index == last else None
             x, residual = block(x, residual, batch.attn, kv, wanted)
+            if batch.embeds is not None and index < len(added):
+                x = x.index_add(0, batch.embeds.rows, added[index].to(x.dtype))
             if index in batch.aux_layers:
                 aux[index] = x + residual
         hidden = self.final_norm(x, residual)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.models.families import llama, mistral, qwen2
+from engine.models.families import llama, mistral, qwen2, qwen3
 from engine.models.hf_config import HF, NotNative
 from engine.models.spec import DecoderSpec
 
@@ -21,14 +21,57 @@ SIZES = {
     "num_attention_heads": 32,
     "rms_norm_eps": 1e-6,
 }
+
+
+def with_axes(hf: HF, sections: list[int], *, are_interleaved: bool) -> HF:
+    """The config with rotary positions along the axes time, height and width. sections: default
+    numbers of pairs of dimensions of each axis."""
+    given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if (given.get("rope_type") or given.get("type")) == "mrope":
+        given["rope_type"] = "default"
+    axes = {"mrope_section": sections, **given, "mrope_interleaved": are_interleaved}
+    return {**hf, "rope_scaling": axes}
+
+
+def qwen2_5_vl(hf: HF) -> DecoderSpec:
+    return qwen2(with_axes(hf, [16, 24, 24], are_interleaved=False))
+
+
+def qwen3_vl(hf: HF) -> DecoderSpec:
+    return qwen3(with_axes(hf, [24, 20, 20], are_interleaved=True))
+
+
+QWEN2_5_VL = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+QWEN3_VL = {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 5e5,
+}
 TEXT_HALVES: dict[str, tuple[Callable[[HF], DecoderSpec], HF]] = {
     "llama": (llama, SIZES),
     "mistral": (mistral, {**SIZES, "intermediate_size": 14_336}),
     "qwen2": (qwen2, {**SIZES, "vocab_size": 151_936, "intermediate_size": 22_016}),
+    # The first name is that of older config.json, which have the sizes at the top.
+    "qwen2_5_vl": (qwen2_5_vl, QWEN2_5_VL),
+    "qwen2_5_vl_text": (qwen2_5_vl, QWEN2_5_VL),
+    "qwen3_vl_text": (qwen3_vl, {**SIZES, **QWEN3_VL}),
 }
 """Text halves by ``model_type``, and the sizes that ``text_config`` may leave out."""
-# Checkpoints of transformers 5, of older versions, and of Idefics3 and SmolVLM.
-ROOTS = ("model.language_model", "language_model.model", "model.text_model")
+# Checkpoints of transformers 5, of older versions, of Idefics3 and SmolVLM, and of Qwen2.5-VL.
+ROOTS = ("model.language_model", "language_model.model", "model.text_model", "model")
 OUTPUT_LAYERS = ("lm_head", "language_model.lm_head")
 
 
@@ -46,5 +89,7 @@ SEEING_FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "Idefics3ForConditionalGeneration": seeing,
     "LlavaForConditionalGeneration": seeing,
     "LlavaOnevisionForConditionalGeneration": seeing,
+    "Qwen2_5_VLForConditionalGeneration": seeing,
+    "Qwen3VLForConditionalGeneration": seeing,
     "SmolVLMForConditionalGeneration": seeing,
 }

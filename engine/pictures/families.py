@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, floor, sqrt
 from typing import Any
 
 from engine.config.model import ModelInfo
@@ -18,6 +18,7 @@ from engine.errors import ModelError, RequestError
 MOST_RESIZED_PIXELS = 64 << 20
 """Most pixels that a picture may have after it was resized."""
 LEAST_SHRUNK = 1.1  # OneVision shrinks tiles only by more; a constant of transformers
+MOST_QWEN_RATIO = 200  # of the sides of a picture; a constant of transformers' processor
 MAX_IDEFICS_SIDE = 4096  # a constant of transformers' processors
 Layout = Sequence[str | int]
 """What replaces the image token in a prompt: texts, and numbers of embedded tokens."""
@@ -46,6 +47,11 @@ class VisionFamily:
         """What replaces the image token of a picture of this size. Raises ``RequestError`` for a
         size that the model cannot take."""
         raise NotImplementedError
+
+    def grid(self, width: int, height: int) -> tuple[int, ...]:
+        """Numbers of embedded tokens along time, height and width, if the model's positions have
+        these axes; else ()."""
+        return ()
 
     @property
     def _default_image_token(self) -> int:
@@ -210,10 +216,62 @@ class Idefics3(VisionFamily):
         return int((self._tile // patch) ** 2 / int(self.hf.get("scale_factor", 2)) ** 2)
 
 
+class QwenVL(VisionFamily):
+    """Qwen2.5-VL and Qwen3-VL: a picture keeps its proportions, and its tokens have positions along
+    height and width."""
+
+    @property
+    def longest(self) -> int:
+        unit = self._unit
+        least, most = (_side(self.settings, "size", side) for side in self._bounds)
+        # A picture of the longest allowed shape is at least one token high.
+        longest_row = ceil(sqrt(MOST_QWEN_RATIO * most) / unit)
+        raised = ceil(sqrt(MOST_QWEN_RATIO * least) / unit) + 1
+        return max(most // unit**2, longest_row, raised + least // unit**2 + 1)
+
+    def layout(self, width: int, height: int) -> Layout:
+        _, rows, columns = self.grid(width, height)
+        return (rows * columns,)
+
+    def grid(self, width: int, height: int) -> tuple[int, ...]:
+        if not self.settings.get("do_resize", True):
+            raise ModelError("do_resize=False is not supported for this model: leave it out")
+        if max(width, height) / min(width, height) > MOST_QWEN_RATIO:
+            raise RequestError(
+                f"a picture has {width} x {height} pixels, and for this model the longer side may "
+                f"have at most {MOST_QWEN_RATIO} times as many as the other: cut it into pieces",
+                param="multi_modal_data",
+            )
+        unit = self._unit
+        least, most = (_side(self.settings, "size", side) for side in self._bounds)
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns * unit**2 > most:
+            shrunk = sqrt(height * width / most)
+            rows = max(1, floor(height / shrunk / unit))
+            columns = max(1, floor(width / shrunk / unit))
+        elif rows * columns * unit**2 < least:
+            raised = sqrt(least / (height * width))
+            rows, columns = ceil(height * raised / unit), ceil(width * raised / unit)
+        return 1, rows, columns
+
+    _bounds = ("shortest_edge", "longest_edge")
+
+    @property
+    def _unit(self) -> int:
+        """Pixels along a side of a token."""
+        return int(self.settings["patch_size"]) * int(self.settings["merge_size"])
+
+    @property
+    def _default_image_token(self) -> int:
+        return 151_655
+
+
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Settings], VisionFamily]] = {
     "Idefics3ForConditionalGeneration": Idefics3,
     "LlavaForConditionalGeneration": Llava,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
+    "Qwen2_5_VLForConditionalGeneration": QwenVL,
+    "Qwen3VLForConditionalGeneration": QwenVL,
     "SmolVLMForConditionalGeneration": Idefics3,
 }
 

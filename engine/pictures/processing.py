@@ -34,7 +34,7 @@ class ImageProcessor:
                 "transformers cannot compute without torchvision"
             )
         self._processor = kind.from_pretrained(info.path, local_files_only=True)
-        known = self._processor.to_dict()
+        known = self._processor.to_dict().keys() | kind.valid_kwargs.__annotations__.keys()
         if unknown := (own or {}).keys() - known:
             raise ConfigError(
                 f"mm_processor_kwargs has {min(unknown)!r:.80}, which {kind.__name__} does not "

@@ -119,7 +119,8 @@ class Pictures:
         first, (last, length) = spans[0][0], spans[-1]
         key = blake2b(picture.digest.encode() + self._processor.key, digest_size=16).hexdigest()
         runs = tuple((start - first, count) for start, count in spans) if len(spans) > 1 else ()
-        return MediaItem(offset + first, last + length - first, key, runs), ids
+        grid = self._family.grid(picture.width, picture.height)
+        return MediaItem(offset + first, last + length - first, key, runs, grid), ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if not text:

@@ -100,6 +100,41 @@ CASES: dict[str, Case] = {
         *("SmolVLMImageProcessorPil", {**TILES, "do_image_splitting": False}),
     ),
 }
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+}
+QWEN_PROCESSING = {
+    "patch_size": 8,
+    "merge_size": 2,
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 72 * 72},
+}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+CASES |= {
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VL",
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
+        {"model_type": "qwen2_5_vl_vision", "window_size": 32, "fullatt_block_indexes": [1]},
+        {"tie_word_embeddings": True},
+        *("Qwen2VLImageProcessorPil", QWEN_PROCESSING),
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VL",
+        {"model_type": "qwen3_vl_text", "rope_parameters": MROPE, "head_dim": 16},
+        {
+            "model_type": "qwen3_vl_vision",
+            "depth": 3,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        {},
+        *("Qwen2VLImageProcessorPil", QWEN_PROCESSING),
+    ),
+}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
@@ -124,7 +159,7 @@ def config_of(case: Case, tokenizer: Tokenizer) -> Any:
     image = tokenizer.token_to_id(IMAGE)
     name = "image_token_index" if case.model.startswith("Llava") else "image_token_id"
     kind = getattr(transformers, f"{case.model}Config")
-    vision = {**VISION, **case.vision}
+    vision = {**(QWEN_VISION if case.model.startswith("Qwen") else VISION), **case.vision}
     if case.text["model_type"] == "qwen2":
         vision["hidden_size"] = 32
     return kind(
@@ -187,6 +222,12 @@ def processor_of(path: Path, name: str) -> Any:
         processor.vision_feature_select_strategy = "full"
         processor.vision_aspect_ratio = case.options["vision_aspect_ratio"]
         return partial(processed, processor)
+    if case.model.startswith("Qwen"):
+        kind = getattr(transformers, f"{case.model}Processor")
+        processor = kind.__new__(kind)
+        processor.image_processor, processor.tokenizer = images, tokenizer
+        processor.image_token = IMAGE
+        return partial(processed, processor)
     # SmolVLM's own processor adds only videos, for which it needs another package.
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
@@ -199,7 +240,9 @@ def processed(processor: Any, images: Any, text: str, return_tensors: str) -> di
         for index in range(len(images)):
             tokens = processor.replace_image_token(found, index)
             text = text.replace(IMAGE, tokens.replace(IMAGE, "<i>"), 1)
-    return {**found, **processor.tokenizer(text.replace("<i>", IMAGE), return_tensors="pt")}
+    found |= processor.tokenizer(text.replace("<i>", IMAGE), return_tensors="pt")
+    is_image = found["input_ids"] == processor.tokenizer.convert_tokens_to_ids(IMAGE)
+    return {**found, "mm_token_type_ids": is_image.int()}
 
 
 @cache

@@ -63,7 +63,9 @@ def expected(path: Path, name: str, text: str, pictures: Sequence[Image.Image]) 
     """Token ids of prompt and answer, by transformers."""
     images = [each.convert("RGB") for each in pictures] or None
     inputs = processor_of(path, name)(images=images, text=text, return_tensors="pt")
-    read = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes")
+    read = ["input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes"]
+    if name.startswith("qwen"):
+        read += ["image_grid_thw", "mm_token_type_ids"]
     inputs = {key: value for key, value in inputs.items() if key in read}
     with torch.inference_mode():
         return (
@@ -86,13 +88,21 @@ PROMPTS = [
 ]
 
 
+def prompts_of(name: str) -> list[tuple[str, list[Image.Image]]]:
+    """Those of a model, which may need tokens around each picture."""
+    if not name.startswith("qwen"):
+        return PROMPTS
+    marked = "<fake_token_around_image><image><end_of_utterance>"
+    return [(text.replace("<image>", marked), pictures) for text, pictures in PROMPTS]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_equal_those_of_transformers(models: Any, name: str) -> None:
     """In one batch, with chunks that end within pictures."""
-    path = models(name)
+    path, prompts = models(name), prompts_of(name)
     with LLM(path, max_num_batched_tokens=24, **SMALL) as llm:
-        outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
-    for output, (text, pictures) in zip(outputs, PROMPTS, strict=True):
+        outputs = llm.generate([prompt_of(*each) for each in prompts], GREEDY, use_tqdm=False)
+    for output, (text, pictures) in zip(outputs, prompts, strict=True):
         assert tokens_of(output) == expected(path, name, text, pictures), text
 
 
