@@ -143,9 +143,32 @@ def test_a_prefix_with_the_same_picture_is_cached(models: Any, smolvlm: LLM) -> 
     assert tokens_of(more) == expected(models("smolvlm"), "smolvlm", text + "?", [shown])
 
 
-def test_preempted_requests_encode_again(models: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_a_cached_prefix_keeps_positions(models: Any, name: str) -> None:
+    """Two pictures, of which the first or a part of it is cached, and text models' steps between:
+    decodes after pictures run beside decodes and prompts without any."""
+    path = models(name)
+    mark = "<fake_token_around_image><image><end_of_utterance>"
+    shown, other, last = (picture(70, 60, seed=seed) for seed in range(3))
+    asked = [
+        (mark + "a" * 30 + mark, [shown, other]),
+        (mark + "a" * 30 + mark, [shown, last]),
+        (mark + "a" * 25 + "b", [shown]),
+        ("only text", []),
+        (mark + "a" * 30 + mark, [shown, other]),
+    ]
+    with LLM(path, max_num_batched_tokens=64, block_size=16, **SMALL) as llm:
+        outputs = [llm.generate(prompt_of(*each), GREEDY, use_tqdm=False)[0] for each in asked]
+        together = llm.generate([prompt_of(*each) for each in asked], GREEDY, use_tqdm=False)
+    for output, again, each in zip(outputs, together, asked, strict=True):
+        assert tokens_of(output) == tokens_of(again) == expected(path, name, *each)
+    assert all(output.num_cached_tokens for output in (*outputs[1:3], outputs[4]))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
+def test_preempted_requests_encode_again(models: Any, name: str) -> None:
     """With a pool of blocks that holds two of the requests, and pairs with the same picture."""
-    path = models("llava")
+    path = models(name)
     prompts = [(f"{i} <image> " + "x" * 40, [picture(40, 30, seed=i // 2)]) for i in range(6)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     options = {**SMALL, "num_kv_blocks": 18, "max_model_len": 128}
@@ -155,27 +178,29 @@ def test_preempted_requests_encode_again(models: Any) -> None:
     assert stats is not None and stats.num_preemptions > 0
     for output, (text, pictures) in zip(outputs, prompts, strict=True):
         count = len(output.prompt_token_ids) + 8
-        assert tokens_of(output)[:count] == expected(path, "llava", text, pictures)
+        assert tokens_of(output)[:count] == expected(path, name, text, pictures)
 
 
-def test_a_core_in_its_own_process_sees(models: Any) -> None:
-    path = models("smolvlm")
-    text, pictures = PROMPTS[1]
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl"])
+def test_a_core_in_its_own_process_sees(models: Any, name: str) -> None:
+    path = models(name)
+    text, pictures = prompts_of(name)[1]
     params = SamplingParams(max_tokens=8, top_k=1, ignore_eos=True, n=2)
     with LLM(path, multiprocess=True, **SMALL) as llm:
         (output,) = llm.generate(prompt_of(text, pictures), params, use_tqdm=False)
-    wanted = expected(path, "smolvlm", text, pictures)
+    wanted = expected(path, name, text, pictures)
     assert tokens_of(output) == wanted
     assert output.outputs[1].token_ids == output.outputs[0].token_ids
 
 
-def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path, name: str) -> None:
     from engine.core.replay import replay
 
-    log = tmp_path / "steps"
-    with LLM(models("llava"), step_log=str(log), max_num_batched_tokens=24, **SMALL) as llm:
-        llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
-    assert replay(log).num_requests == len(PROMPTS)
+    log, prompts = tmp_path / "steps", prompts_of(name)
+    with LLM(models(name), step_log=str(log), max_num_batched_tokens=24, **SMALL) as llm:
+        llm.generate([prompt_of(*each) for each in prompts], GREEDY, use_tqdm=False)
+    assert replay(log).num_requests == len(prompts)
 
 
 def test_pictures_in_chats(models: Any, smolvlm: LLM) -> None:
