@@ -39,6 +39,17 @@ class AttentionMeta:
     # [N, rotary_dim]: cosines and sines of the tokens, in place of the layer's table for all
     # positions. ``positions`` are then rows of it.
     cos_sin: torch.Tensor | None = None
+    # Tokens that attend to later ones of their media item, too.
+    both_ways: BothWays | None = None
+
+
+@dataclass(slots=True)
+class BothWays:
+    """The tokens of a step that attend to all tokens of their media item: their rows, and the items
+    as sequences that end with the item."""
+
+    rows: torch.Tensor  # [M] int64
+    attn: AttentionMeta
 
 
 @dataclass(slots=True)

@@ -230,12 +230,12 @@ def paged_attention(  # noqa: PLR0913
     q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or prompt chunks with
     any context. window: the query at position p attends to keys p - window + 1 .. p; 0: all.
     softcap: scores become cap * tanh(score / cap); 0: unchanged. causal: False lets a query attend
-    to later keys, too: with a window to p - window + 1 .. p + window - 1, else to all; sequences
-    must then be computed in one step. sinks: [Hq], for each head the logit of a key without a
-    value. alibi: [Hq] slopes; slope * (query position - key position) is subtracted from scores;
-    only causal. kv_scales: as in qkv_rope_write. distances: [Hq, 2 L + 1] float32; its entry key
-    position - query position + L is added to scores; sequences have at most L - 15 tokens, and are
-    computed in one step. Rows after the last sequence are zeros.
+    to later keys in the cache, too: with a window to p - window + 1 .. p + window - 1, else to all.
+    sinks: [Hq], for each head the logit of a key without a value. alibi: [Hq] slopes; slope *
+    (query position - key position) is subtracted from scores; only causal. kv_scales: as in
+    qkv_rope_write. distances: [Hq, 2 L + 1] float32; its entry key position - query position + L is
+    added to scores; sequences have at most L - 15 tokens, and are computed in one step. Rows after
+    the last sequence are zeros.
     """
     options = reference.AttentionOptions(
         scale, window, softcap, causal, sinks, alibi, kv_scales, distances

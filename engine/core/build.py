@@ -321,7 +321,7 @@ def media_halves(
 ) -> tuple[list[Resource], PixelStore | None, list[Feature]]:
     """Make the scheduler's and the worker's half of media, and the store of pixels that they share;
     nothing for a model that does not see."""
-    if pools or not sees(info):
+    if pools or not sees(info) or config.media.most_pictures == 0:
         return [], None, []
     try:
         from engine.mm.compute import Encoder
@@ -339,8 +339,15 @@ def media_halves(
     most = options.max_num_encoder_input_tokens or most
     cached = options.encoder_cache_size or most
     store = PixelStore()
-    budget = EncoderBudget(most, cached, store=store)
-    return [budget], store, [Encoder(config.model, info, store, cached)]
+    budget = EncoderBudget(
+        most,
+        cached,
+        whole_media=family.whole,
+        longest_item=family.longest if family.whole else 0,
+        store=store,
+    )
+    encoder = Encoder(config.model, info, store, cached, both_ways=family.whole)
+    return [budget], store, [encoder]
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
@@ -361,10 +368,11 @@ def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
 
 
 def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
-    """Tokens of media encoded in a step, and kept; [] without the resource for media."""
+    """Tokens of media encoded in a step, and kept, and 1 if media are never split; [] without the
+    resource for media."""
     for each in resources:
         if isinstance(each, EncoderBudget):
-            return [each.max_encoder_tokens, each.cache.num_tokens]
+            return [each.max_encoder_tokens, each.cache.num_tokens, int(each.whole_media)]
     return []
 
 
@@ -373,7 +381,8 @@ def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
     returned them for the recorded core."""
     if not sizes or encoder_sizes(chosen.resources):
         return chosen
-    budget = EncoderBudget(*sizes)
+    most, cached, *rest = sizes
+    budget = EncoderBudget(most, cached, whole_media=bool(sum(rest)))
     return chosen._replace(resources=(*chosen.resources, budget))
 
 

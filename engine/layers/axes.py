@@ -23,9 +23,7 @@ def axes_of(rope: RopeSpec) -> tuple[int, ...]:
     )
 
 
-def rows_along(
-    axes: tuple[int, ...], positions: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
+def rows_along(axes: tuple[int, ...], positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Cosines and sines [N, rotary_dim] of positions [K, N] along K axes. axes: of each pair;
     table: for positions along one axis, [P, rotary_dim]."""
     pairs = torch.arange(len(axes), device=table.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 
 from kernels.cpu.recording import Recorder
-from kernels.meta import AttentionMeta, LayerMeta
+from kernels.meta import AttentionMeta, BothWays, LayerMeta
 
 
 @dataclass(slots=True)
@@ -30,6 +31,16 @@ class Embeds(NamedTuple):
     rows: torch.Tensor  # [M] int64, index among the batch's tokens
     values: torch.Tensor  # [M, H]
     added: torch.Tensor | tuple[()] = ()  # [L, M, H], for the first L layers
+
+
+class OpenItem(NamedTuple):
+    """Tokens of a media item that attend to each other both ways: the index of their sequence, the
+    first of their rows and its number, and the position at which the item ends."""
+
+    seq: int
+    row: int
+    num_rows: int
+    end: int
 
 
 Output = Literal["logits", "largest"]
@@ -58,6 +69,39 @@ class ForwardBatch:
     def attention(self) -> AttentionMeta:
         """The metadata of the last attention layer."""
         return next(meta for meta in reversed(self.attn) if isinstance(meta, AttentionMeta))
+
+    @property
+    def is_open(self) -> bool:
+        """True if some tokens attend to later ones of their media item; see ``open``."""
+        return any(isinstance(m, AttentionMeta) and m.both_ways is not None for m in self.attn)
+
+    def open(self, items: Sequence[OpenItem]) -> None:
+        """Let the tokens of media items attend to all tokens of their item. The last layer then
+        computes all tokens."""
+        device = self.input_ids.device
+        rows = torch.cat([torch.arange(item.row, item.row + item.num_rows) for item in items])
+        counts = torch.tensor([item.num_rows for item in items])
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device, torch.int32)
+        lengths = torch.tensor([item.end for item in items], dtype=torch.int32, device=device)
+        seqs = torch.tensor([item.seq for item in items], device=device)
+        rows, scratch = rows.to(device), {}
+        opened: dict[int, AttentionMeta] = {}
+        for meta in self.attn:
+            if isinstance(meta, AttentionMeta) and id(meta) not in opened:
+                own = replace(
+                    meta,
+                    query_start=starts,
+                    seq_lens=lengths,
+                    block_tables=meta.block_tables[seqs],
+                    positions=meta.positions[rows],
+                    slots=meta.slots[rows],
+                    num_decodes=0,
+                    max_query_len=int(counts.max()),
+                    max_seq_len=max(item.end for item in items),
+                    scratch=scratch,
+                )
+                opened[id(meta)] = replace(meta, both_ways=BothWays(rows, own))
+        self.attn = tuple(opened.get(id(meta), meta) for meta in self.attn)
 
     def rotate(self, cos_sin: torch.Tensor) -> None:
         """Set the cosines and sines [N, rotary_dim] by which layers rotate the tokens."""

@@ -112,6 +112,9 @@ class Attention:
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
         y = kernels.paged_attention(q, kv_layer, meta, **self.attend)
+        if (both := meta.both_ways) is not None:
+            attend = {**self.attend, "causal": False}
+            y[both.rows] = kernels.paged_attention(q[both.rows], kv_layer, both.attn, **attend)
         if self.gate is not None:
             gate = self.gate(x if wanted is None else x[wanted.rows])
             y = kernels.apply_gate(y, gate, "sigmoid")

@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.layers.batch import Embeds, ForwardBatch
+from engine.errors import ModelError
+from engine.layers.batch import Embeds, ForwardBatch, OpenItem
 from engine.messages.media import PixelArray
 from engine.messages.requests import MediaItem
 from engine.messages.step import StepPlan
 from engine.mm.store import PixelStore
 from engine.mm.tower import Encode, load_tower
+from engine.models.decoder import NativeDecoder
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
 from engine.worker.slots import LiveSeqs
@@ -42,9 +44,17 @@ class Encoder(Feature):
     waits_for_part = True
 
     def __init__(
-        self, config: ModelConfig, info: ModelInfo, store: PixelStore, cache_tokens: int
+        self,
+        config: ModelConfig,
+        info: ModelInfo,
+        store: PixelStore,
+        cache_tokens: int,
+        *,
+        both_ways: bool = False,
     ) -> None:
-        """store: has the content of the media; cache_tokens: most tokens whose outputs are kept."""
+        """store: has the content of the media; cache_tokens: most tokens whose outputs are kept;
+        both_ways: tokens of an item attend to each other."""
+        self._both_ways = both_ways
         self._config, self._info, self._store = config, info, store
         self._cache_tokens = cache_tokens
         self._encode: Encode
@@ -62,13 +72,19 @@ class Encoder(Feature):
 
     def attach(self, machine: Machine) -> None:
         model = machine.model
+        vision = self._info.hf.get("vision_config") or {}
+        num_added = len(vision.get("deepstack_visual_indexes") or ())
+        if not isinstance(model, NativeDecoder) and (self._both_ways or num_added):
+            raise ModelError(
+                f"the text half of {self._info.architecture} in {self._info.path} is computed by "
+                "transformers, and then this model cannot read pictures: start with "
+                'limit_mm_per_prompt={"image": 0} to use it for text'
+            )
         self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
         self._shifts = np.zeros(len(machine.live.num_sent), dtype=np.int64)
         hidden = int(self._info.hf.get("hidden_size") or 4096)
-        vision = self._info.hf.get("vision_config") or {}
-        num_outputs = 1 + len(vision.get("deepstack_visual_indexes") or ())
-        self._bytes_a_token = num_outputs * hidden * model.dtype.itemsize
+        self._bytes_a_token = (1 + num_added) * hidden * model.dtype.itemsize
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.media is None and not self._runs:
@@ -110,6 +126,7 @@ class Encoder(Feature):
             self._move(batch, rows)
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
+        opened: list[OpenItem] = []
         first_tokens = np.cumsum(rows.counts) - rows.counts
         for index, slot, start, upto in self._reading(rows):
             first = int(first_tokens[index]) - start
@@ -117,10 +134,13 @@ class Encoder(Feature):
                 begin, end = max(run.start, start), min(run.start + run.length, upto)
                 row = run.row + begin - run.start
                 places.append(torch.arange(first + begin, first + end))
+                opened.append(OpenItem(index, first + begin, end - begin, end))
                 values.append(self._outputs[run.key][:, row : row + end - begin])
         if values:
             found = torch.cat(values, dim=1)
             batch.embeds = Embeds(torch.cat(places).to(found.device), found[0], found[1:])
+            if self._both_ways:
+                batch.open(opened)
 
     # -- helpers
 

@@ -11,8 +11,8 @@ import torch
 import kernels
 from engine.kv.layout import LayerCache
 from engine.layers.adapted import AdaptedLayers
-from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.axes import axes_of, rows_along
+from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.interface import Mixer
 from engine.layers.sublayers import (
     Attention,
@@ -214,6 +214,7 @@ class NativeDecoder:
         last = len(self.blocks) - 1
         added = () if batch.embeds is None else batch.embeds.added
         is_whole = last in batch.aux_layers or not self.is_causal or last < len(added)
+        is_whole |= batch.is_open
         narrowed = None if is_whole else batch.wanted
         for index, block in enumerate(self.blocks):
             wanted = narrowed if index == last else None

@@ -23,6 +23,7 @@ from engine.models.hf_config import (
     layers,
     rope,
     windows,
+    with_axes,
 )
 from engine.models.spec import (
     AttentionSpec,
@@ -365,12 +366,14 @@ def qwen3_next(hf: HF) -> DecoderSpec:
 
 def qwen3_5(hf: HF) -> DecoderSpec:
     """The spec of Qwen3.5: Qwen3-Next without experts."""
+    hf = with_axes(hf, [11, 11, 10], are_interleaved=True)
     return gated_delta({"num_key_value_heads": 4, **hf}, False)
 
 
 def qwen3_5_moe(hf: HF) -> DecoderSpec:
     """The spec of Qwen3.5 with experts in all layers."""
     hf = {"intermediate_size": 1, "num_experts_per_tok": 8, **hf}
+    hf = with_axes(hf, [11, 11, 10], are_interleaved=True)
     moe = shared_moe(hf, hf.get("num_experts", 256), renormalize=True)
     return gated_delta(hf, True, moe=moe)
 

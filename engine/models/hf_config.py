@@ -142,6 +142,16 @@ def rope(
     )
 
 
+def with_axes(hf: HF, sections: list[int], *, are_interleaved: bool) -> HF:
+    """The config with rotary positions along the axes time, height and width. sections: default
+    numbers of pairs of dimensions of each axis."""
+    given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if (given.get("rope_type") or given.get("type")) == "mrope":
+        given["rope_type"] = "default"
+    axes = {"mrope_section": sections, **given, "mrope_interleaved": are_interleaved}
+    return {**hf, "rope_scaling": axes}
+
+
 def _check_rope(rope_type: str, scaling: Mapping[str, Any]) -> None:
     if rope_type not in ROPE_NEEDS:
         raise ModelError(

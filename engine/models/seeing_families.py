@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.models.families import llama, mistral, qwen2, qwen3
-from engine.models.hf_config import HF, NotNative
+from engine.models.families import gemma3, llama, mistral, qwen2, qwen3
+from engine.models.hf_config import HF, NotNative, with_axes
 from engine.models.spec import DecoderSpec
 
 SIZES = {
@@ -21,16 +21,6 @@ SIZES = {
     "num_attention_heads": 32,
     "rms_norm_eps": 1e-6,
 }
-
-
-def with_axes(hf: HF, sections: list[int], *, are_interleaved: bool) -> HF:
-    """The config with rotary positions along the axes time, height and width. sections: default
-    numbers of pairs of dimensions of each axis."""
-    given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if (given.get("rope_type") or given.get("type")) == "mrope":
-        given["rope_type"] = "default"
-    axes = {"mrope_section": sections, **given, "mrope_interleaved": are_interleaved}
-    return {**hf, "rope_scaling": axes}
 
 
 def qwen2_5_vl(hf: HF) -> DecoderSpec:
@@ -60,7 +50,14 @@ QWEN3_VL = {
     "max_position_embeddings": 128_000,
     "rope_theta": 5e5,
 }
+GEMMA3 = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "rms_norm_eps": 1e-6,
+}
 TEXT_HALVES: dict[str, tuple[Callable[[HF], DecoderSpec], HF]] = {
+    "gemma3_text": (gemma3, GEMMA3),
     "llama": (llama, SIZES),
     "mistral": (mistral, {**SIZES, "intermediate_size": 14_336}),
     "qwen2": (qwen2, {**SIZES, "vocab_size": 151_936, "intermediate_size": 22_016}),
@@ -86,6 +83,7 @@ def seeing(hf: HF) -> DecoderSpec:
 
 
 SEEING_FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
+    "Gemma3ForConditionalGeneration": seeing,
     "Idefics3ForConditionalGeneration": seeing,
     "LlavaForConditionalGeneration": seeing,
     "LlavaOnevisionForConditionalGeneration": seeing,

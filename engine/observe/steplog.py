@@ -50,7 +50,8 @@ class Header(msgspec.Struct, array_like=True):
     max_loras: int = 0
     """LoRA adapters among running requests; 0: requests have none."""
     encoder_sizes: list[int] = []
-    """Tokens of media encoded in a step, and kept; []: requests have no media."""
+    """Tokens of media encoded in a step, and kept, and 1 if media are never split; []: requests
+    have no media."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.config.model import ModelInfo
 from engine.errors import ModelError, RequestError
@@ -27,16 +27,25 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """A model that sees: its config.json and the settings of its image processor."""
+    """A model that sees: its config.json and the settings of its image processor.
+
+    ``whole``: tokens of a picture attend to each other both ways, so it is computed in one step.
+    """
 
     hf: Mapping[str, Any]
     settings: Settings
+    whole: ClassVar[bool] = False
 
     @property
     def image_token_id(self) -> int:
-        """The token that stands for a picture in a prompt, and for each embedded token."""
+        """The token that stands for each embedded token."""
         value = self.hf.get("image_token_id", self.hf.get("image_token_index"))
         return int(self._default_image_token if value is None else value)
+
+    @property
+    def prompt_token_id(self) -> int:
+        """The token that stands for a picture in a prompt."""
+        return self.image_token_id
 
     @property
     def longest(self) -> int:
@@ -216,9 +225,43 @@ class Idefics3(VisionFamily):
         return int((self._tile // patch) ** 2 / int(self.hf.get("scale_factor", 2)) ** 2)
 
 
+class Gemma3(VisionFamily):
+    """Gemma 3: each picture has the same number of tokens, in a paragraph of its own."""
+
+    whole = True
+    START, END = "<start_of_image>", "<end_of_image>"
+
+    @property
+    def longest(self) -> int:
+        length, window = self._num_tokens, int(self.hf.get("sliding_window") or 4096)
+        if length > window:
+            raise ModelError(
+                f"a picture has {length} tokens (mm_tokens_per_image), more than the window of "
+                f"{window} tokens within which they attend to each other (sliding_window)"
+            )
+        return length
+
+    @property
+    def prompt_token_id(self) -> int:
+        return int(self.hf.get("boi_token_index") or 255_999)
+
+    def layout(self, width: int, height: int) -> Layout:
+        if self.settings.get("do_pan_and_scan"):
+            raise ModelError("do_pan_and_scan is not supported: leave it out")
+        return (f"\n\n{self.START}", self._num_tokens, f"{self.END}\n\n")
+
+    @property
+    def _default_image_token(self) -> int:
+        return 262_144
+
+    @property
+    def _num_tokens(self) -> int:
+        return int(self.hf.get("mm_tokens_per_image") or 256)
+
+
 class QwenVL(VisionFamily):
-    """Qwen2.5-VL and Qwen3-VL: a picture keeps its proportions, and its tokens have positions along
-    height and width."""
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5: a picture keeps its proportions, and the positions of its
+    tokens are along height and width."""
 
     @property
     def longest(self) -> int:
@@ -263,15 +306,18 @@ class QwenVL(VisionFamily):
 
     @property
     def _default_image_token(self) -> int:
-        return 151_655
+        return 248_056 if "3_5" in str(self.hf.get("model_type")) else 151_655
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Settings], VisionFamily]] = {
+    "Gemma3ForConditionalGeneration": Gemma3,
     "Idefics3ForConditionalGeneration": Idefics3,
     "LlavaForConditionalGeneration": Llava,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "Qwen2_5_VLForConditionalGeneration": QwenVL,
     "Qwen3VLForConditionalGeneration": QwenVL,
+    "Qwen3_5ForConditionalGeneration": QwenVL,
+    "Qwen3_5MoeForConditionalGeneration": QwenVL,
     "SmolVLMForConditionalGeneration": Idefics3,
 }
 

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, ModelError
 from engine.messages.media import PixelArray, Pixels
 from engine.pictures.opening import damaged
 
-UNREAD = ("rows", "cols", "batch_num_images")  # outputs that an encoder does not need
+UNREAD = ("rows", "cols", "batch_num_images", "num_crops")  # outputs that an encoder does not need
 
 
 class ImageProcessor:

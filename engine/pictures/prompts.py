@@ -14,7 +14,7 @@ from engine.config.model import ModelInfo
 from engine.errors import RequestError
 from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
-from engine.pictures.families import family_of
+from engine.pictures.families import Layout, family_of
 from engine.pictures.opening import Picture, open_picture
 from engine.pictures.processing import ImageProcessor
 from engine.pictures.sources import Given, MediaSources
@@ -57,7 +57,7 @@ class Pictures:
         ``{"image": picture or list of pictures}``. Raises ``RequestError``."""
         values = pictures_in(data)
         self.check_number(len(values))
-        image = self._family.image_token_id
+        image = self._family.prompt_token_id
         if (count := token_ids.count(image)) != len(values):
             raise RequestError(
                 f"the prompt has {count} image tokens (id {image}) and multi_modal_data "
@@ -69,15 +69,20 @@ class Pictures:
         ids: list[int] = []
         media: list[MediaItem] = []
         found: dict[str, Picture] = {}
+        after_lines = False  # the last tokens are line ends that a picture brought
         for token in token_ids:
             if token != image:
-                ids.append(token)
+                after_lines = after_lines and self._is_lines(token)
+                ids += self._ids_of(self._pop_lines(ids, token)) if after_lines else (token,)
                 continue
             picture = next(waiting)
-            item, own = self._place(picture, len(ids))
+            layout = self._family.layout(picture.width, picture.height)
+            lines = self._pop_lines(ids) if str(layout[0]).startswith("\n") else ""
+            item, own = self._place(picture, (lines, *layout), len(ids))
             ids += own
             media.append(item)
             found.setdefault(item.hash, picture)
+            after_lines = str(layout[-1]).endswith("\n")
         return SeeingPrompt(ids, media, found)
 
     def check_number(self, number: int) -> None:
@@ -102,12 +107,26 @@ class Pictures:
         with guard:
             return self._processor.pixels(picture.decode())
 
-    def _place(self, picture: Picture, offset: int) -> tuple[MediaItem, list[int]]:
+    def _pop_lines(self, ids: list[int], *more: int) -> str:
+        """Remove the last tokens as long as they are line ends. Returns their text with that of
+        ``more``: a tokenizer may have tokens for several line ends."""
+        tokens = list(more)
+        while ids and self._is_lines(ids[-1]):
+            tokens.insert(0, ids.pop())
+        assert self._tokenizer is not None or not tokens
+        return "".join(self._tokenizer.token_text(token) for token in tokens if self._tokenizer)
+
+    def _is_lines(self, token: int) -> bool:
+        """True if the text of a token is only line ends."""
+        text = "" if self._tokenizer is None else self._tokenizer.token_text(token)
+        return bool(text) and not text.strip("\n")
+
+    def _place(self, picture: Picture, layout: Layout, offset: int) -> tuple[MediaItem, list[int]]:
         """The media item and the tokens of a picture whose first token is at ``offset``."""
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         text = ""
-        for part in (*self._family.layout(picture.width, picture.height), 0):
+        for part in (*layout, 0):
             if isinstance(part, str):
                 text += part
                 continue

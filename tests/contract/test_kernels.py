@@ -159,6 +159,17 @@ def attention_is_near(q: torch.Tensor, cache: Cache, chosen: dict) -> None:
     assert_near(got, q, cache, reference.AttentionOptions(**chosen), weights_rounded=rounded)
 
 
+@KEPT
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_both_ways_after_a_context(
+    window: int, kept: torch.dtype, rng: torch.Generator
+) -> None:
+    """As the tokens of a picture attend to each other and to the text before it."""
+    cache = Cache(((1, 40), (16, 0), (16, 33), (130, 300)), (2, 64), rng, dtype=kept)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
+    close(*attend_both(q, cache, {"scale": 0.2, "window": window, "causal": False}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_with_scores_by_distance(

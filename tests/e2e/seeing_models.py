@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from e2e.tiny_models import DELTA
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -35,12 +36,13 @@ VISION: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
 }
+IMAGE, START, END = "<image>", "<start_of_image>", "<end_of_image>"
 FIRST = ("<pad>", "<s>", "</s>")
 SPECIAL = (
-    *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(IMAGE, START, END),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
-IMAGE = "<image>"
 
 
 class Case(NamedTuple):
@@ -135,6 +137,31 @@ CASES |= {
         *("Qwen2VLImageProcessorPil", QWEN_PROCESSING),
     ),
 }
+CASES["qwen3.5"] = Case(
+    "Qwen3_5",
+    {
+        **DELTA,
+        "model_type": "qwen3_5_text",
+        "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+        "head_dim": 16,
+    },
+    {"model_type": "qwen3_5_vision", "num_position_embeddings": 36},
+    {},
+    *("Qwen2VLImageProcessorPil", QWEN_PROCESSING),
+)
+CASES["gemma3"] = Case(
+    "Gemma3",
+    {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    {**SIGLIP, "image_size": 64},
+    {"mm_tokens_per_image": 16, "tie_word_embeddings": True},
+    *("Gemma3ImageProcessorPil", {"size": {"height": 64, "width": 64}}),
+)
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
@@ -156,15 +183,18 @@ def make_tokenizer() -> Tokenizer:
 
 
 def config_of(case: Case, tokenizer: Tokenizer) -> Any:
-    image = tokenizer.token_to_id(IMAGE)
-    name = "image_token_index" if case.model.startswith("Llava") else "image_token_id"
+    index = "image_token_id"
+    if case.model.startswith(("Llava", "Gemma")):
+        index = "image_token_index"
+    ids = {index: tokenizer.token_to_id(IMAGE)}
+    if case.model == "Gemma3":
+        ids |= {"boi_token_index": tokenizer.token_to_id(START)}
+        ids |= {"eoi_token_index": tokenizer.token_to_id(END)}
     kind = getattr(transformers, f"{case.model}Config")
     vision = {**(QWEN_VISION if case.model.startswith("Qwen") else VISION), **case.vision}
     if case.text["model_type"] == "qwen2":
         vision["hidden_size"] = 32
-    return kind(
-        text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **{name: image}
-    )
+    return kind(text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **ids)
 
 
 def make_seeing_model(path: Path, name: str) -> Path:
@@ -223,10 +253,16 @@ def processor_of(path: Path, name: str) -> Any:
         processor.vision_aspect_ratio = case.options["vision_aspect_ratio"]
         return partial(processed, processor)
     if case.model.startswith("Qwen"):
-        kind = getattr(transformers, f"{case.model}Processor")
+        kind = transformers.Qwen2_5_VLProcessor  # the other ones differ by videos
         processor = kind.__new__(kind)
         processor.image_processor, processor.tokenizer = images, tokenizer
         processor.image_token = IMAGE
+        return partial(processed, processor)
+    if case.model == "Gemma3":
+        processor = transformers.Gemma3Processor.__new__(transformers.Gemma3Processor)
+        processor.image_processor, processor.tokenizer = images, tokenizer
+        processor.image_token = START
+        processor.full_image_sequence = f"\n\n{START}{IMAGE * 16}{END}\n\n"
         return partial(processed, processor)
     # SmolVLM's own processor adds only videos, for which it needs another package.
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
@@ -235,14 +271,15 @@ def processor_of(path: Path, name: str) -> Any:
 def processed(processor: Any, images: Any, text: str, return_tensors: str) -> dict[str, Any]:
     """The model's inputs, where transformers' own processor needs torchvision."""
     found: dict[str, Any] = {}
+    mark = processor.image_token
     if images is not None:
         found = dict(processor.image_processor(images=images, return_tensors=return_tensors))
         for index in range(len(images)):
             tokens = processor.replace_image_token(found, index)
-            text = text.replace(IMAGE, tokens.replace(IMAGE, "<i>"), 1)
-    found |= processor.tokenizer(text.replace("<i>", IMAGE), return_tensors="pt")
+            text = text.replace(mark, tokens.replace(mark, "<i>"), 1)
+    found |= processor.tokenizer(text.replace("<i>", mark), return_tensors="pt")
     is_image = found["input_ids"] == processor.tokenizer.convert_tokens_to_ids(IMAGE)
-    return {**found, "mm_token_type_ids": is_image.int()}
+    return {**found, "mm_token_type_ids": is_image.int(), "token_type_ids": is_image.int()}
 
 
 @cache

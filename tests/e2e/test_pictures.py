@@ -66,6 +66,8 @@ def expected(path: Path, name: str, text: str, pictures: Sequence[Image.Image]) 
     read = ["input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes"]
     if name.startswith("qwen"):
         read += ["image_grid_thw", "mm_token_type_ids"]
+    if name == "gemma3":
+        read.append("token_type_ids")
     inputs = {key: value for key, value in inputs.items() if key in read}
     with torch.inference_mode():
         return (
@@ -88,12 +90,18 @@ PROMPTS = [
 ]
 
 
+def mark_of(name: str) -> str:
+    """What stands for a picture in a text."""
+    if name == "gemma3":
+        return "<start_of_image>"
+    return "<fake_token_around_image><image><end_of_utterance>" if "qwen" in name else "<image>"
+
+
 def prompts_of(name: str) -> list[tuple[str, list[Image.Image]]]:
     """Those of a model, which may need tokens around each picture."""
-    if not name.startswith("qwen"):
-        return PROMPTS
-    marked = "<fake_token_around_image><image><end_of_utterance>"
-    return [(text.replace("<image>", marked), pictures) for text, pictures in PROMPTS]
+    mark = mark_of(name)
+    prompts = [(text.replace("<image>", mark), pictures) for text, pictures in PROMPTS]
+    return [*prompts, (f"\n{mark}\n\n{mark}\n\n\n?", THREE[:2])]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,12 +151,12 @@ def test_a_prefix_with_the_same_picture_is_cached(models: Any, smolvlm: LLM) -> 
     assert tokens_of(more) == expected(models("smolvlm"), "smolvlm", text + "?", [shown])
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
 def test_a_cached_prefix_keeps_positions(models: Any, name: str) -> None:
     """Two pictures, of which the first or a part of it is cached, and text models' steps between:
     decodes after pictures run beside decodes and prompts without any."""
     path = models(name)
-    mark = "<fake_token_around_image><image><end_of_utterance>"
+    mark = mark_of(name)
     shown, other, last = (picture(70, 60, seed=seed) for seed in range(3))
     asked = [
         (mark + "a" * 30 + mark, [shown, other]),
@@ -165,11 +173,12 @@ def test_a_cached_prefix_keeps_positions(models: Any, name: str) -> None:
     assert all(output.num_cached_tokens for output in (*outputs[1:3], outputs[4]))
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3-vl"])
 def test_preempted_requests_encode_again(models: Any, name: str) -> None:
     """With a pool of blocks that holds two of the requests, and pairs with the same picture."""
     path = models(name)
-    prompts = [(f"{i} <image> " + "x" * 40, [picture(40, 30, seed=i // 2)]) for i in range(6)]
+    mark = mark_of(name)
+    prompts = [(f"{i} {mark} " + "x" * 40, [picture(40, 30, seed=i // 2)]) for i in range(6)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     options = {**SMALL, "num_kv_blocks": 18, "max_model_len": 128}
     with LLM(path, max_num_batched_tokens=48, **options) as llm:
@@ -193,7 +202,7 @@ def test_a_core_in_its_own_process_sees(models: Any, name: str) -> None:
     assert output.outputs[1].token_ids == output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2.5-vl"])
 def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path, name: str) -> None:
     from engine.core.replay import replay
 

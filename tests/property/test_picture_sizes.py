@@ -12,9 +12,10 @@ import transformers
 from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.idefics3 import processing_idefics3
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 
 from engine.errors import RequestError
-from engine.pictures.families import Idefics3, Llava, LlavaOnevision
+from engine.pictures.families import Idefics3, Llava, LlavaOnevision, QwenVL
 
 NUM_SIZES = 150
 SETTINGS = [
@@ -136,3 +137,24 @@ def test_tiles_without_their_padding(most: int) -> None:
         wanted = len(text.replace_image_token(found, 0))
         assert family.layout(width, height) == (wanted,), (width, height)
         assert wanted <= family.longest
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(56 * 56, 28 * 28 * 1280), (32 * 32, 72 * 72), (1000, 1000), (200_000, 300_000)],
+)
+def test_proportions_are_kept(size: tuple[int, int]) -> None:
+    bounds = {"shortest_edge": size[0], "longest_edge": size[1]}
+    processor = transformers.Qwen2VLImageProcessorPil(size=bounds, patch_size=8)
+    family = QwenVL({}, processor.to_dict())
+    for width, height in sizes(size[0]):
+        if max(width, height) > 200 * min(width, height):
+            with pytest.raises(RequestError, match="at most 200 times as many"):
+                family.layout(width, height)
+            continue
+        (length,) = family.layout(width, height)
+        time, rows, columns = family.grid(width, height)
+        assert length == time * rows * columns <= family.longest
+        assert 4 * length == processor.get_number_of_image_patches(height, width)
+        resized = qwen2_vl.smart_resize(height, width, 16, *size)
+        assert resized == (16 * rows, 16 * columns), (width, height)
