@@ -20,8 +20,8 @@ TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below 
 TEXT_TENSORS = (*TEXT_HALVES, "lm_head")  # names of which may be missing
 
 Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Encodes the arrays of one picture to vectors [1 + L, tokens, H], the first in place of embeddings,
-the others added to the outputs of the first L layers."""
+"""Encodes the arrays of one picture to vectors [1 + L, tokens, H]: the first replace embeddings,
+the others are added to the outputs of the first L layers."""
 
 
 @torch.inference_mode()

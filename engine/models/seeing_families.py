@@ -87,6 +87,7 @@ SEEING_FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
     "Idefics3ForConditionalGeneration": seeing,
     "LlavaForConditionalGeneration": seeing,
     "LlavaOnevisionForConditionalGeneration": seeing,
+    "Mistral3ForConditionalGeneration": seeing,
     "Qwen2_5_VLForConditionalGeneration": seeing,
     "Qwen3VLForConditionalGeneration": seeing,
     "SmolVLMForConditionalGeneration": seeing,

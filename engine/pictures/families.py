@@ -259,6 +259,51 @@ class Gemma3(VisionFamily):
         return int(self.hf.get("mm_tokens_per_image") or 256)
 
 
+class Pixtral(VisionFamily):
+    """Pixtral and Mistral 3: a picture keeps its proportions, and each row ends with a token."""
+
+    ROW_END, END = "[IMG_BREAK]", "[IMG_END]"
+
+    @property
+    def longest(self) -> int:
+        height, width = self._most
+        rows, columns = ceil(height / self._unit), ceil(width / self._unit)
+        return rows * (columns + 1)
+
+    def layout(self, width: int, height: int) -> Layout:
+        if self.settings.get("do_resize", True):
+            most = self._most
+            shrunk = max(height / most[0], width / most[1])
+            if shrunk > 1:
+                width, height = floor(width / shrunk), floor(height / shrunk)
+        if not width or not height:
+            raise RequestError(
+                "a picture is so long that it has no pixels in its shorter direction once it was "
+                "resized for this model: cut it into pieces",
+                param="multi_modal_data",
+            )
+        rows, columns = ceil(height / self._unit), ceil(width / self._unit)
+        return (*(columns, self.ROW_END) * (rows - 1), columns, self.END)
+
+    @property
+    def _default_image_token(self) -> int:
+        return 10
+
+    @property
+    def _most(self) -> tuple[int, int]:
+        """Most pixels of the height and the width of a picture that was resized."""
+        longest = _side(self.settings, "size", "longest_edge")
+        return (
+            longest or _side(self.settings, "size", "height"),
+            longest or _side(self.settings, "size", "width"),
+        )
+
+    @property
+    def _unit(self) -> int:
+        """Pixels along a side of a token."""
+        return _side(self.settings, "patch_size", "height")
+
+
 class QwenVL(VisionFamily):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5: a picture keeps its proportions, and the positions of its
     tokens are along height and width."""
@@ -309,11 +354,18 @@ class QwenVL(VisionFamily):
         return 248_056 if "3_5" in str(self.hf.get("model_type")) else 151_655
 
 
+def llava(hf: Mapping[str, Any], settings: Settings) -> VisionFamily:
+    """The family of LLaVA's class, which Pixtral also has."""
+    is_pixtral = (hf.get("vision_config") or {}).get("model_type") == "pixtral"
+    return (Pixtral if is_pixtral else Llava)(hf, settings)
+
+
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Settings], VisionFamily]] = {
     "Gemma3ForConditionalGeneration": Gemma3,
     "Idefics3ForConditionalGeneration": Idefics3,
-    "LlavaForConditionalGeneration": Llava,
+    "LlavaForConditionalGeneration": llava,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
+    "Mistral3ForConditionalGeneration": Pixtral,
     "Qwen2_5_VLForConditionalGeneration": QwenVL,
     "Qwen3VLForConditionalGeneration": QwenVL,
     "Qwen3_5ForConditionalGeneration": QwenVL,

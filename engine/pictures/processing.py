@@ -33,7 +33,8 @@ class ImageProcessor:
                 f"{info.path} names the image processor {name!r}, which this version of "
                 "transformers cannot compute without torchvision"
             )
-        self._processor = kind.from_pretrained(info.path, local_files_only=True)
+        fixed = _fixed(info, name)
+        self._processor = kind.from_pretrained(info.path, local_files_only=True, **fixed)
         known = self._processor.to_dict().keys() | kind.valid_kwargs.__annotations__.keys()
         if unknown := (own or {}).keys() - known:
             raise ConfigError(
@@ -41,7 +42,8 @@ class ImageProcessor:
                 f"have; it has {', '.join(sorted(known))}"
             )
         if own:
-            self._processor = kind.from_pretrained(info.path, local_files_only=True, **own)
+            settings = {**own, **fixed}
+            self._processor = kind.from_pretrained(info.path, local_files_only=True, **settings)
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -67,6 +69,15 @@ class ImageProcessor:
             for name, value in arrays.items()
             if name not in UNREAD
         }
+
+
+def _fixed(info: ModelInfo, name: str) -> dict[str, Any]:
+    """Settings that transformers' processor of text and pictures takes from elsewhere."""
+    if name != "PixtralImageProcessor":
+        return {}
+    vision = info.hf.get("vision_config") or {}
+    side = int(vision.get("patch_size") or 16) * int(info.hf.get("spatial_merge_size") or 1)
+    return {"patch_size": {"height": side, "width": side}}
 
 
 def _class_name(info: ModelInfo) -> str:

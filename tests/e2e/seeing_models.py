@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
 TEXT: dict[str, Any] = {
     "vocab_size": 512,
@@ -39,7 +40,7 @@ VISION: dict[str, Any] = {
 IMAGE, START, END = "<image>", "<start_of_image>", "<end_of_image>"
 FIRST = ("<pad>", "<s>", "</s>")
 SPECIAL = (
-    *(IMAGE, START, END),
+    *(IMAGE, START, END, "[IMG_BREAK]", "[IMG_END]"),
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
@@ -149,6 +150,21 @@ CASES["qwen3.5"] = Case(
     {},
     *("Qwen2VLImageProcessorPil", QWEN_PROCESSING),
 )
+PIXTRAL_VISION = {"model_type": "pixtral", "image_size": 64, "head_dim": 16}
+CASES["mistral3"] = Case(
+    "Mistral3",
+    {"model_type": "mistral", "head_dim": 16},
+    PIXTRAL_VISION,
+    {"spatial_merge_size": 2, "vision_feature_layer": -1},
+    *("PixtralImageProcessorPil", {"size": {"longest_edge": 64}, "patch_size": 8}),
+)
+CASES["pixtral"] = Case(
+    "Llava",
+    {"model_type": "mistral", "head_dim": 16},
+    PIXTRAL_VISION,
+    {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    *("PixtralImageProcessorPil", {"size": {"longest_edge": 32}, "patch_size": 8}),
+)
 CASES["gemma3"] = Case(
     "Gemma3",
     {
@@ -184,7 +200,7 @@ def make_tokenizer() -> Tokenizer:
 
 def config_of(case: Case, tokenizer: Tokenizer) -> Any:
     index = "image_token_id"
-    if case.model.startswith(("Llava", "Gemma")):
+    if case.model.startswith(("Llava", "Gemma", "Mistral")):
         index = "image_token_index"
     ids = {index: tokenizer.token_to_id(IMAGE)}
     if case.model == "Gemma3":
@@ -230,6 +246,15 @@ def processor_of(path: Path, name: str) -> Any:
     case = CASES[name]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     images = getattr(transformers, case.processor).from_pretrained(path)
+    if case.vision.get("model_type") == "pixtral":
+        side = 8 * case.options.get("spatial_merge_size", 1)
+        processor = PixtralProcessor.__new__(PixtralProcessor)
+        kind = getattr(transformers, case.processor)
+        processor.image_processor = kind.from_pretrained(path, patch_size=side)
+        processor.tokenizer, processor.image_token = tokenizer, IMAGE
+        processor.patch_size, processor.spatial_merge_size = side, 1
+        processor.image_break_token, processor.image_end_token = "[IMG_BREAK]", "[IMG_END]"
+        return partial(processed, processor)
     if case.model == "Llava":
         return transformers.LlavaProcessor(
             images,
