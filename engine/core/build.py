@@ -346,7 +346,9 @@ def media_halves(
         longest_item=family.longest if family.whole else 0,
         store=store,
     )
-    encoder = Encoder(config.model, info, store, cached, both_ways=family.whole)
+    encoder = Encoder(
+        config.model, info, store, cached, both_ways=family.whole, has_axes=family.has_axes
+    )
     return [budget], store, [encoder]
 
 

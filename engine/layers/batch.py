@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ class Embeds(NamedTuple):
 
     rows: torch.Tensor  # [M] int64, index among the batch's tokens
     values: torch.Tensor  # [M, H]
-    added: torch.Tensor | tuple[()] = ()  # [L, M, H], for the first L layers
+    added: torch.Tensor | None = None  # [L, M, H], for the first L layers
 
 
 class OpenItem(NamedTuple):
@@ -84,7 +84,8 @@ class ForwardBatch:
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device, torch.int32)
         lengths = torch.tensor([item.end for item in items], dtype=torch.int32, device=device)
         seqs = torch.tensor([item.seq for item in items], device=device)
-        rows, scratch = rows.to(device), {}
+        rows = rows.to(device)
+        scratch: dict[Any, Any] = {}
         opened: dict[int, AttentionMeta] = {}
         for meta in self.attn:
             if isinstance(meta, AttentionMeta) and id(meta) not in opened:

@@ -51,10 +51,12 @@ class Encoder(Feature):
         cache_tokens: int,
         *,
         both_ways: bool = False,
+        has_axes: bool = False,
     ) -> None:
         """store: has the content of the media; cache_tokens: most tokens whose outputs are kept;
-        both_ways: tokens of an item attend to each other."""
-        self._both_ways = both_ways
+        both_ways: tokens of an item attend to each other; has_axes: positions of its tokens are
+        along time, height and width."""
+        self._both_ways, self._has_axes = both_ways, has_axes
         self._config, self._info, self._store = config, info, store
         self._cache_tokens = cache_tokens
         self._encode: Encode
@@ -64,7 +66,8 @@ class Encoder(Feature):
         self._runs: dict[int, list[Run]] = {}  # by slot, in order
         self._ends = np.zeros(0, dtype=np.int32)  # by slot, end of the last run; 0: none
         self._axes: dict[int, Axes] = {}  # by slot, if positions have axes
-        self._shifts = np.zeros(0, dtype=np.int64)  # by slot, of positions after the last run
+        # By slot, of positions after the last run, on the device; None: positions have no axes.
+        self._shifts: torch.Tensor | None = None
 
     @property
     def own_bytes(self) -> int:
@@ -82,7 +85,8 @@ class Encoder(Feature):
             )
         self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
-        self._shifts = np.zeros(len(machine.live.num_sent), dtype=np.int64)
+        if self._has_axes:
+            self._shifts = machine.slots.keep_shifts(machine.platform)
         hidden = int(self._info.hf.get("hidden_size") or 4096)
         self._bytes_a_token = (1 + num_added) * hidden * model.dtype.itemsize
 
@@ -92,8 +96,9 @@ class Encoder(Feature):
         for slot in plan.freed_slots:
             self._media.pop(slot, None)
             self._runs.pop(slot, None)
-            self._axes.pop(slot, None)
-        self._ends[plan.freed_slots] = self._shifts[plan.freed_slots] = 0
+            if self._axes.pop(slot, None) is not None and self._shifts is not None:
+                self._shifts[slot] = 0
+        self._ends[plan.freed_slots] = 0
         failed: dict[str, str] = {}  # by hash
         if (part := plan.media) is not None:
             for key in part.free:
@@ -102,7 +107,7 @@ class Encoder(Feature):
                 self._media[slot] = items
                 runs = self._runs[slot] = [run for item in items for run in runs_of(item)]
                 self._ends[slot] = runs[-1].start + runs[-1].length
-                if items[0].grid:
+                if self._shifts is not None:
                     axes = self._axes[slot] = axes_of(items)
                     self._shifts[slot] = axes.shift
             for slot, index in part.encode:
@@ -112,12 +117,8 @@ class Encoder(Feature):
         return self._reasons(plan, failed)
 
     def touches(self, rows: PlanRows) -> bool:
-        """True if a row begins before the last embedded token of its prompt, or has positions that
-        differ from the indices of its tokens."""
-        if not self._runs:
-            return False
-        slots = rows.slots
-        return bool((rows.starts < self._ends[slots]).any() or self._shifts[slots].any())
+        """True if a row begins before the last embedded token of its prompt."""
+        return bool(self._runs) and bool((rows.starts < self._ends[rows.slots]).any())
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
         if not self.touches(rows):
@@ -145,20 +146,15 @@ class Encoder(Feature):
     # -- helpers
 
     def _move(self, batch: ForwardBatch, rows: PlanRows) -> None:
-        """Set the rotary positions of the tokens: along three axes up to the last embedded token of
-        a prompt, and along one, with a shift, afterwards."""
+        """Set the positions along three axes of the tokens up to the last embedded one of each
+        prompt. Those of later tokens are equal along all axes."""
         firsts = np.cumsum(rows.counts) - rows.counts
-        starts = rows.starts + self._shifts[rows.slots] - firsts
-        positions = np.repeat(starts, rows.counts) + np.arange(rows.counts.sum())
-        reading = list(self._reading(rows))
-        if reading:
-            positions = np.tile(positions, (3, 1))
-        for index, slot, start, upto in reading:
-            if (axes := self._axes.get(slot)) is not None:
-                part = axes.positions[:, start:upto]
-                first = int(firsts[index])
-                positions[:, first : first + part.shape[1]] = part
-        batch.move(torch.from_numpy(positions).to(batch.positions.device))
+        positions = batch.positions.expand(3, -1).clone()
+        for index, slot, start, upto in self._reading(rows):
+            part = torch.from_numpy(self._axes[slot].positions[:, start:upto])
+            first = int(firsts[index])
+            positions[:, first : first + part.shape[1]] = part.to(positions.device)
+        batch.move(positions)
 
     def _encode_item(self, item: MediaItem) -> str | None:
         """Encode a media item. Returns why that is impossible; ``None`` if it is done."""

@@ -212,9 +212,11 @@ class NativeDecoder:
         # The last layer computes only wanted rows, unless its full output is requested. (A query
         # alone would be its sequence's last one, which sees no later tokens.)
         last = len(self.blocks) - 1
-        added = () if batch.embeds is None else batch.embeds.added
-        is_whole = last in batch.aux_layers or not self.is_causal or last < len(added)
-        is_whole |= batch.is_open
+        is_whole = last in batch.aux_layers or not self.is_causal
+        added: Sequence[torch.Tensor] = ()
+        if batch.embeds is not None:
+            added = () if batch.embeds.added is None else tuple(batch.embeds.added)
+            is_whole |= last < len(added) or batch.is_open
         narrowed = None if is_whole else batch.wanted
         for index, block in enumerate(self.blocks):
             wanted = narrowed if index == last else None

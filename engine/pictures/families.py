@@ -30,11 +30,13 @@ class VisionFamily:
     """A model that sees: its config.json and the settings of its image processor.
 
     ``whole``: tokens of a picture attend to each other both ways, so it is computed in one step.
+    ``has_axes``: positions of a picture's tokens are along time, height and width.
     """
 
     hf: Mapping[str, Any]
     settings: Settings
     whole: ClassVar[bool] = False
+    has_axes: ClassVar[bool] = False
 
     @property
     def image_token_id(self) -> int:
@@ -58,8 +60,7 @@ class VisionFamily:
         raise NotImplementedError
 
     def grid(self, width: int, height: int) -> tuple[int, ...]:
-        """Numbers of embedded tokens along time, height and width, if the model's positions have
-        these axes; else ()."""
+        """Numbers of embedded tokens along time, height and width with ``has_axes``; else ()."""
         return ()
 
     @property
@@ -307,6 +308,8 @@ class Pixtral(VisionFamily):
 class QwenVL(VisionFamily):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5: a picture keeps its proportions, and the positions of its
     tokens are along height and width."""
+
+    has_axes = True
 
     @property
     def longest(self) -> int:

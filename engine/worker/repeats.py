@@ -72,7 +72,6 @@ class Repeats:
             and plan.proposals is None
             and self._machine.sampler.is_plain
             and not live.has_scored(plan.slots)
-            and not any(feature.touches(last.rows) for feature in self._machine.features)
             and bool(np.count_nonzero(plan.samples) == num)
         )
 

@@ -103,6 +103,13 @@ class Slots:
             num_prompt=column(torch.int32),
         )
 
+    def keep_shifts(self, platform: Platform) -> torch.Tensor:
+        """Let rotary positions differ from the indices of tokens by a number for each slot. Returns
+        these numbers, [slots] int32 on the device, at first 0. Must be called before any step."""
+        shifts = platform.zeros(tuple(self.state.num_computed.shape), torch.int32)
+        self.state = self.state._replace(shifts=shifts)
+        return shifts
+
     def twin(self, platform: Platform, num_copies: int) -> Slots:
         """Return a table of the same sequences for a second model (drafts) with one group of
         layers. Lengths, block tables and copies of states are separate; tokens and sampling

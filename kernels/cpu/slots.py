@@ -29,12 +29,14 @@ def preparation(
         len(state.windows),
         *(of.stride(axis) for of in (state.block_tables, inputs.block_tables) for axis in (0, 1)),
         inputs.cache_slots.stride(0),
+        0 if state.shifts is None else state.shifts.data_ptr(),
     )
     tensors = (slots, query_start, host_ids, *state[:4], *inputs[:5], torch.tensor(sizes))
     arguments = tuple(tensor.data_ptr() for tensor in tensors)
+    held = (*tensors, state.shifts)
 
     # The default argument keeps the tensors alive, to which only addresses point.
-    def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
+    def prepare(tensors: tuple[torch.Tensor | None, ...] = held) -> None:
         PREPARE.run(1, *arguments)
 
     if state.copy is None:
@@ -86,9 +88,20 @@ def _nobody(input_ids, positions, first, end):
     return end
 
 
+@njit(inline="always")
+def _shift(positions, slots, starts, shifts):
+    """Add to the positions of each sequence the number of its slot. shifts: their
+    address, 0 if there are none."""
+    for s in range(slots.shape[0] if shifts else 0):
+        if slots[s] >= 0:
+            shift = i32(shifts + 4 * slots[s], (1,))[0]
+            for n in range(starts[s], starts[s + 1]):
+                positions[n] += shift
+
+
 def _prepare_body(row):
     p = i64(row, (14,))
-    sizes = i64(p[13], (10,))
+    sizes = i64(p[13], (11,))
     num_seqs, num_tokens, stride_history = sizes[0], sizes[1], sizes[2]
     size, num_groups = sizes[3], sizes[4]
     slots, starts = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
@@ -135,6 +148,7 @@ def _prepare_body(row):
                 cache_slots[n] = table[positions[n] // size] * size + positions[n] % size
             first = end
         cache_slots[first:num_tokens] = -1
+    _shift(positions, slots, starts, sizes[10])
 
 
 def _prepare_states_body(row):

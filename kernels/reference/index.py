@@ -28,6 +28,8 @@ class SlotState(NamedTuple):
     # [slots] int32, the copy that has the sequence's recurrent state; None: the model has none.
     copy: torch.Tensor | None = None
     num_copies: int = 0  # of each state; copy c of slot s is row s * num_copies + c
+    # [slots] int32, rotary positions minus indices of tokens; None: they are equal.
+    shifts: torch.Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -83,7 +85,8 @@ def prepare_inputs(
     1] int32: index of each sequence's first sampled row, only for a model with recurrent states.
 
     A token id `UNKNOWN` is replaced by the token in the slot's history. Of block tables, only the
-    entries that attention reads are copied (see `first_read`).
+    entries that attention reads are copied (see `first_read`). Positions are shifted by
+    ``state.shifts``, if there are any.
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -99,7 +102,7 @@ def prepare_inputs(
         place = torch.arange(context, context + num, device=slots.device)
         ids = host_ids[rows]
         inputs.input_ids[rows] = torch.where(ids == UNKNOWN, state.history[slot, place], ids)
-        inputs.positions[rows] = place
+        inputs.positions[rows] = place if state.shifts is None else place + state.shifts[slot]
         inputs.seq_lens[s] = context + num
         used = -(-(context + num) // block_size)
         for g, window in enumerate(state.windows.tolist()):

@@ -22,11 +22,12 @@ LARGEST_TILE = tl.constexpr(reference.LARGEST_TILE)
 def prepare_kernel(  # noqa: PLR0913
     slots, query_start, host_ids, num_computed, history, tables, windows,
     input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
-    stride_group, stride_seq_group, stride_slots,
+    stride_group, stride_seq_group, stride_slots, shifts,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fill a step's inputs. There is one program per (sequence, group of layers), plus one per
-    group for padding tokens; those of group 0 also write the tensors that all groups share."""
+    group for padding tokens; those of group 0 also write the tensors that all groups share. shifts:
+    None if positions are indices."""
     seq = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     is_first = group == 0
@@ -50,6 +51,9 @@ def prepare_kernel(  # noqa: PLR0913
     context = tl.load(num_computed + slot)
     length = context + row1 - row0
     tl.store(seq_lens + seq, length, mask=is_first)
+    shift = tl.full([], 0, tl.int32)
+    if shifts is not None:
+        shift = tl.load(shifts + slot)
     table = tables + group * stride_group + slot * stride_table
     drawn = history + slot * stride_history
     for start in range(row0, row1, TILE):
@@ -60,7 +64,7 @@ def prepare_kernel(  # noqa: PLR0913
         known = tl.load(host_ids + row, mask=is_first & mask, other=0)
         made = tl.load(drawn + place, mask=mask & (known < 0), other=0)
         tl.store(input_ids + row, tl.where(known < 0, made, known), mask=is_first & mask)
-        tl.store(positions + row, place.to(tl.int64), mask=is_first & mask)
+        tl.store(positions + row, (place + shift).to(tl.int64), mask=is_first & mask)
         block = tl.load(table + place // PAGE, mask=mask, other=0).to(tl.int64)
         tl.store(cache_slots + row, block * PAGE + place % PAGE, mask=mask)
     used = tl.cdiv(length, PAGE)
@@ -168,6 +172,7 @@ def prepare_launch(
         "stride_group": state.block_tables.stride(0),
         "stride_seq_group": inputs.block_tables.stride(0),
         "stride_slots": inputs.cache_slots.stride(0),
+        "shifts": state.shifts,
         "num_seqs": len(slots),
         "num_tokens": len(inputs.input_ids),
         "stride_history": state.history.stride(0),
@@ -241,7 +246,9 @@ def configurations() -> Iterator[Launch]:
     slots = torch.empty((2, 64), dtype=torch.int64, device="meta")
     inputs = Inputs(column, column.long(), slots, column, tables)
     for block_size in (16, 32, 64):
-        yield prepare_launch(state, (column, column, column), inputs, block_size)
+        for shifts in (None, column):
+            shifted = state._replace(shifts=shifts)
+            yield prepare_launch(shifted, (column, column, column), inputs, block_size)
     with_states = state._replace(copy=column, num_copies=2)
     yield grow_launch(table, column, column, column)
     for drafts in (None, column):

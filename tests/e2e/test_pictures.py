@@ -135,6 +135,32 @@ def test_both_names_of_tensors_are_read(models: Any, tmp_path: Path) -> None:
     assert tokens_of(output) == expected(path, "llava", text, pictures)
 
 
+def test_a_directory_of_qwen2_5_as_published(models: Any, tmp_path: Path) -> None:
+    """With sizes at the top of config.json, and without the names of modules of transformers 5."""
+    path = models("qwen2.5-vl")
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    half = config.pop("text_config")
+    given = half.pop("rope_parameters")
+    section = {"type": "mrope", "mrope_section": given["mrope_section"]}
+    flat = {**half, **config, "rope_theta": given["rope_theta"], "rope_scaling": section}
+    flat["vision_config"]["model_type"] = flat["model_type"] = "qwen2_5_vl"
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    stored = load_file(path / "model.safetensors")
+    names = {
+        name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        for name in stored
+    }
+    assert {"model.norm.weight", "visual.merger.ln_q.weight"} <= set(names.values())
+    renamed = {names[name]: tensor for name, tensor in stored.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    text, pictures = prompts_of("qwen2.5-vl")[1]
+    with LLM(tmp_path, **SMALL) as llm:
+        (output,) = llm.generate(prompt_of(text, pictures), GREEDY, use_tqdm=False)
+    assert tokens_of(output) == expected(path, "qwen2.5-vl", text, pictures)
+
+
 def test_a_prefix_with_the_same_picture_is_cached(models: Any, smolvlm: LLM) -> None:
     shown, other = picture(60, 60, seed=1), picture(60, 60, seed=2)
     text = "<image> and a question of some length"

@@ -54,9 +54,12 @@ def starts_of(counts: list[int]) -> torch.Tensor:
 
 
 @bodies
-def test_inputs_of_a_mixed_step(body: object, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_inputs_of_a_mixed_step(body: object, is_shifted: bool, rng: np.random.Generator) -> None:
     """A decode, two verifications, a long chunk, a padded sequence, padded tokens."""
     state = new_state(rng)
+    if is_shifted:
+        state = state._replace(shifts=ints(rng, -50, 1, NUM_SLOTS))
     counts = [1, 4, 300, 2, 0]
     slots = torch.tensor([3, 0, 5, 1, -1], dtype=torch.int32)
     host_ids = torch.full((320,), UNKNOWN, dtype=torch.int32)
