@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
 TEXT: dict[str, Any] = {
     "vocab_size": 512,
@@ -155,7 +154,7 @@ CASES["mistral3"] = Case(
     "Mistral3",
     {"model_type": "mistral", "head_dim": 16},
     PIXTRAL_VISION,
-    {"spatial_merge_size": 2, "vision_feature_layer": -1},
+    {"spatial_merge_size": 2, "vision_feature_layer": -1, "tie_word_embeddings": False},
     *("PixtralImageProcessorPil", {"size": {"longest_edge": 64}, "patch_size": 8}),
 )
 CASES["pixtral"] = Case(
@@ -192,7 +191,7 @@ def make_tokenizer() -> Tokenizer:
     tokens = [*FIRST, *alphabet, line_end * 2]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocabulary, [(line_end, line_end)], unk_token=None))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = ByteLevelDecoder()
     backend.add_special_tokens([AddedToken(each, special=True) for each in (*FIRST, *SPECIAL)])
     return backend
@@ -240,6 +239,21 @@ def make_seeing_model(path: Path, name: str) -> Path:
     return path
 
 
+class PixtralProcessor(NamedTuple):
+    """transformers' processor of this name, which cannot be imported without torchvision."""
+
+    image_processor: Any
+    tokenizer: Any
+    side: int  # pixels along a side of a token
+    image_token: str = IMAGE
+
+    def replace_image_token(self, found: dict[str, Any], index: int) -> str:
+        height, width = found["image_sizes"][index]
+        row = [IMAGE] * int(width // self.side) + ["[IMG_BREAK]"]
+        tokens = row * int(height // self.side)
+        return "".join([*tokens[:-1], "[IMG_END]"])
+
+
 @cache
 def processor_of(path: Path, name: str) -> Any:
     """transformers' processor of a case."""
@@ -248,13 +262,9 @@ def processor_of(path: Path, name: str) -> Any:
     images = getattr(transformers, case.processor).from_pretrained(path)
     if case.vision.get("model_type") == "pixtral":
         side = 8 * case.options.get("spatial_merge_size", 1)
-        processor = PixtralProcessor.__new__(PixtralProcessor)
         kind = getattr(transformers, case.processor)
-        processor.image_processor = kind.from_pretrained(path, patch_size=side)
-        processor.tokenizer, processor.image_token = tokenizer, IMAGE
-        processor.patch_size, processor.spatial_merge_size = side, 1
-        processor.image_break_token, processor.image_end_token = "[IMG_BREAK]", "[IMG_END]"
-        return partial(processed, processor)
+        images = kind.from_pretrained(path, patch_size=side)
+        return partial(processed, PixtralProcessor(images, tokenizer, side))
     if case.model == "Llava":
         return transformers.LlavaProcessor(
             images,

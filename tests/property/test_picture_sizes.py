@@ -12,10 +12,11 @@ import transformers
 from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.idefics3 import processing_idefics3
+from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 
 from engine.errors import RequestError
-from engine.pictures.families import Idefics3, Llava, LlavaOnevision, QwenVL
+from engine.pictures.families import Idefics3, Llava, LlavaOnevision, Pixtral, QwenVL
 
 NUM_SIZES = 150
 SETTINGS = [
@@ -158,3 +159,20 @@ def test_proportions_are_kept(size: tuple[int, int]) -> None:
         assert 4 * length == processor.get_number_of_image_patches(height, width)
         resized = qwen2_vl.smart_resize(height, width, 16, *size)
         assert resized == (16 * rows, 16 * columns), (width, height)
+
+
+@pytest.mark.parametrize(("longest", "unit"), [(1540, 28), (64, 16), (100, 24)])
+def test_rows_with_ends(longest: int, unit: int) -> None:
+    patch = {"height": unit, "width": unit}
+    family = Pixtral({}, {"size": {"longest_edge": longest}, "patch_size": patch})
+    for width, height in sizes(longest):
+        shape = np.broadcast_to(np.zeros(1, np.uint8), (3, height, width))
+        most, side = (longest, longest), (unit, unit)
+        tall, wide = pixtral.get_resize_output_image_size(shape, most, side, "channels_first")
+        if not tall or not wide:
+            with pytest.raises(RequestError, match="so long that it has no pixels"):
+                family.layout(width, height)
+            continue
+        tokens = [wide // unit, "[IMG_BREAK]"] * (tall // unit)
+        assert [*family.layout(width, height)] == [*tokens[:-1], "[IMG_END]"]
+        assert (wide // unit + 1) * (tall // unit) <= family.longest
