@@ -46,12 +46,20 @@ def load_tower(
     count = sum(parameter.numel() for parameter in model.parameters())
     logger.info("%s sees: encoder of %.1f M parameters", info.architecture, count / 1e6)
 
+    # Mistral 3 of transformers fails for a single token: its projector drops lengths of 1.
+    merged = getattr(hf, "spatial_merge_size", 0)
+    least = merged * hf.vision_config.patch_size if merged else 0
+
     @torch.inference_mode()
     def encode(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         given = {
             name: array.to(device, dtype if array.is_floating_point() else None)
             for name, array in arrays.items()
         }
+        if least and int(given["image_sizes"].max()) <= least:
+            twice = {name: torch.cat([array, array]) for name, array in given.items()}
+            both: Any = body.get_image_features(**twice, return_dict=True)
+            return torch.stack([both.pooler_output[0]])
         found: Any = body.get_image_features(**given, return_dict=True)
         layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return torch.stack(

@@ -70,19 +70,28 @@ class Pictures:
         media: list[MediaItem] = []
         found: dict[str, Picture] = {}
         after_lines = False  # the last tokens are line ends that a picture brought
+        lines: list[int] = []  # tokens of the prompt that are line ends next to these
         for token in token_ids:
+            if after_lines and self._is_lines(token):
+                lines.append(token)
+                continue
+            if lines:
+                ids += self._joined(ids, lines)
+                lines = []
+            after_lines = False
             if token != image:
-                after_lines = after_lines and self._is_lines(token)
-                ids += self._ids_of(self._pop_lines(ids, token)) if after_lines else (token,)
+                ids.append(token)
                 continue
             picture = next(waiting)
             layout = self._family.layout(picture.width, picture.height)
-            lines = self._pop_lines(ids) if str(layout[0]).startswith("\n") else ""
-            item, own = self._place(picture, (lines, *layout), len(ids))
+            before = self._pop_lines(ids) if str(layout[0]).startswith("\n") else ""
+            item, own = self._place(picture, (before, *layout), len(ids))
             ids += own
             media.append(item)
             found.setdefault(item.hash, picture)
             after_lines = str(layout[-1]).endswith("\n")
+        if lines:
+            ids += self._joined(ids, lines)
         return SeeingPrompt(ids, media, found)
 
     def check_number(self, number: int) -> None:
@@ -107,12 +116,22 @@ class Pictures:
         with guard:
             return self._processor.pixels(picture.decode())
 
-    def _pop_lines(self, ids: list[int], *more: int) -> str:
-        """Remove the last tokens as long as they are line ends. Returns their text with that of
-        ``more``: a tokenizer may have tokens for several line ends."""
-        tokens = list(more)
-        while ids and self._is_lines(ids[-1]):
-            tokens.insert(0, ids.pop())
+    def _joined(self, ids: list[int], lines: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of the line ends at the end of ``ids``, which are removed, and of ``lines``: a
+        tokenizer may have tokens for several line ends."""
+        return self._encode(self._pop_lines(ids) + self._text(lines))
+
+    def _pop_lines(self, ids: list[int]) -> str:
+        """Remove the last tokens as long as they are line ends. Returns their text."""
+        count = 0
+        while count < len(ids) and self._is_lines(ids[-1 - count]):
+            count += 1
+        first = len(ids) - count
+        text = self._text(ids[first:])
+        del ids[first:]
+        return text
+
+    def _text(self, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None or not tokens
         return "".join(self._tokenizer.token_text(token) for token in tokens if self._tokenizer)
 
