@@ -18,7 +18,7 @@ class MediaConfig:
     """Pictures in prompts: how many, how they are processed, and how much is encoded and kept."""
 
     limit_mm_per_prompt: dict[str, Any] | None = field(
-        default=None, metadata={**FRONT_END, EXAMPLE: {"image": 4}}
+        default=None, metadata={**BOTH, EXAMPLE: {"image": 4}}
     )
     """Most pictures in a prompt, under the key image. Default: no limit."""
     mm_processor_kwargs: dict[str, Any] | None = field(

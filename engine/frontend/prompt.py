@@ -376,8 +376,8 @@ class InputProcessor:
             return None
         if self.pictures is None:
             raise RequestError(
-                "multi_modal_data is given, and this model reads only text: leave it out, or "
-                "start a model that reads pictures; docs/models.md lists those that do",
+                "multi_modal_data is given, and this model reads only text, or limit_mm_per_prompt "
+                "is 0: leave it out, or start a model that reads pictures (docs/models.md)",
                 param="multi_modal_data",
             )
         if num_kept is not None:

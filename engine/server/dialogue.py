@@ -286,8 +286,8 @@ def check_pictures(engine: AsyncLLMEngine, pictures: Sequence[Given]) -> None:
     if pictures and not engine.pictures.are_read:
         raise field_error(
             "multi_modal_data",
-            "has a picture, and this model reads only text: leave it out, or serve a model that "
-            "reads pictures",
+            "has a picture, and this model reads only text, or limit_mm_per_prompt is 0: leave it "
+            "out, or serve a model that reads pictures",
         )
 
 

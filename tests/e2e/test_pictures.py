@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, ModelError, RequestError
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 SMALL = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
@@ -373,3 +373,24 @@ def test_options_limit_pictures(models: Any) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(path, **SMALL, **wrong)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_a_limit_of_no_pictures_leaves_the_encoder_out(
+    models: Any, tmp_path: Path, name: str
+) -> None:
+    """Its weights need not even be there."""
+    path = models(name)
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = load_file(path / "model.safetensors")
+    kept = {key: each for key, each in stored.items() if "vis" not in key}
+    assert len(kept) < len(stored)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="lacks weights of the encoder of pictures"):
+        LLM(tmp_path, **SMALL)
+    with LLM(tmp_path, limit_mm_per_prompt={"image": 0}, **SMALL) as llm:
+        (output,) = llm.generate("none", GREEDY, use_tqdm=False)
+        assert tokens_of(output) == expected(path, name, "none", [])
+        with pytest.raises(RequestError, match="limit_mm_per_prompt is 0"):
+            llm.generate(prompt_of(mark_of(name), [picture(5, 5)]), GREEDY, use_tqdm=False)
