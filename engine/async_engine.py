@@ -25,6 +25,7 @@ from engine.config.args import EngineArgs
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.async_adapters import AsyncAdapters
 from engine.frontend.async_pictures import AsyncPictures
+from engine.frontend.async_texts import AsyncTexts
 from engine.frontend.async_watching import AsyncWatching
 from engine.frontend.deaths import death_by, log_death
 from engine.frontend.encoding import Prompt, TextPrompt, has_media
@@ -46,14 +47,13 @@ from engine.observe.guard import Failures, ObserverGuard
 from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.chat import Messages
-from engine.text.tokenizer import Tokenizer
 
 JOIN_SECONDS = 60.0  # a shutdown waits this long for the current step
 ALIVE_SECONDS = 1.0  # interval of checks on an idle core
 HEALTH_SECONDS = 10.0  # timeout of a health check
 
 
-class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
+class AsyncLLMEngine(AsyncAdapters, AsyncTexts, AsyncWatching):
     """The engine for servers: any number of tasks may call ``generate``.
 
     Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``."""
@@ -303,18 +303,6 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
         """
         return list(await self._call(partial(self._session.client.call, "profile", "stop")))
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, without blocking other tasks. Raises as ``Tokenizer.encode`` does,
-        and ``ConfigError`` without a tokenizer."""
-        encode = self.get_tokenizer().encode
-        return await self._session.inputs.texts.elsewhere(encode, text, add_special_tokens)
-
-    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids, without blocking other tasks. Raises ``ConfigError`` without a
-        tokenizer."""
-        decode = self.get_tokenizer().decode
-        return await self._session.inputs.texts.elsewhere(decode, token_ids, skip_special_tokens)
-
     @property
     def pooled(self) -> PooledTexts:
         """Prepares the texts of pooled requests."""
@@ -325,17 +313,6 @@ class AsyncLLMEngine(AsyncAdapters, AsyncWatching):
         """Whether requests return text, or vectors and scores."""
         is_pooling = "only_pooling" in self._session.client.decided.capabilities
         return "pooling" if is_pooling else "generate"
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; ``None`` if none was loaded."""
-        return self._session.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
-        if self._session.tokenizer is None:
-            raise ConfigError("no tokenizer: the engine was started with skip_tokenizer_init")
-        return self._session.tokenizer
 
     @property
     def model_path(self) -> str:
