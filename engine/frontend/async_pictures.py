@@ -33,6 +33,11 @@ class AsyncPictures:
         """Whether the model reads pictures."""
         return self._inputs.pictures is not None
 
+    def has_placeholders(self, token_ids: Sequence[int]) -> bool:
+        """Whether token ids have places of pictures, whose content they do not contain."""
+        pictures = self._inputs.pictures
+        return pictures is not None and pictures.image_token_id in token_ids
+
     async def loaded(self, prompt: P) -> P:
         """The prompt with the content of its pictures in place of URLs and paths. Raises
         ``RequestError`` for those that are not allowed, or cannot be loaded within the limits."""

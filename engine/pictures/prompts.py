@@ -22,6 +22,7 @@ from engine.text.tokenizer import Tokenizer
 
 KIND = "image"
 PARAM = "multi_modal_data"
+MOST_TOKENS = 1 << 20  # of a prompt with pictures, before the model's own limit is checked
 
 
 class SeeingPrompt(NamedTuple):
@@ -41,15 +42,22 @@ class Pictures:
         tokenizer: Tokenizer | None,
         options: MediaConfig,
         sources: MediaSources,
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
         """Load the image processor. Raises ``ConfigError``."""
         self.sources = sources
         self._for_large = Lock()
         self._most = options.most_pictures
+        self._most_tokens = most_tokens
         self._processor = ImageProcessor(info, options.mm_processor_kwargs)
         self._family = family_of(info, self._processor.settings)
         self._tokenizer = tokenizer
         self._ids_of = lru_cache(maxsize=1024)(self._encode)
+
+    @property
+    def image_token_id(self) -> int:
+        """The id of the tokens in whose places features of pictures are."""
+        return self._family.image_token_id
 
     def into(self, token_ids: Sequence[int], data: object) -> SeeingPrompt:
         """Replace the image tokens of a prompt by the placeholders of pictures, in order. Loads
@@ -87,6 +95,12 @@ class Pictures:
             before = self._pop_lines(ids) if str(layout[0]).startswith("\n") else ""
             item, own = self._place(picture, (before, *layout), len(ids))
             ids += own
+            if len(ids) > self._most_tokens:
+                raise RequestError(
+                    f"the pictures have more than {self._most_tokens} tokens together, the limit: "
+                    "send fewer, or smaller ones",
+                    param=PARAM,
+                )
             media.append(item)
             found.setdefault(item.hash, picture)
             after_lines = str(layout[-1]).endswith("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,14 +15,14 @@ from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError, RequestError
 from engine.frontend.encoding import TextPrompt
 from engine.frontend.streams import OutputReader
-from engine.messages.requests import CompletionOutput, RequestOutput
+from engine.messages.requests import CompletionOutput, ErrorCode, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.pictures.chat import taken
 from engine.pictures.sources import Given
 from engine.server.adapt import Adapter, adapter_of, strictest
 from engine.server.bodies import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
-from engine.server.errors import field_error
+from engine.server.errors import STATUS_OF_END, TEXT_OF_END, ApiError, field_error
 from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_of_answer
@@ -176,6 +177,7 @@ class ChatGeneration:
         most = next((limit for limit in limits if limit is not None), None)
         self._params = body.sampling(max_tokens=most, logprobs=num_logprobs)
         self._num_copies = body.n if self._params.n == 1 else 1
+        self._began = time.monotonic()
         self._pictures: list[Given] = []
         self._messages = plain_messages(body.messages, self._pictures)
         check_pictures(loaded.model.engine, self._pictures)
@@ -193,7 +195,7 @@ class ChatGeneration:
 
     async def open(self, name: str) -> OutputReader:
         """Add the request to the engine under the id ``name``."""
-        prompt = await self.prompt()
+        prompt = await self._prompt_in_time()
         self._prompt = self._as_read(prompt)
         changes: dict[str, Any] = {"structured_outputs": await self._form(self._prompt["prompt"])}
         if self._loaded.chat_format.parser_factory(has_tools=self._tools is not None) is not None:
@@ -201,6 +203,8 @@ class ChatGeneration:
             changes |= {"skip_special_tokens": False, "output_kind": "delta"}
         params = msgspec.structs.replace(self._params, **changes)
         options = self._body.options()
+        if self._pictures:  # the time in which they were loaded counts
+            options["arrival_time"] = self._began
         return await self._loaded.model.engine.open(prompt, params, name, **options)
 
     def read(self, output: RequestOutput) -> list[AnswerPiece]:
@@ -225,6 +229,18 @@ class ChatGeneration:
         else:
             self.num_thinking_tokens += turn.num_thinking - before
         return AnswerPiece(completion, events, turn, output)
+
+    async def _prompt_in_time(self) -> TextPrompt:
+        """The prompt. Raises ``ApiError`` if its pictures are not loaded within the request's
+        timeout."""
+        limit = self._body.timeout
+        is_limited = bool(self._pictures) and limit is not None and limit > 0
+        try:
+            async with asyncio.timeout(limit if is_limited else None):
+                return await self.prompt()
+        except TimeoutError:
+            code: ErrorCode = "deadline_exceeded"
+            raise ApiError(STATUS_OF_END[code], TEXT_OF_END[code], code=code) from None
 
     async def prompt(self) -> TextPrompt:
         """The prompt of the conversation, rendered by the first call. Raises ``RequestError``."""

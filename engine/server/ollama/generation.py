@@ -74,6 +74,12 @@ class ContinuedGeneration(ChatGeneration):
         and as ``ChatGeneration`` does."""
         super().__init__(loaded, body)
         tokenizer = loaded.model.engine.get_tokenizer()
+        if loaded.model.engine.pictures.has_placeholders(context):
+            raise field_error(
+                "context",
+                "is from an answer about pictures, and token ids do not contain them: leave it out "
+                "and send the pictures again, or send the conversation to /api/chat",
+            )
         for token_id in context:
             if not 0 <= token_id < tokenizer.vocab_size:
                 raise field_error(
