@@ -35,7 +35,9 @@ def fetch(url: str, hosts: AllowedHosts, most_bytes: int, seconds: float = SECON
         try:
             with _connection(place, addresses, end) as connection:
                 found = _answer(connection, place, url, most_bytes)
-        except (OSError, HTTPException) as error:
+        except RequestError:
+            raise
+        except (OSError, HTTPException, ValueError) as error:  # the last for wrong chunks
             raise _failed(place, error, is_late=time.monotonic() >= end) from error
         if time.monotonic() >= end:  # the content may have been cut
             raise _failed(place, None, is_late=True)
@@ -58,6 +60,12 @@ def _answer(connection: HTTPConnection, place: Place, url: str, most_bytes: int)
             f"a picture cannot be loaded: {place.shown} answers with status {answer.status}; "
             "correct its URL, or send the picture as a data URL"
         )
+    coding = answer.getheader("Content-Encoding", "identity").lower()
+    if coding != "identity":  # not requested, and a small body may be a large file
+        raise refused(
+            f"a picture cannot be loaded: {place.shown} answers with Content-Encoding "
+            f"{coding!r:.40}; send the picture as a data URL"
+        )
     return _content(answer, place, most_bytes)
 
 
@@ -70,6 +78,10 @@ def _redirected(url: str, location: str, place: Place) -> str:
         raise refused(
             f"{place.shown} redirects a picture to {location!r:.80}, which is not http or https: "
             "send the picture as a data URL"
+        )
+    if place.scheme == "https" and not found.lower().startswith("https:"):
+        raise refused(
+            f"{place.shown} redirects a picture from https to http: send the picture as a data URL"
         )
     return found
 

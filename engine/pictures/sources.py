@@ -18,7 +18,7 @@ from engine.pictures.addresses import PORTS, AllowedHosts, refused
 from engine.pictures.fetching import fetch
 
 MAX_BYTES = 64 << 20  # of a file
-DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]*)*?;base64,", re.ASCII)
+DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]*)*?;base64,", re.ASCII | re.IGNORECASE)
 LONGEST_SCHEME = 200  # characters before the content of a data URL
 PIECE = 4 << 18  # characters of base64
 DETAILS = ("auto", "low", "high", "original")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,12 +14,19 @@ Answer = Callable[[socket.socket, bytes], object]
 class Listener:
     """A server of one answer at an address of this machine, which counts its connections."""
 
-    def __init__(self, answer: bytes | Answer, address: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        answer: bytes | Answer,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.answer = answer
+        self._tls = tls
         self.requests: list[bytes] = []
         self._socket = socket.create_server((address, port))
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://{address}:{self.port}"
+        self.url = f"{'http' if tls is None else 'https'}://{address}:{self.port}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -28,7 +36,12 @@ class Listener:
                 threading.Thread(target=self._reply, args=[connection], daemon=True).start()
 
     def _reply(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
+        with ExitStack() as stack, suppress(OSError):
+            stack.enter_context(connection)
+            if self._tls is not None:
+                connection = stack.enter_context(
+                    self._tls.wrap_socket(connection, server_side=True)
+                )
             request = connection.recv(1 << 16)
             self.requests.append(request)
             if isinstance(self.answer, bytes):

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
 from pathlib import Path
@@ -54,10 +54,16 @@ def serve_command(port: int, options: tuple[str, ...]) -> tuple[str, ...]:
 class Forked:
     """A process that runs the command, with the methods of a ``Popen`` that tests call."""
 
-    def __init__(self, command: tuple[str, ...], log: Path | None, variables: dict[str, str]):
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        log: Path | None,
+        variables: dict[str, str],
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(IMPORTED))
-        self._process = context.Process(target=run_command, args=(command, log, variables))
+        self._process = context.Process(target=run_command, args=(command, log, variables, prepare))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -82,14 +88,21 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def run_command(command: tuple[str, ...], log: Path | None, variables: dict[str, str]) -> None:
-    """Run ``metronome`` in this process, with its log in a file."""
+def run_command(
+    command: tuple[str, ...],
+    log: Path | None,
+    variables: dict[str, str],
+    prepare: Callable[[], object] | None = None,
+) -> None:
+    """Run ``metronome`` in this process, with its log in a file. prepare: called before it."""
     from engine.cli.main import main
 
     os.environ.update(variables)
     if log is not None:
         with log.open("wb") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
+    if prepare is not None:
+        prepare()
     sys.exit(main(list(command)))
 
 
@@ -148,16 +161,17 @@ def forked(
     *options: str,
     log: Path | None = None,
     tls: ssl.SSLContext | None = None,
+    prepare: Callable[[], object] | None = None,
     **variables: str,
 ) -> Iterator[Served]:
     """A process that need not import anything, for tests of what a server answers. Its core is in
     the same process unless the options say otherwise. ``tls``: how to connect, if the options give
-    the server a certificate."""
+    the server a certificate; ``prepare``: called in the process before the server."""
     port = free_port()
     command = serve_command(port, options)
     if "--multiprocess" not in options:
         command += ("--no-multiprocess",)
-    process = Forked(command, log, {**os.environ, **variables})
+    process = Forked(command, log, {**os.environ, **variables}, prepare)
     yield from until_it_ends(Served(process, port, "http" if tls is None else "https"), tls)
 
 
