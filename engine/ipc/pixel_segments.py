@@ -4,12 +4,7 @@
     reader    pixels = read(handle)
     between   segment = adopt(handle): holds the same memory, under a handle of its own
 
-A segment is a sealed anonymous file (``memfd_create``): its size and content are fixed, so what was
-checked stays true. The reader opens it as ``/proc/PID/fd/N``. It has no name, needs no space in
-``/dev/shm``, and its memory is freed when the last process that holds or maps it closes it or ends.
-
-Handles are valid where ``namespace()`` has the same value: in processes of one user, and of one
-namespace of processes, of one running system.
+A segment is a sealed file (``engine.ipc.sealed_files``) whose content is fixed, too.
 """
 
 from __future__ import annotations
@@ -17,20 +12,23 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import resource
-import stat
-import sys
 import weakref
+from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 
 from engine.errors import WireError, reason_of
+from engine.ipc.sealed_files import (
+    SealedFile,
+    create,
+    has_numbers,
+    leave_numbers,
+    namespace,
+    open_sealed,
+    seal,
+)
 from engine.messages.media import PixelArray, Pixels, SharedArray, SharedPixels
 
-if sys.platform == "linux":
-    import fcntl
-
-    SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+__all__ = ["Segment", "adopt", "check", "layout", "namespace", "read", "share"]
 
 NAME = "metronome-pixels"
 ALIGNMENT = 64  # bytes
@@ -65,38 +63,21 @@ class Segment:
         self._close()
 
 
-def namespace() -> str:
-    """Where this process's handles are valid; "" on systems without segments."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} user:{os.geteuid()}"
-    except OSError:
-        return ""
-
-
 def share(pixels: Pixels) -> Segment:
     """Copy pixels into shared memory.
 
     Raises ``WireError`` for arrays that ``check`` refuses, ``OSError`` if the system has no
     segments or no memory, or half of the files that this process may open are open."""
     check(pixels)
-    arrays, size = _layout(pixels)
-    if not (here := namespace()):
-        raise OSError("this system has no anonymous shared memory")
-    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    arrays, size = layout(pixels)
+    fd = create(NAME, max(size, ALIGNMENT))  # nothing can be mapped of an empty file
     try:
-        _keep_numbers(fd)
-        os.ftruncate(fd, size)
         for name, array in arrays.items():
             _write(fd, pixels[name].data, array.offset)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        inode = os.fstat(fd).st_ino
+        return Segment(fd, SharedPixels(*seal(fd), arrays))
     except BaseException:
         os.close(fd)
         raise
-    return Segment(fd, SharedPixels(here, os.getpid(), fd, inode, size, arrays))
 
 
 def adopt(handle: SharedPixels) -> Segment:
@@ -105,7 +86,7 @@ def adopt(handle: SharedPixels) -> Segment:
     Raises ``WireError`` for an invalid handle, ``OSError`` if too many files are open."""
     fd = _open(handle)
     try:
-        _keep_numbers(fd)
+        leave_numbers(fd)
     except OSError:
         os.close(fd)
         raise
@@ -144,11 +125,24 @@ def check(pixels: Pixels) -> None:
             )
 
 
-# -- helpers
+def check_places(arrays: Mapping[str, SharedArray], size: int) -> None:
+    """Check that a foreign handle's arrays lie within ``size`` bytes and do not overlap. Raises
+    ``WireError``."""
+    _check_number(arrays)
+    end = 0
+    for name, array in sorted(arrays.items(), key=lambda each: each[1].offset):
+        num_bytes = _num_bytes(name, array)
+        if array.offset < end or array.offset % ALIGNMENT or array.offset + num_bytes > size:
+            raise WireError(
+                f"array {name!r:.80} of {num_bytes} bytes at {array.offset} must begin at a "
+                f"multiple of {ALIGNMENT}, from {end} on, and end within {size} bytes"
+            )
+        end = array.offset + num_bytes
 
 
-def _layout(pixels: Pixels) -> tuple[dict[str, SharedArray], int]:
-    """Where each array lies in a segment, and the segment's size in bytes."""
+def layout(pixels: Pixels) -> tuple[dict[str, SharedArray], int]:
+    """Where each array lies in shared memory, and the bytes of all. Raises ``WireError`` for too
+    many."""
     arrays: dict[str, SharedArray] = {}
     end = 0
     for name, array in pixels.items():
@@ -156,7 +150,10 @@ def _layout(pixels: Pixels) -> tuple[dict[str, SharedArray], int]:
         end += -(-len(array.data) // ALIGNMENT) * ALIGNMENT
     if end > MAX_BYTES:
         raise WireError(f"{end} bytes of pixels in one media item, the limit is {MAX_BYTES}")
-    return arrays, max(end, ALIGNMENT)  # nothing can be mapped of an empty file
+    return arrays, end
+
+
+# -- helpers
 
 
 def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -166,83 +163,16 @@ def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
         left, offset = left[num_written:], offset + num_written
 
 
-def _keep_numbers(fd: int) -> None:
-    """Leave half of the files that this process may open to others. New files get the lowest free
-    number. Raises ``OSError``."""
-    if not _has_numbers(fd):
-        raise OSError(f"file {fd} is open: half of this process's limit (ulimit -n) is in use")
-
-
-def _has_numbers(fd: int) -> bool:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit == resource.RLIM_INFINITY or fd < limit // 2
-
-
 def _open(handle: SharedPixels) -> int:
     """A descriptor of a segment, all of whose properties are checked. Raises ``WireError``."""
-    if not handle.namespace or handle.namespace != namespace():
-        raise WireError(
-            f"pixels are in shared memory of {handle.namespace!r:.80}, this process is in "
-            f"{namespace()!r}"
-        )
-    _check_places(handle)
-    path = f"/proc/{handle.pid}/fd/{handle.fd}"
-    try:
-        # An open file could be a device or a pipe, which must not even be opened.
-        if not os.readlink(path).startswith(f"/memfd:{NAME} "):
-            raise WireError(f"file {handle.fd} of process {handle.pid} does not have pixels")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except (OSError, OverflowError) as error:
-        raise WireError(
-            f"pixels in shared memory (file {handle.fd} of process {handle.pid}) cannot be opened: "
-            f"{reason_of(error)}"
-        ) from error
-    try:
-        _check_file(fd, handle)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    if not 0 < handle.size <= MAX_BYTES:
+        raise WireError(f"pixels in {handle.size} bytes of shared memory, must be 1 to {MAX_BYTES}")
+    check_places(handle.arrays, handle.size)
+    file = SealedFile(handle.namespace, handle.pid, handle.fd, handle.inode, handle.size)
+    return open_sealed(file, NAME)
 
 
-def _check_file(fd: int, handle: SharedPixels) -> None:
-    found = os.fstat(fd)
-    what = f"file {handle.fd} of process {handle.pid}"
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        raise WireError(f"{what} is not shared memory of this user")
-    if (found.st_ino, found.st_size) != (handle.inode, handle.size):
-        raise WireError(
-            f"{what} is number {found.st_ino} of {found.st_size} bytes, must be number "
-            f"{handle.inode} of {handle.size} bytes: the pixels were closed before they were read"
-        )
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if seals & SEALS != SEALS:
-        raise WireError(f"{what} is not sealed, so its content could change")
-
-
-def _check_places(handle: SharedPixels) -> None:
-    """Check that a foreign handle's arrays lie within the segment and do not overlap."""
-    if min(handle.pid - 1, handle.fd, handle.inode) < 0 or not 0 < handle.size <= MAX_BYTES:
-        raise WireError(
-            f"pixels in file {handle.fd} of process {handle.pid} with {handle.size} bytes, must "
-            f"have 1 to {MAX_BYTES}"
-        )
-    _check_number(handle.arrays)
-    end = 0
-    for name, array in sorted(handle.arrays.items(), key=lambda each: each[1].offset):
-        size = _num_bytes(name, array)
-        if array.offset < end or array.offset % ALIGNMENT or array.offset + size > handle.size:
-            raise WireError(
-                f"array {name!r:.80} of {size} bytes at {array.offset} must begin at a multiple of "
-                f"{ALIGNMENT}, from {end} on, and end within {handle.size} bytes"
-            )
-        end = array.offset + size
-
-
-def _check_number(arrays: Pixels | dict[str, SharedArray]) -> None:
+def _check_number(arrays: Mapping[str, object]) -> None:
     if len(arrays) > MAX_ARRAYS:
         raise WireError(f"{len(arrays)} arrays of pixels, the limit is {MAX_ARRAYS}")
 
@@ -264,7 +194,7 @@ def _num_bytes(name: str, array: PixelArray | SharedArray) -> int:
 
 def _content(fd: int, size: int) -> memoryview:
     """The bytes of a file: mapped, which takes a file of this process's, or else copied."""
-    if _has_numbers(fd):
+    if has_numbers(fd):
         with contextlib.suppress(OSError):
             return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
     return memoryview(os.pread(fd, size, 0))

@@ -36,7 +36,7 @@ class SharedPixels(msgspec.Struct, array_like=True, frozen=True):
     """The handle of the arrays of one media item in shared memory of another process.
 
     The memory is the open file ``fd`` of process ``pid``, which numbers are of one ``namespace``
-    (see ``engine.ipc.pixel_segments``). ``inode`` tells it from later files with these numbers."""
+    (see ``engine.ipc.sealed_files``). ``inode`` tells it from later files with these numbers."""
 
     namespace: str
     pid: int
@@ -44,6 +44,22 @@ class SharedPixels(msgspec.Struct, array_like=True, frozen=True):
     inode: int
     size: int  # bytes
     arrays: dict[str, SharedArray]
+
+
+class DevicePixels(msgspec.Struct, array_like=True, frozen=True):
+    """The handle of the arrays of one media item in a device's memory.
+
+    The reader returns it by writing ``ticket``, which is never used again, to place ``slot`` of the
+    file ``returns``; the sender then uses the memory for other pixels."""
+
+    device: str  # the same name in all processes
+    memory: bytes  # handle of the memory, of the device's driver
+    size: int  # bytes of this memory
+    stays: bool  # it will be sent again, with other pixels
+    arrays: dict[str, SharedArray]  # offsets are from the beginning of the memory
+    slot: int
+    ticket: int
+    returns: SharedPixels  # without arrays
 
 
 class MediaContent(msgspec.Struct, array_like=True, frozen=True):
