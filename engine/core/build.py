@@ -40,6 +40,7 @@ from engine.lora.loading import ThreadedReader
 from engine.lora.store import AdapterStore
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
+from engine.mm.arrivals import Arrivals
 from engine.mm.decide import EncoderBudget
 from engine.mm.store import PixelStore
 from engine.observe.guard import Failures, ObserverGuard
@@ -344,7 +345,7 @@ def media_halves(
         cached,
         whole_media=family.whole,
         longest_item=family.longest if family.whole else 0,
-        store=store,
+        arrivals=Arrivals(store.drop),
     )
     encoder = Encoder(
         config.model, info, store, cached, both_ways=family.whole, has_axes=family.has_axes
@@ -384,7 +385,7 @@ def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
     if not sizes or encoder_sizes(chosen.resources):
         return chosen
     most, cached, *rest = sizes
-    budget = EncoderBudget(most, cached, whole_media=bool(sum(rest)))
+    budget = EncoderBudget(most, cached, whole_media=bool(sum(rest)), arrivals=Arrivals())
     return chosen._replace(resources=(*chosen.resources, budget))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
@@ -52,6 +53,10 @@ class CoreClient(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; unknown ids are ignored. Does not wait: ``step`` returns their last
         outputs. Raises ``RequestTypeError`` for ids that are not strings."""
+
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
+        """Bring the content of a media item to the cores of these requests, all of which have it.
+        Does not wait. Unknown ids are ignored."""
 
     def step(self) -> list[CoreOutputs]:
         """Return the outputs of the core's steps, [] without any.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
-from engine.messages.media import Pixels
-from engine.messages.requests import AddRequest, check_plain
+from engine.messages.media import MediaContent
+from engine.messages.requests import AddRequest, Arrival, check_plain
 from engine.messages.stats import AdapterUse, SchedulerStats
 from engine.observe.guard import Failures, with_failures
 from engine.sched.interface import PauseState, SchedulerInterface
@@ -36,10 +36,11 @@ class AdapterDoor(Protocol):
 
 
 class MediaDoor(Protocol):
-    """What the feature for media does with new requests."""
+    """What the feature for media does with content that comes."""
 
-    def keep(self, request: AddRequest, pixels: Mapping[str, Pixels]) -> None:
-        """Keep the content of a queued request's media, by hash, until the request ends."""
+    def take(self, request_ids: Sequence[str], content: MediaContent) -> Arrival:
+        """Keep the content of a media item of these requests. Returns the arrival for the
+        scheduler."""
         ...
 
 

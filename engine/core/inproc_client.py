@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from engine.config.decide import Decided
 from engine.core.client import CoreClient
 from engine.core.control import AdapterDoor, MediaDoor, Utilities
 from engine.core.engine_core import EngineCore
-from engine.core.polling import Work
+from engine.core.polling import Work, parked_seconds
 from engine.errors import EngineDeadError
 from engine.kv.changes import CacheChanges
+from engine.messages.media import MediaContent
 from engine.messages.requests import (
     AddRequest,
     CoreOutputs,
@@ -28,8 +28,6 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
-
-IDLE_SECONDS = 0.001  # sleep between two steps while all requests wait for something
 
 
 class InprocClient(CoreClient):
@@ -53,7 +51,7 @@ class InprocClient(CoreClient):
     ) -> None:
         """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
         adapters: the feature that knows LoRA adapters, if the core takes any; methods: further
-        functions that clients may call by name; media: keeps the pixels of requests."""
+        functions that clients may call by name; media: keeps the content of media."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
@@ -61,6 +59,8 @@ class InprocClient(CoreClient):
         self._cause: BaseException | None = None
         self._adapters = adapters
         self._media = media
+        self._woken = threading.Event()
+        self._idle_since: float | None = None
         self._utilities = Utilities(
             core.scheduler, core.executor, failures or Failures(), adapters, methods
         )
@@ -72,12 +72,7 @@ class InprocClient(CoreClient):
             raise in_use(request.request_id)
         if self._adapters is not None:
             request = self._adapters.resolved(request)
-        pixels = request.pixels
-        if pixels:
-            request = msgspec.structs.replace(request, pixels={})
         core.scheduler.add_request(request)
-        if self._media is not None:
-            self._media.keep(request, pixels)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         errors: dict[int, Exception] = {}
@@ -99,10 +94,21 @@ class InprocClient(CoreClient):
         """Abort requests without any further output for them."""
         self._live().scheduler.finish_requests(request_ids, "abort")
 
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
+        scheduler = self._live().scheduler
+        if self._media is not None:
+            scheduler.arrived(self._media.take(request_ids, content))
+
     def step(self) -> list[CoreOutputs]:
         outputs = list(self.turn().values())
-        if not outputs and self.is_idle:  # requests are paused, or parked
-            time.sleep(IDLE_SECONDS)
+        if outputs or not self.is_idle:
+            self._idle_since = None
+            return outputs
+        now = self._clock()  # requests are paused, parked, or await something
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        if self._woken.wait(parked_seconds(now - self._idle_since)):
+            self._woken.clear()
+            self._idle_since = None
         return outputs
 
     def turn(self) -> StepOutputs:
@@ -120,7 +126,7 @@ class InprocClient(CoreClient):
         return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:
-        pass  # ``step`` never waits long here
+        self._woken.set()
 
     @property
     def core(self) -> EngineCore:

@@ -15,7 +15,7 @@ from engine.errors import RequestError
 from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
-from engine.messages.requests import AddRequest, FinishReason
+from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
@@ -177,6 +177,10 @@ class RecordingScheduler(SchedulerInterface):
     def wake(self, request_id: str) -> None:
         self.inner.wake(request_id)
         self._record(lambda times: steplog.WakeCall(times, request_id))
+
+    def arrived(self, arrival: Arrival) -> None:
+        self.inner.arrived(arrival)
+        self._record(lambda times: steplog.ArrivalCall(times, arrival))
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         answer = self.inner.reset_prefix_cache(reset_running)

@@ -224,6 +224,8 @@ class Replay:
                 scheduler.finish_requests(record.request_ids, record.reason)
             case steplog.WakeCall():
                 scheduler.wake(record.request_id)
+            case steplog.ArrivalCall():
+                scheduler.arrived(record.arrival)
             case steplog.PauseCall():
                 scheduler.set_pause_state(PauseState(record.state))
             case steplog.ResetCall():

@@ -54,6 +54,8 @@ class OutputProcessor:
         self._between_tokens: list[float] | None = None  # the column of ``_latencies``
         self.on_finished: Callable[[FinishedRequest], None] | None = None
         """Called with each finished request, in the thread that calls ``process``."""
+        self.on_ended: Callable[[str], object] | None = None
+        """Called with the core's id of each sequence that has ended, likewise."""
         self.pace: QueuePace | None = None
         """Estimates waiting times; set if queues are limited. Other threads may read it."""
         self._tokenizer = tokenizer
@@ -306,6 +308,8 @@ class OutputProcessor:
     def _ended(self, core_id: str, row: Row, time: float) -> None:
         request, sequence = row
         del self._rows[core_id]
+        if self.on_ended is not None:
+            self.on_ended(core_id)
         request.finish_one()
         if request.is_finished:
             assert sequence.end is not None

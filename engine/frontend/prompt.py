@@ -33,7 +33,6 @@ from engine.frontend.pooling import UNSAMPLED, PooledTexts
 from engine.frontend.text_workers import TextPool
 from engine.messages.adapters import AdapterSource, LoRARequest
 from engine.messages.finite import check_finite
-from engine.messages.media import Pixels
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
@@ -43,7 +42,8 @@ from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.pictures.prompts import Pictures, SeeingPrompt  # import Pillow and transformers
+    from engine.pictures.opening import Picture  # imports Pillow
+    from engine.pictures.prompts import Pictures, SeeingPrompt  # import it and transformers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Submission(NamedTuple):
-    """A checked request: its prompt and parameters, and one ``AddRequest`` for each of n
-    sequences."""
+    """A checked request: its prompt and parameters, one ``AddRequest`` for each of n sequences,
+    and its pictures by hash, which are not decoded yet."""
 
     request_id: str
     prompt: str | None
@@ -86,6 +86,7 @@ class Submission(NamedTuple):
     params: SamplingParams
     arrival_time: float
     requests: list[AddRequest]
+    pictures: Mapping[str, Picture] = types.MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +170,11 @@ class InputProcessor:
             bad_words_ids=self._bad_words_ids(params),
             grammar=grammar,
             media=[] if seen is None else seen.media,
-            pixels=self._pixels(seen),
         )
         requests = [self._sequence(first, index) for index in range(params.n)]
+        pictures = {} if seen is None else seen.opened
         return Submission(
-            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
+            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests, pictures
         )
 
     def token_ids(self, prompt: TextPrompt) -> list[int]:
@@ -387,9 +388,6 @@ class InputProcessor:
                 param="truncate_prompt_tokens",
             )
         return self.pictures.into(token_ids, data)
-
-    def _pixels(self, seen: SeeingPrompt | None) -> dict[str, Pixels]:
-        return {} if seen is None or self.pictures is None else self.pictures.pixels(seen)
 
     def _check_ids(self, parts: TextPrompt, token_ids: list[int], *, num_output: int) -> None:
         """Raise ``RequestError`` for ids that the model does not have, or for too many or none.

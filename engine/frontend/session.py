@@ -24,8 +24,10 @@ from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.client import CoreClient
 from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.frontend.adapters import Adapters
+from engine.frontend.contents import Contents
 from engine.frontend.output import OutputProcessor
 from engine.frontend.pooled_text import PooledOutputs
+from engine.frontend.processing import ThreadedPictures
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
 from engine.frontend.recommended import recommended_sampling
 from engine.frontend.text_workers import TextPool
@@ -84,6 +86,10 @@ class Session:
         if pool is not None:
             assert tokenizer is not None, "text processes need a tokenizer"
             self.outputs = PooledOutputs(tokenizer, pool, client.wake)
+        self.contents: Contents | None = None
+        if pictures is not None:
+            self.contents = Contents(client, ThreadedPictures(pictures), self.wake)
+            self.outputs.on_ended = self.contents.end
         self.recommended = recommended or {}
         self._pool = pool
         self._batches: deque[CoreOutputs] = deque()  # received and not yet processed
@@ -165,6 +171,9 @@ class Session:
         errors: dict[int, Exception] = {}
         for index in sorted(refused):
             errors.setdefault(owners[index], refused[index])
+        if self.contents is not None:
+            for place in submissions.keys() - errors.keys():
+                self.contents.start(submissions[place])
         core_ids = [i for place in errors for i in self.outputs.withdraw(submissions[place])]
         not_taken = {requests[index].request_id for index in refused}
         if taken := [core_id for core_id in core_ids if core_id not in not_taken]:
@@ -178,6 +187,9 @@ class Session:
         text processes, outputs may come some calls later, with their texts; if nothing but texts is
         missing, a call waits up to ``TEXT_SECONDS`` for them."""
         outputs: list[RequestOutput] = []
+        if self.contents is not None:
+            with suppress(EngineDeadError):  # raised below
+                self.contents.deliver()
         if self.outputs.is_only_text_missing:
             self.outputs.wait_for_texts(TEXT_SECONDS)
         else:
@@ -216,6 +228,8 @@ class Session:
     def shutdown(self) -> None:
         """Shut down the core and the text processes. A second call does nothing."""
         self.inputs.texts.close()
+        if self.contents is not None:
+            self.contents.close()
         self.client.shutdown()
         if self._pool is not None:
             self._pool.close()

@@ -24,6 +24,11 @@ Pixels = dict[str, PixelArray]
 """The arrays of one media item, by the names of the encoder's arguments, e.g. ``pixel_values``."""
 
 
+def num_bytes_of(pixels: Pixels) -> int:
+    """Bytes of the arrays of a media item."""
+    return sum(len(array.data) for array in pixels.values())
+
+
 class SharedArray(msgspec.Struct, array_like=True, frozen=True):
     """An array in shared memory. ``offset``: where its bytes begin, a multiple of 64."""
 
@@ -64,9 +69,10 @@ class DevicePixels(msgspec.Struct, array_like=True, frozen=True):
 
 class MediaContent(msgspec.Struct, array_like=True, frozen=True):
     """The content of the media items with the hash ``key``: ``pixels``, or a handle of them, or the
-    ``error`` that is why there is no content."""
+    ``error`` that is why there is no content. ``code``: the error code of requests that need it."""
 
     key: str
     pixels: Pixels | None = None
     shared: SharedPixels | None = None
     error: str = ""
+    code: str = "invalid_media"

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from engine.errors import RequestError, RequestTypeError
 from engine.messages.adapters import AdapterSource
-from engine.messages.media import Pixels
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.pooling import PooledColumns, PoolingParams
 
@@ -75,7 +74,18 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tbt: float | None = None  # wanted seconds between output tokens, for policies
     adapter_source: AdapterSource | None = None  # where to find the adapter, if it is not loaded
     pooling: PoolingParams | None = None  # its result is a vector; ``max_tokens`` must be 1
-    pixels: dict[str, Pixels] = {}  # of media, by hash; the core keeps them outside the scheduler
+
+
+class Arrival(msgspec.Struct, array_like=True, frozen=True):
+    """The content of a media item has come to a core, for requests that use it.
+
+    ``fault``: why it cannot be used, which ends those of the requests that need it; empty: it can.
+    """
+
+    key: str  # the item's hash
+    request_ids: list[str]
+    fault: str = ""
+    code: ErrorCode = "invalid_media"  # of these ends
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -85,6 +95,7 @@ ErrorCode = Literal[
     "core_died",  # the core that ran it has died; it may be sent to another core
     "deadline_exceeded",  # not started, or not finished, by its deadline
     "invalid_grammar",  # its grammar cannot be compiled or used
+    "invalid_media",  # one of its pictures cannot be decoded or used
     "kv_transfer_failed",  # KV computed by another engine could not be loaded
     "no_token_is_allowed",  # its own parameters mask every token
     "request_failed",  # any other error; see the message

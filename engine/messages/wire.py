@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, CoreOutputs
 
 PROTOCOL_VERSION = 3
@@ -55,6 +56,14 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     requests: Annotated[list[AddRequest], msgspec.Meta(max_length=MAX_SUBMIT_REQUESTS)]
 
 
+class Bring(msgspec.Struct, array_like=True, frozen=True, tag="bring"):
+    """Bring the content of a media item of these requests, or why there is none. Ids of requests
+    that have ended are ignored. Not answered: an error ends the requests that need the content."""
+
+    request_ids: list[str]
+    content: MediaContent
+
+
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """Abort requests; unknown ids are ignored. Not answered: their ends are sent as outputs."""
 
@@ -84,7 +93,7 @@ class Bye(msgspec.Struct, array_like=True, frozen=True, tag="bye"):
     """The client disconnects; its unfinished requests are aborted."""
 
 
-FromClient = Hello | Submit | Abort | Call | Credit | Follow | Bye
+FromClient = Hello | Submit | Bring | Abort | Call | Credit | Follow | Bye
 
 
 # Core to client, on the data socket.

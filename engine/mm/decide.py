@@ -7,6 +7,8 @@ until its space is needed:
     absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once)
                       ^                        │
                       └──────── used again ────┘
+
+The content of a media item comes later than its requests: see ``engine.mm.arrivals``.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import ConfigError
-from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.requests import AddRequest, Arrival, MediaItem
 from engine.messages.step import MediaPart, StepPlan, StepResult
-from engine.mm.store import PixelStore
+from engine.mm.arrivals import Arrivals
 from engine.sched.request import Request
-from engine.sched.resource import AttachedScheduler, Fit, Resource
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
 
@@ -118,6 +120,9 @@ class EncoderBudget(Resource):
     """Limits media to ``max_encoder_tokens`` tokens encoded per step, and ``cache_size`` tokens
     kept.
 
+    A chunk ends before the first item whose content is needed and has not arrived, too. Waiting
+    requests wait outside the queue for it, and end with an error if it cannot be used.
+
     ``whole_media``: all tokens of a media item must be computed in one step, since they attend to
     each other. ``longest_item``: tokens of the model's longest media item, 0 if unknown. Raises
     ``ConfigError`` if an item of that length exceeds a limit.
@@ -133,10 +138,10 @@ class EncoderBudget(Resource):
         *,
         whole_media: bool = False,
         longest_item: int = 0,
-        store: PixelStore | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
-        """store: keeps the content of media until their requests end, if they have any."""
-        self._store = store
+        """arrivals: content that has come; ``None``: all content is there."""
+        self._arrivals = arrivals
         self.max_encoder_tokens = max_encoder_tokens
         self.whole_media = whole_media
         self.longest_item = longest_item
@@ -158,6 +163,15 @@ class EncoderBudget(Resource):
                 return f"the media item at token {item.offset} has {item.length} {why}"
         return None
 
+    def added(self, req: Request) -> None:
+        if self._arrivals is not None:
+            self._arrivals.add(req)
+
+    def arrived(self, arrival: Arrival) -> None:
+        if self._arrivals is not None:
+            for request_id in self._arrivals.take(arrival):
+                self._scheduler.wake(request_id)
+
     def watches(self, req: Request) -> bool:
         """True while the request has media tokens to compute, so that its chunks are checked."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
@@ -169,8 +183,18 @@ class EncoderBudget(Resource):
         if not req.media:
             return Fit(num_tokens)
         start = self._scheduler.view.start_of(req)
+        if (fault := self._fault(req, start)) is not None:
+            return Fit(0, fault.fault, OnRefuse.FAIL, code=fault.code)
+        # One that was preempted while it awaited content would only do so again.
+        starts_again = req.is_waiting and req.history.num_preempted > 0
+        if starts_again and self._awaited(req, start, req.num_prompt) is not None:
+            return Fit(0, on_refuse=OnRefuse.PARK)
         upto = self._unsplit(start, start + num_tokens, req.media)
         upto = min(upto, self._affordable(req, start, upto))
+        if (awaited := self._awaited(req, start, upto)) is not None:
+            if awaited <= start:
+                return Fit(0, on_refuse=OnRefuse.PARK)
+            upto = awaited
         return Fit(max(0, min(num_tokens, upto - start)))
 
     def seated(self, req: Request, step: Step) -> None:
@@ -182,7 +206,9 @@ class EncoderBudget(Resource):
             return
         upto = req.num_computed
         uses = self._uses.setdefault(req.request_id, {})
-        for index, item in read_by(req.media, upto - num_tokens, upto):
+        read = list(read_by(req.media, upto - num_tokens, upto))
+        read.sort(key=lambda each: each[1].hash not in self.cache)  # else evicted by others
+        for index, item in read:
             use = uses.get(index)
             if use is None or use.is_over:
                 use = uses[index] = self._use(req, index, step)
@@ -190,11 +216,15 @@ class EncoderBudget(Resource):
                 self._last_reads.setdefault(step.index, []).append(use)
         self._scheduler.watch_again(req)
 
+    def parked(self, req: Request) -> None:
+        assert self._arrivals is not None, "without late content no request is parked"
+        self._arrivals.park(req)
+
     def release(self, req: Request) -> None:
         for use in self._uses.pop(req.request_id, {}).values():
             self.cache.end(use)
-        if self._store is not None and req.is_finished:
-            self._store.forget(req.request_id)
+        if self._arrivals is not None and req.is_finished:
+            self._arrivals.release(req)
 
     def describe(self, plan: StepPlan) -> None:
         part, self._part = self._part, MediaPart()
@@ -237,6 +267,27 @@ class EncoderBudget(Resource):
             if room < 0 or tokens_left < 0:
                 return item.offset
         return upto
+
+    def _awaited(self, req: Request, start: int, upto: int) -> int | None:
+        """Offset of the first media item with tokens in [start, upto) that must be encoded, and
+        whose content has not arrived; ``None`` if there is none."""
+        if self._arrivals is None:
+            return None
+        for _, item in read_by(req.media, start, upto):
+            if item.hash not in self.cache and item.hash not in self._arrivals:
+                return item.offset
+        return None
+
+    def _fault(self, req: Request, start: int) -> Arrival | None:
+        """Why content that the request needs from position ``start`` on cannot come."""
+        if self._arrivals is None or not self._arrivals.has_faults:
+            return None
+        for _, item in read_by(req.media, start, req.num_prompt):
+            if item.hash not in self.cache:
+                fault = self._arrivals.fault(req, item.hash)
+                if fault is not None:
+                    return fault
+        return None
 
     def _use(self, req: Request, index: int, step: Step) -> Use:
         """Start to use the encoder output of the request's media item ``index``. If it is not

@@ -1,45 +1,37 @@
-"""PixelStore: the content of media of unfinished requests, which scheduler and worker share."""
+"""PixelStore: the content of media that has come to a core, for the worker to encode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from engine.messages.media import Pixels
-from engine.messages.requests import AddRequest
+from engine.messages.media import MediaContent, Pixels
+from engine.messages.requests import Arrival, code_of
 
 
 class PixelStore:
-    """The content of media by hash. Only the thread of the core uses it.
-
-    It is kept until the last of its requests ends, because an encoder output may be evicted while a
-    request is preempted."""
+    """The content of media by hash. Only the thread of the core uses it."""
 
     def __init__(self) -> None:
         self._pixels: dict[str, Pixels] = {}
-        self._users: dict[str, set[str]] = {}  # hash -> request ids
-        self._used_by: dict[str, set[str]] = {}  # request id -> hashes
 
     def __len__(self) -> int:
         return len(self._pixels)
 
-    def keep(self, request: AddRequest, pixels: Mapping[str, Pixels]) -> None:
-        """Keep the content of a queued request's media until ``forget``."""
-        for key, content in pixels.items():
-            self._pixels.setdefault(key, content)
-        used = {item.hash for item in request.media} & self._pixels.keys()
-        if used:
-            self._used_by[request.request_id] = used
-        for key in used:
-            self._users.setdefault(key, set()).add(request.request_id)
+    def take(self, request_ids: Sequence[str], content: MediaContent) -> Arrival:
+        """Keep content that has come for these requests, until ``drop``. Returns the arrival for
+        the scheduler, with a fault if the content cannot be used."""
+        names = list(request_ids)
+        if content.error:
+            code = code_of("error", content.code)
+            assert code is not None
+            return Arrival(content.key, names, content.error, code)
+        self._pixels.setdefault(content.key, content.pixels or {})
+        return Arrival(content.key, names)
 
     def get(self, key: str) -> Pixels | None:
         """The content with this hash; ``None`` if no unfinished request has brought it."""
         return self._pixels.get(key)
 
-    def forget(self, request_id: str) -> None:
-        """Drop what only this request uses. Unknown ids are ignored."""
-        for key in self._used_by.pop(request_id, ()):
-            users = self._users[key]
-            users.discard(request_id)
-            if not users:
-                del self._users[key], self._pixels[key]
+    def drop(self, key: str) -> None:
+        """Drop content that no unfinished request uses, if there is any."""
+        self._pixels.pop(key, None)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError, reason_of
-from engine.messages.requests import AddRequest, FinishReason
+from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
 
@@ -80,6 +80,13 @@ class WakeCall(msgspec.Struct, array_like=True, tag="wake"):
 
     times: list[float]
     request_id: str
+
+
+class ArrivalCall(msgspec.Struct, array_like=True, tag="arrived"):
+    """A call of ``arrived``, for the content of a media item."""
+
+    times: list[float]
+    arrival: Arrival
 
 
 class PauseCall(msgspec.Struct, array_like=True, tag="pause"):
@@ -147,6 +154,7 @@ Record = (
     | AddResult
     | FinishCall
     | WakeCall
+    | ArrivalCall
     | PauseCall
     | ResetCall
     | OutputsCall

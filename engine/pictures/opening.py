@@ -65,7 +65,8 @@ def open_picture(given: Given) -> Picture:
     value = given.value
     if isinstance(value, Image.Image):
         _check_size(*value.size)
-        return _shrunk(_turned(value), _digest_of(value), value, given.detail)
+        plain = _plain(value)  # a copy: the user may change theirs before it is decoded
+        return _shrunk(plain.size, _digest_of(plain), plain, given.detail)
     if not isinstance(value, bytes | bytearray | memoryview):
         raise RequestTypeError(
             f"a picture is {value!r:.80} ({type(value).__name__}), must be a PIL image or the "
@@ -139,12 +140,18 @@ def _turned(image: Image.Image) -> tuple[int, int]:
     return (height, width) if orientation in TURNED else (width, height)
 
 
-def _digest_of(image: Image.Image) -> str:
-    """The hash of a PIL image's pixels, after rotation, in RGB."""
+def _plain(image: Image.Image) -> Image.Image:
+    """A copy of a PIL image, rotated, in RGB, without metadata."""
     try:
         plain = ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:
         raise damaged(error) from error
+    plain.info.clear()
+    return plain
+
+
+def _digest_of(plain: Image.Image) -> str:
+    """The hash of the pixels of a plain image."""
     digest = blake2b(repr(plain.size).encode(), digest_size=DIGEST_BYTES)
     digest.update(plain.tobytes())
     return digest.hexdigest()

@@ -117,12 +117,8 @@ class Pictures:
                 param=PARAM,
             )
 
-    def pixels(self, prompt: SeeingPrompt) -> dict[str, Pixels]:
-        """Decode and process the pictures of a prompt: their pixels by hash. Raises
-        ``RequestError`` for a damaged file."""
-        return {key: self._pixels_of(picture) for key, picture in prompt.opened.items()}
-
-    def _pixels_of(self, picture: Picture) -> Pixels:
+    def pixels(self, picture: Picture) -> Pixels:
+        """Decode and process a picture. Raises ``RequestError`` for a damaged file."""
         # Large ones one after the other, since each takes up to a gigabyte.
         guard: AbstractContextManager[object] = nullcontext()
         if picture.is_large:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import zmq
@@ -16,6 +17,7 @@ import zmq
 from engine.core.client import CoreClient, NumCores
 from engine.errors import ConfigError, EngineDeadError, EngineError, RestartingError
 from engine.ipc import sockets
+from engine.messages.media import MediaContent
 from engine.messages.requests import (
     AddRequest,
     CoreOutputs,
@@ -101,14 +103,17 @@ class ManyCoresClient(CoreClient):
             errors |= self._add_to(core, requests, own)
         return errors
 
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
+        self.check_alive()
+        for core, own in self._by_core(request_ids).items():
+            with self._named(core):
+                self._cores[core].bring(own, content)
+
     def abort(self, request_ids: Sequence[str]) -> None:
         self.check_alive()
-        names: defaultdict[int, list[str]] = defaultdict(list)  # by core
-        for request_id in as_request_ids(request_ids):
-            core = self._balancer.core_of(request_id)
-            if core is not None:
-                names[core].append(request_id)
-                self._balancer.end(request_id)
+        names = self._by_core(as_request_ids(request_ids))
+        for request_id in chain(*names.values()):
+            self._balancer.end(request_id)
         for core, own in names.items():
             with self._named(core):
                 self._cores[core].abort(own)
@@ -181,6 +186,14 @@ class ManyCoresClient(CoreClient):
         self._at_end()
         if self._waker is not None:
             self._waker.close()
+
+    def _by_core(self, request_ids: Sequence[str]) -> dict[int, list[str]]:
+        """The ids of unfinished requests, by the number of their core."""
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            if (core := self._balancer.core_of(request_id)) is not None:
+                names[core].append(request_id)
+        return names
 
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]

@@ -17,7 +17,7 @@ import zmq
 
 from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
-from engine.core.polling import Work, poll_timeout_ms
+from engine.core.polling import Work, parked_seconds, poll_timeout_ms
 from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
 from engine.ipc.codec import MAX_MESSAGE_BYTES, MessageDecoder, is_tagged
 from engine.ipc.sockets import Socket, Waker
@@ -28,6 +28,7 @@ from engine.messages.wire import (
     PROTOCOL_VERSION,
     Abort,
     Answer,
+    Bring,
     Bye,
     Call,
     Credit,
@@ -47,11 +48,9 @@ from engine.rpc.followers import Followers
 from engine.rpc.sessions import ClientSession, ClientSessions
 
 MAX_ARRIVALS = 1000  # most messages read between two steps, so that many messages delay no step
-PARKED_SECONDS = (0.001, 0.02)  # least and most time between two steps while all are parked
 MAX_WAIT_SECONDS = 1e6  # so that it fits into an int of milliseconds
-PARKED_SHARE = 0.05  # that time as a share of the time they have been parked
 logger = logging.getLogger("engine.core")
-WITH_REQUESTS = ("submit", "abort")  # messages limited by MAX_MESSAGE_BYTES only
+LARGE = ("submit", "bring", "abort")  # messages limited by MAX_MESSAGE_BYTES only
 
 
 @dataclass
@@ -149,9 +148,8 @@ class CoreLoop:
         if self._ending.at is not None:
             due.append(self._ending.at)
         if self._core.has_unfinished():
-            shortest, longest = PARKED_SECONDS
             waited = 0.0 if self._idle_since is None else now - self._idle_since
-            due.append(now + min(max(shortest, PARKED_SHARE * waited), longest))
+            due.append(now + parked_seconds(waited))
             due += (time for time in self._sessions.deadlines() if time > now)
         return math.ceil(1000.0 * min(max(0.0, min(due) - now), MAX_WAIT_SECONDS))
 
@@ -206,7 +204,7 @@ class Dispatcher:
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
-            elif session is None and isinstance(message, Abort | Credit | Bye):
+            elif session is None and isinstance(message, Bring | Abort | Credit | Bye):
                 pass  # the client disconnected during a step
             elif session is None:
                 raise WireError("the first message of a client must be hello")
@@ -255,6 +253,9 @@ class Dispatcher:
                     if (failure := self._add(session, request)) is not None
                 ]
                 self._sessions.send(session.identity, Submitted(message.number, now, refusals))
+            case Bring():
+                own = [name for name in message.request_ids if name in session.live]
+                self._core.bring(own, message.content)
             case Abort():  # ids of other clients are ignored, like unknown ones
                 self._core.abort([name for name in message.request_ids if name in session.live])
             case Call():
@@ -308,6 +309,7 @@ def check_size(frames: list[bytes], limit: int) -> None:
 
 
 def _limit_of(frames: list[bytes]) -> int:
-    """The size limit in bytes for a client's message, which is larger if it has requests."""
-    is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
+    """The size limit in bytes for a client's message, which is larger if it has requests or
+    content."""
+    is_large = any(is_tagged(frame, tag) for tag in LARGE for frame in frames[:1])
     return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

@@ -28,6 +28,7 @@ from engine.ipc import sockets
 from engine.ipc.address import Address, address_of
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.process import CoreProcess
+from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
@@ -36,6 +37,7 @@ from engine.messages.wire import (
     PROTOCOL_VERSION,
     Abort,
     Answer,
+    Bring,
     Bye,
     CacheNews,
     Call,
@@ -146,6 +148,10 @@ class EngineCoreClient(CoreClient):
     def abort(self, request_ids: Sequence[str]) -> None:
         self._live()
         self._send(self._protocol.abort(request_ids))
+
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
+        self._live()
+        self._send(self._protocol.bring(request_ids, content))
 
     def step(self) -> list[CoreOutputs]:
         if not self._protocol.unread:
@@ -398,6 +404,15 @@ class ClientProtocol:
                         errors[place] = error
         self._submits.update((part.number, part) for part in parts)
         return parts, errors
+
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> bytes:
+        """The message that brings the content of a media item; the reason, if it is too large."""
+        names = list(request_ids)
+        try:
+            return self._encoder.encode(Bring(names, content))
+        except WireError as error:
+            reason = f"a picture's content cannot be sent to the core: {error}; shrink the picture"
+            return self._encoder.encode(Bring(names, MediaContent(content.key, error=reason)))
 
     def abort(self, request_ids: Sequence[str]) -> bytes:
         """The message that aborts requests.

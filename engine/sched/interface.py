@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.messages.requests import AddRequest, CoreOutputs, Finished, FinishReason
+from engine.messages.requests import AddRequest, Arrival, CoreOutputs, Finished, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 
@@ -93,6 +93,10 @@ class SchedulerInterface(ABC):
 
     def wake(self, request_id: str) -> None:
         """Return a parked request to the queue; an unknown id is ignored."""
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Note that the content of a media item has come, or cannot come. Ids of requests that have
+        ended are ignored."""
 
     def get_num_unfinished_requests(self) -> int:
         return sum(self.get_request_counts())

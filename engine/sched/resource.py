@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.requests import AddRequest, ErrorCode
+from engine.messages.requests import AddRequest, Arrival, ErrorCode
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import RequestCounts
 from engine.sched.policy import API_VERSION
@@ -21,7 +21,7 @@ class OnRefuse(Enum):
 
     SKIP = "skip"  # later requests may start before it
     CLOSE = "close"  # no further request starts in this step
-    PARK = "park"  # it leaves the queue until ``wake`` is called
+    PARK = "park"  # it leaves the queue until ``wake``; a running one keeps its seat while it can
     FAIL = "fail"  # it ends with an error, whose message is ``cause``
 
 
@@ -103,6 +103,9 @@ class Resource:
 
     def added(self, req: Request) -> None:
         """Called when a request is queued, so that slow preparations can start early."""
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Called between two steps when the content of a media item has come, or cannot come."""
 
     def watches(self, req: Request) -> bool:
         """True if the resource's hooks must be called in every step of this request. Other requests

@@ -25,7 +25,7 @@ from engine.config.sched import SchedulerConfig
 from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
-from engine.messages.requests import AddRequest, FinishReason
+from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import (
@@ -140,6 +140,11 @@ class Scheduler(SchedulerInterface):
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
+
+    @not_reentrant
+    def arrived(self, arrival: Arrival) -> None:
+        self.view.now = self._clock()
+        self.resources.arrived(arrival)
 
     def name_adapter(self, req: Request, adapter: str) -> None:
         req.add = replace(req.add, adapter=adapter)
@@ -325,7 +330,8 @@ class Scheduler(SchedulerInterface):
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:
-            return
+            if fit.on_refuse is OnRefuse.PARK:
+                step.expecting.append(req)
         elif fit.on_refuse is OnRefuse.CLOSE:
             step.close(fit.cause)
         elif fit.on_refuse is OnRefuse.PARK:
@@ -368,6 +374,7 @@ class Scheduler(SchedulerInterface):
         cause = Cause.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
         is_idle = not (step.has_grants or self.num_in_flight or is_paused)
+        is_idle = is_idle and not (step.expecting and not len(self.roster.waiting))
         self._stalls.look(is_idle, self.roster, cause, step.refused)
         plan = seal(step, self.roster, self.kv)
         self.resources.describe(plan)
@@ -471,8 +478,8 @@ class Scheduler(SchedulerInterface):
         """Make progress when no request got a token and no step is in flight.
 
         First the step is planned again in the default order, if a plug-in may have caused this. If
-        no request gets a token then either, one may be preempted to free its blocks, unless a KV
-        transfer is about to free some."""
+        no request gets a token then either, one may be preempted to free its blocks, or its seat if
+        it awaits something, unless a KV transfer is about to free some."""
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
             len(self.roster.running) + len(self.roster.waiting)
@@ -481,7 +488,9 @@ class Scheduler(SchedulerInterface):
             self._serve_by_default(step)
             self.settler.counters.count_rescue(culprit, was_saved=step.has_grants)
         is_stuck = self._stalls.is_stuck
-        if step.has_grants or not (step.short or is_stuck or not len(self.roster.running)):
+        is_held_up = step.expecting and len(self.roster.waiting)
+        is_short = step.short or is_held_up or is_stuck or not len(self.roster.running)
+        if step.has_grants or not is_short:
             return
         if self.is_transferring and not is_stuck:
             return

@@ -28,6 +28,7 @@ class Step:
         self.closed_by = ""  # why admission was closed
         self.decodes: Sequence[Request] = ()  # a token is reserved for each though prompts go first
         self.short: list[Request] = []  # running requests that got no token for lack of blocks
+        self.expecting: list[Request] = []  # running requests that await something from outside
         self.refused: list[tuple[Request, str]] = []  # waiting requests refused individually, why
         self._roster = roster
         self._next = 0  # index in the queue: requests before it have been offered tokens
@@ -102,6 +103,7 @@ class Step:
         self.preempted.clear()
         self.refused.clear()
         self.short.clear()
+        self.expecting.clear()
         self.decodes = ()
         self.most_prompt_tokens = None
 

@@ -29,11 +29,18 @@ STATUS_OF_END: dict[ErrorCode, int] = {
     "core_died": 503,
     "deadline_exceeded": 408,
     "invalid_grammar": 400,
+    "invalid_media": 400,
     "kv_transfer_failed": 500,
     "no_token_is_allowed": 400,
     "request_failed": 500,
 }
 """HTTP status of a request that the engine accepted and could not complete."""
+PARAM_OF_END: dict[ErrorCode, str] = {
+    "adapter_failed": "model",
+    "invalid_grammar": "grammar",
+    "invalid_media": "multi_modal_data",
+}
+"""The parameter that an end is about, if it is the same for all requests."""
 TEXT_OF_END: dict[ErrorCode, str] = {
     "aborted": "the request was aborted, because the server is shutting down: send it again",
     "core_died": "the core that ran this request has died: send it again",
@@ -180,7 +187,7 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
         text = f"{text.partition(':')[0]}: send it again"
     elif not text or code == "aborted":
         text = TEXT_OF_END.get(code, "the request failed")
-    param = {"invalid_grammar": "grammar", "adapter_failed": "model"}.get(code)
+    param = PARAM_OF_END.get(code)
     if code == "adapter_failed":
         text = INSIDE.sub("...", text)  # the adapter's path
     return ApiError(STATUS_OF_END[code], text, param=param, code=code)

@@ -270,7 +270,6 @@ WHOLE = as_file(picture(64, 64), "JPEG")
 BOMB = as_file(Image.new("1", (20_000, 20_000)))
 WRONG = {
     "no file": ([b"not a picture"], "13 bytes cannot be read as BMP, GIF, JPEG, PNG, WEBP"),
-    "cut off": ([WHOLE[: len(WHOLE) // 2]], "damaged"),
     "too large": ([BOMB], "20000 x 20000|too large"),
     "other format": ([as_file(picture(5, 5), "TIFF")], "convert it to PNG"),
     "other type": ([5], r"a picture is 5 \(int\), must be a PIL image or the bytes"),
@@ -286,6 +285,18 @@ def test_a_wrong_picture_is_refused(smolvlm: LLM, name: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         smolvlm.generate(prompt_of("<image>", pictures), GREEDY, use_tqdm=False)
     assert caught.value.param == "multi_modal_data"
+
+
+def test_a_picture_that_cannot_be_decoded_fails_alone(smolvlm: LLM) -> None:
+    """Its header is right, so this is found when others run already."""
+    cut = WHOLE[: len(WHOLE) // 2]
+    pictures = [[picture(9, 9)], [cut], [picture(9, 9), cut], [WHOLE]]
+    prompts = [prompt_of("<image> " * len(each), each) for each in pictures]
+    outputs = smolvlm.generate(prompts, GREEDY, use_tqdm=False)
+    ends = [each.outputs[0] for each in outputs]
+    assert [end.finish_reason for end in ends] == ["length", "error", "error", "length"]
+    for end in ends[1:3]:
+        assert end.code == "invalid_media" and "a picture is damaged" in str(end.error)
 
 
 def test_what_cannot_go_with_pictures_is_refused(smolvlm: LLM) -> None:

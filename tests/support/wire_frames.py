@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.messages.adapters import AdapterSource
+from engine.messages.media import MediaContent, PixelArray
 from engine.messages.params import SamplingParams
 from engine.messages.pooling import PooledColumns, PoolingParams
 from engine.messages.requests import (
@@ -24,6 +25,7 @@ from engine.messages.wire import (
     PROTOCOL_VERSION,
     Abort,
     Answer,
+    Bring,
     Bye,
     CacheNews,
     Call,
@@ -92,6 +94,8 @@ TO_CORE: dict[str, Any] = {
     "hello": Hello(PROTOCOL_VERSION, TOKEN, "me"),
     "submit": Submit(0, [REQUEST]),
     "submit, all fields": Submit(1, [FULL_REQUEST]),
+    "bring": Bring(["a"], MediaContent("h", {"pixel_values": PixelArray("<f4", [1, 1], b"1234")})),
+    "bring, no content": Bring(["a"], MediaContent("h", error="it is damaged")),
     "abort": Abort(["a", "b"]),
     "call": Call(3, "pause", ["new"]),
     "credit": Credit(128),

@@ -7,8 +7,9 @@ from support.data_plane import answer, make_feature_run
 from support.simulate import make_request
 
 from engine.errors import ConfigError, RequestError
-from engine.messages.media import PixelArray
+from engine.messages.media import MediaContent, PixelArray
 from engine.messages.requests import MediaItem
+from engine.mm.arrivals import Arrivals
 from engine.mm.decide import EncoderBudget, EncoderCache
 from engine.mm.store import PixelStore
 
@@ -208,20 +209,133 @@ def test_cached_media_need_no_encoder():
     assert run.worker.num_encoded == 96 and run.outputs["1"] == answer(request)
 
 
+# -- content that comes later
+
+
+def make_late(*, store=None, **options):
+    """A run whose media have late content."""
+    store = PixelStore() if store is None else store
+    arrivals = Arrivals(store.drop)
+    run = make(EncoderBudget(100, 200, arrivals=arrivals), **options)
+    return run, arrivals, store
+
+
+def bring(run, store, key, *request_ids, error=""):
+    pixels = {} if error else {"pixel_values": PixelArray("<f4", [1], b"1234")}
+    content = MediaContent(key, pixels, error)
+    run.scheduler.arrived(store.take(request_ids, content))
+
+
+def test_a_prompt_is_computed_up_to_the_first_picture_that_has_not_come():
+    run, arrivals, store = make_late()
+    run.add(request := with_media("0", 100, (20, 30, "a"), (60, 30, "b")))
+    run.add(text := make_request("1", [9] * 10, 3))
+    assert plans_of(run, 3) == [{"0": 20, "1": 10}, {"1": 1}, {"1": 1}]
+    run.step()
+    assert not run.launch(), "nothing can be computed"
+    bring(run, store, "b", "0")
+    assert not run.launch(), "a is needed first"
+    bring(run, store, "a", "0")
+    assert plans_of(run, 1) == [{"0": 80}]
+    run.drain()
+    assert run.outputs["0"] == answer(request) and run.outputs["1"] == answer(text)
+    assert not len(arrivals) and not len(store)
+
+
+def test_a_prompt_that_begins_with_a_picture_waits_outside_the_queue():
+    run, _, store = make_late(max_num_seqs=1)
+    run.add(request := with_media("0", 50, (0, 30, "a")))
+    run.add(text := make_request("1", [9] * 10, 3))
+    run.step()
+    assert run.plans == [{"1": 10}], "the only seat is free for others"
+    assert run.scheduler.make_stats().waiting_by_cause == {"encoder": 1}
+    bring(run, store, "a", "0")
+    run.drain()
+    assert run.outputs["0"] == answer(request) and run.outputs["1"] == answer(text)
+
+
+def test_no_seat_is_kept_for_a_picture_while_others_can_run():
+    run, _, store = make_late(max_num_seqs=1)
+    run.add(request := with_media("0", 50, (20, 30, "a")))
+    assert plans_of(run, 1) == [{"0": 20}]
+    assert not run.launch() and run.scheduler.get_request_counts().running == 1
+    run.add(text := make_request("1", [9] * 10, 3))
+    assert plans_of(run, 5)[1:4] == [{"1": 10}, {"1": 1}, {"1": 1}]
+    assert run.outputs["1"] == answer(text)
+    assert run.scheduler.get_request_counts().parked == 1
+    bring(run, store, "a", "0")
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+
+
+def test_waiting_for_a_picture_is_no_stall():
+    run, _, store = make_late(stalled_steps=3)
+    run.add(request := with_media("0", 50, (20, 30, "a")))
+    run.step()
+    assert not any(run.launch() for _ in range(20))
+    assert run.scheduler.make_stats().num_preemptions == 0
+    bring(run, store, "a", "0")
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+
+
+def test_what_cannot_come_ends_only_the_requests_that_it_concerns():
+    run, arrivals, store = make_late()
+    for name in "0123":
+        run.add(with_media(name, 60, (20, 30, "a"), first=int(name)))
+    run.step()
+    bring(run, store, "a", "0", "unknown", error="a picture is damaged: no data")
+    run.step()
+    bring(run, store, "a", "1")
+    bring(run, store, "a", "2", error="too late")
+    run.drain()
+    assert run.finished["0"] == ("error", None) and run.ends["0"].code == "invalid_media"
+    assert run.ends["0"].message == "a picture is damaged: no data"
+    assert [run.finished[name][0] for name in "123"] == ["length"] * 3
+    assert not len(arrivals) and not len(store)
+
+
+def test_cached_content_need_not_come_again():
+    run, arrivals, store = make_late()
+    for name in "01":
+        run.add(request := with_media(name, 60, (20, 30, "a"), first=int(name)))
+        if name == "0":
+            bring(run, store, "a", name)
+        run.drain()
+    assert run.outputs["1"] == answer(request) and run.worker.num_encoded == 30
+    run.add(with_media("2", 60, (20, 30, "a"), first=1))
+    bring(run, store, "a", "2", error="not needed")
+    run.drain()
+    assert run.finished["2"][0] == "length" and not len(arrivals)
+
+
+def test_a_cached_picture_is_not_evicted_for_another_of_the_same_chunk():
+    run, _, store = make_late(max_num_batched_tokens=200)
+    run.add(with_media("0", 100, (0, 60, "b"), num_output=1))
+    bring(run, store, "b", "0")
+    run.drain()
+    run.add(with_media("1", 190, (0, 90, "a"), (100, 60, "b"), num_output=1, first=8))
+    run.add(with_media("2", 90, (0, 60, "c"), num_output=1, first=9))
+    bring(run, store, "a", "1")
+    bring(run, store, "c", "2")
+    run.drain()
+    assert {end[0] for end in run.finished.values()} == {"length"}
+    assert run.worker.num_encoded == 60 + 90 + 60
+
+
 def test_the_content_of_media_is_kept_until_the_last_of_its_requests_ends():
-    store = PixelStore()
-    run = make(EncoderBudget(100, 100, store=store))
-    content = {"pixel_values": PixelArray("<f4", [1], b"1234")}
+    run, arrivals, store = make_late()
     requests = [with_media(str(i), 50, (5, 10, "same"), num_output=3 + 3 * i) for i in range(2)]
     requests.append(with_media("2", 50, (5, 10, "other"), num_output=30))
     for request in requests:
         run.add(request)
-        store.keep(request, {request.media[0].hash: content})
+        bring(run, store, request.media[0].hash, request.request_id)
     assert len(store) == 2
     plans_of(run, 4)  # the first request ends
-    assert len(store) == 2 and store.get("same") == content
+    assert len(store) == 2 and store.get("same") is not None
     run.scheduler.finish_requests(["2"])
     assert len(store) == 1 and store.get("other") is None
+    bring(run, store, "other", "2")
+    assert len(store) == 1, "no unfinished request has it"
     run.drain()
-    assert len(store) == 0
-    store.forget("unknown")
+    assert len(store) == 0 and len(arrivals) == 0

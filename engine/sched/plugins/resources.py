@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import RequestError
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, Arrival
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.plugins import answers
 from engine.sched.plugins.hooks import FaultLog
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 HOOKS = (
-    *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "seated"),
-    *("take", "parked", "release", "describe", "masks", "settle"),
+    *("objection", "added", "arrived", "watches", "serializes", "begin_step", "extra", "fit"),
+    *("seated", "take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
 ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
@@ -64,6 +64,9 @@ class Resources:
 
     def added(self, req: Request) -> None:
         self._notify("added", req)
+
+    def arrived(self, arrival: Arrival) -> None:
+        self._notify("arrived", arrival)
 
     def flags(self, req: Request) -> int:
         """The request's flags: ``WATCHED`` if a resource takes part in each of its steps,
