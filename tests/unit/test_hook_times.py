@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from support.simulate import make_request, make_run
 
+from engine.messages.requests import Arrival
 from engine.messages.step import EMPTY, MaskPart, Masks
 from engine.sched import Admission, Fit, Limits, OnRefuse, Policy, Resource, Scheduler
 from engine.sched.plugins.hooks import HOOKS
@@ -138,6 +139,9 @@ class SlowResource(Resource):
     def added(self, req):
         self.spend("added")
 
+    def arrived(self, arrival):
+        self.spend("arrived")
+
     def watches(self, req):
         self.spend("watches")
         return True
@@ -208,6 +212,7 @@ def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> di
     for index in range(8):
         run.add(make_request(str(index), [index + 1] * 9, 12, priority=-index % 3))
         run.step()
+    run.scheduler.arrived(Arrival("picture", ["0"]))
     run.drain()
     run.scheduler.shutdown()
     return run.scheduler.make_stats().hook_seconds
