@@ -222,7 +222,7 @@ def make_late(*, store=None, **options):
 
 def bring(run, store, key, *request_ids, error=""):
     pixels = {} if error else {"pixel_values": PixelArray("<f4", [1], b"1234")}
-    content = MediaContent(key, pixels, error)
+    content = MediaContent(key, pixels, error=error)
     run.scheduler.arrived(store.take(request_ids, content))
 
 
