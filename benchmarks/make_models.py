@@ -2,12 +2,12 @@
 
     python benchmarks/make_models.py OUT [--shapes mid,qwen3-0.6b] [--forms q4_0,q8_0,q4_k]
 
-Sizes are those of `shapes.py`, and of `hybrid_shapes.py` (bf16 only). Forms of GGUF files: the
-types of `tests/support/made_gguf.py`, all matrices in one type; the blocks of a tensor are drawn
-from a pool, so that files of any size are written in seconds. Forms of directories: `bf16`; `awq`
-(4 bits, groups of 128, tables and output layer in bfloat16); `w8a8` (compressed-tensors: 8 bits, a
-scale for each output, activations quantised by token). The tokenizer is that of the model in the
-box, padded to the shape's size.
+Sizes are those of `shapes.py`, and of `hybrid_shapes.py` and `seeing_shapes.py` (bf16 only). Forms
+of GGUF files: the types of `tests/support/made_gguf.py`, all matrices in one type; the blocks of a
+tensor are drawn from a pool, so that files of any size are written in seconds. Forms of
+directories: `bf16`; `awq` (4 bits, groups of 128, tables and output layer in bfloat16); `w8a8`
+(compressed-tensors: 8 bits, a scale for each output, activations quantised by token). The tokenizer
+is that of the model in the box, padded to the shape's size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from hybrid_shapes import HYBRIDS, write_hybrid
 from safetensors.torch import save_file
+from seeing_shapes import SEEING, write_seeing
 from shapes import SHAPES, Shape
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -37,6 +38,7 @@ from tokenizers import Tokenizer
 
 from engine.assets import BOX_MODEL
 
+MODELS = [*SHAPES, *HYBRIDS, *SEEING]
 FORMS = {kind.name.lower(): kind for kind in KINDS}
 MAX_LEN = 8192
 POOL = 1 << 22  # weights
@@ -190,7 +192,7 @@ def w8a8(outputs: int, inputs: int, random: torch.Generator) -> dict[str, torch.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="directory to write to")
-    parser.add_argument("--shapes", default="mid,qwen3-0.6b", help=", ".join([*SHAPES, *HYBRIDS]))
+    parser.add_argument("--shapes", default="mid,qwen3-0.6b", help=", ".join(MODELS))
     parser.add_argument(
         "--forms", default="q4_0,q8_0,q4_k", help=", ".join([*FORMS, *QUANTIZATION])
     )
@@ -199,11 +201,13 @@ def main() -> None:
     for name in args.shapes.split(","):
         for form in args.forms.split(","):
             path = args.out / f"{name}-{form}"
+            if name not in SHAPES and form != "bf16":
+                parser.error(f"--forms {form}: {name} is written in bf16 only")
             if name in HYBRIDS:
-                if form != "bf16":
-                    parser.error(f"--forms {form}: {name} is written in bf16 only")
                 write_hybrid(name, path)
                 copy_tokenizer(path)
+            elif name in SEEING:
+                write_seeing(name, path)
             elif form in QUANTIZATION:
                 write_directory(SHAPES[name], form, path)
             elif form in FORMS:
