@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
+from engine.mm.attention import PACKED
 
 logger = logging.getLogger("engine.mm")
 TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below its output layer
@@ -37,6 +38,7 @@ def load_tower(
     kind: type[PreTrainedModel] = getattr(transformers, info.architecture)
     with _quiet():
         model = _made(kind, config, info, hf, dtype)
+        model.set_attn_implementation(PACKED)
     body: Any = model.model
     for name in TEXT_HALVES:
         if hasattr(body, name):
