@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from engine.errors import RequestError
 from engine.frontend.encoding import Prompt, TextPrompt, has_media
 from engine.frontend.prompt import InputProcessor
-from engine.pictures.sources import Given, MediaSources
+from engine.pictures.sources import Given, MediaSources, PictureLimits
 
 P = TypeVar("P", bound=Prompt)
 KIND = "image"
@@ -32,6 +32,11 @@ class AsyncPictures:
     def are_read(self) -> bool:
         """Whether the model reads pictures."""
         return self._inputs.pictures is not None
+
+    @property
+    def limits(self) -> PictureLimits | None:
+        """Which pictures the model reads; ``None``: none."""
+        return None if self._inputs.pictures is None else self._inputs.pictures.limits
 
     def has_placeholders(self, token_ids: Sequence[int]) -> bool:
         """Whether token ids have places of pictures, whose content they do not contain."""

@@ -15,9 +15,9 @@ from engine.errors import RequestError
 from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
 from engine.pictures.families import Layout, family_of
-from engine.pictures.opening import Picture, open_picture
+from engine.pictures.opening import FORMATS, MAX_PIXELS, Picture, open_picture
 from engine.pictures.processing import ImageProcessor
-from engine.pictures.sources import Given, MediaSources
+from engine.pictures.sources import MAX_BYTES, Given, MediaSources, PictureLimits
 from engine.text.tokenizer import Tokenizer
 
 KIND = "image"
@@ -53,6 +53,11 @@ class Pictures:
         self._family = family_of(info, self._processor.settings)
         self._tokenizer = tokenizer
         self._ids_of = lru_cache(maxsize=1024)(self._encode)
+
+    @property
+    def limits(self) -> PictureLimits:
+        """Which pictures are taken."""
+        return PictureLimits(FORMATS, MAX_BYTES, MAX_PIXELS, self._most)
 
     @property
     def image_token_id(self) -> int:

@@ -32,6 +32,16 @@ class Given(NamedTuple):
     detail: str = DETAILS[0]
 
 
+class PictureLimits(NamedTuple):
+    """Which pictures a server takes: formats, bytes of a file, pixels, and pictures of a prompt;
+    ``None``: any number."""
+
+    formats: tuple[str, ...]
+    most_bytes: int
+    most_pixels: int
+    most_pictures: int | None
+
+
 class MediaSources:
     """Loads the files of pictures. Thread-safe."""
 

@@ -197,7 +197,8 @@ def assemble(
     routes = routes_of(engine, names, adapters, operations, options.limits, options.chat_template)
     page = None
     if options.has_page:
-        page = Page(engine, keys, names, adapters, options.chat_template)
+        most_bytes = options.limits.max_body_bytes
+        page = Page(engine, keys, names, adapters, options.chat_template, most_bytes)
         routes += page.routes()
     app = make_app(routes)
     # Middleware, from the innermost to the outermost.

@@ -262,8 +262,7 @@ def test_a_model_of_text_says_so(hosts: Hosts) -> None:
             answer = server.ask(way, {"model": "box", **body})
             assert answer.status == 400, answer.body
             assert b"this model reads only text" in answer.body
-        names = server.ask("/v1/models").json["data"]
-    assert names
+        assert server.ask("/page/model").json["pictures"] is None
     assert len(hosts.good.requests) == before
 
 
@@ -309,6 +308,16 @@ def bodies_of(url: str) -> dict[str, dict[str, Any]]:
         "/api/chat": {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
         "/api/generate": {"prompt": "a", "images": ["aGk="]},
         "/tokenize": {"messages": user(shown(url))},
+    }
+
+
+def test_the_page_learns_which_pictures_the_model_reads(server: Served) -> None:
+    assert server.ask("/page/model").json["pictures"] == {
+        "formats": ["BMP", "GIF", "JPEG", "PNG", "WEBP"],
+        "most_bytes": 64 << 20,
+        "most_pixels": 64 << 20,
+        "most_pictures": None,
+        "most_chars": 32 << 20,
     }
 
 

@@ -16,6 +16,7 @@ from engine.server.dialogue import ChatModel
 from engine.server.errors import ApiError, field_error
 from engine.server.http.openapi import ApiRoute
 from engine.server.keys import KeyRing
+from engine.server.limits import ServerLimits
 from engine.server.names import ServedNames
 from engine.server.page.assets import PageAssets
 from engine.server.page.ended import EndedRequests
@@ -37,13 +38,16 @@ class Page:
         names: ServedNames,
         adapters: ServedAdapters,
         chat_template: str | None = None,
+        max_body_bytes: int = ServerLimits.max_body_bytes,
     ) -> None:
-        """chat_template: used instead of the model's own template."""
+        """chat_template: used instead of the model's own template; max_body_bytes: of a request,
+        with its pictures."""
         self._engine = engine
         self._keys = keys
         self._names = names
         self._adapters = adapters
         self._chat = ChatModel(engine, chat_template)
+        self._max_body_bytes = max_body_bytes
         self._assets = PageAssets()
         self._now = Now(engine)
         self._ended = EndedRequests(self._now.core_of)
@@ -85,12 +89,18 @@ class Page:
                 "sampling": {k: v for k, v in engine.recommended.items() if k in SAMPLING},
                 "thinking": chat_format is not None and chat_format.thinking is not None,
                 "tools": chats,
+                "pictures": self._pictures() if chats else None,
                 "generates": generates,
                 "chats": chats,
                 "pools": not generates,
                 "version": version("metronome-engine"),
             }
         )
+
+    def _pictures(self) -> dict[str, Any] | None:
+        """Which pictures the model reads; ``None``: none."""
+        limits = self._engine.pictures.limits
+        return None if limits is None else {**limits._asdict(), "most_chars": self._max_body_bytes}
 
     async def now(self, request: Request) -> ASGIApp:
         """Report the unfinished requests, why they wait, the cores and their latest steps."""
