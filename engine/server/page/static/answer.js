@@ -2,6 +2,7 @@
 
 import { button, copyText, el, setText } from "./dom.js";
 import { LiveMarkdown } from "./live.js";
+import { picturesView } from "./pictures.js";
 import { causeReason, causeWords, count, seconds } from "./words.js";
 
 /** Shows one answer, also while it is being written. */
@@ -188,9 +189,12 @@ function pretty(json) {
   }
 }
 
-/** A message of the user, which can be edited. edit(text): send it again with this text. */
-export function userView(message, edit) {
-  const text = el("div", { class: "spoken" }, message.text);
+/**
+ * A message of the user, which can be edited. edit(text, pictures): send it again with these; tray:
+ * for the pictures while it is edited.
+ */
+export function userView(message, edit, tray) {
+  const text = el("div", { class: "spoken" }, picturesView(message.pictures), message.text);
   const change = button("Edit", () => open(), { class: "small" });
   const element = el("article", { class: "message user", "aria-label": "You" }, text, el("footer", { class: "foot" }, el("span", { class: "actions" }, change)));
   function close() {
@@ -199,28 +203,33 @@ export function userView(message, edit) {
     change.focus();
   }
   const field = el("textarea", { "aria-label": "Edit the message", rows: "3" });
+  tray.button.classList.add("small");
   const form = el(
     "form",
     { class: "edit" },
+    tray.element,
     field,
-    el("p", {}, button("Cancel", close, { class: "small" }), el("button", { class: "small primary" }, "Send again")),
+    el("p", {}, tray.button, button("Cancel", close, { class: "small" }), el("button", { class: "small primary" }, "Send again")),
     el("p", { class: "hint" }, "The messages after this one are replaced."),
   );
-  form.addEventListener("submit", (event) => {
+  tray.listen(form);
+  form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (field.value.trim()) edit(field.value);
+    if (!(await tray.isReady())) return;
+    if (field.value.trim() || tray.pictures.length) edit(field.value, tray.take());
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       event.stopPropagation();
       close();
-    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    } else if (event.key === "Enter" && event.target === field && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       form.requestSubmit();
     }
   });
   function open() {
     field.value = message.text;
+    tray.set(message.pictures ?? []);
     text.replaceWith(form);
     change.hidden = true;
     field.focus();

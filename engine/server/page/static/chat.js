@@ -2,7 +2,9 @@
 
 import { announce, byId, button, el, setText } from "./dom.js";
 import { AnswerView, toolView, userView } from "./answer.js";
+import * as gallery from "./gallery.js";
 import { Run } from "./generate.js";
+import { Tray } from "./pictures.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
 
@@ -28,14 +30,17 @@ export class Chat {
     this._follows = true;
     this._touched = -Infinity; // when people last scrolled
     this._sizes = new ResizeObserver(() => this._scroll());
+    this._tray = new Tray("Pictures of the message", () => picturesIn(this._now.messages));
     this._listen();
     this.useModel(model);
     const last = this._all.find((each) => each.id === store.lastOpen());
     this._open(last ?? this._all[0] ?? this._begin());
+    this._sweep();
   }
 
   useModel(model) {
     this._model = model;
+    this._tray.use(model.pictures ?? null);
     this._settings.build(model);
     if (this._now) this._settings.show(this._now.settings);
   }
@@ -67,7 +72,7 @@ export class Chat {
   }
 
   _viewOf(message) {
-    if (message.role === "user") return userView(message, (text) => this._edit(message, text));
+    if (message.role === "user") return userView(message, (text, pictures) => this._edit(message, text, pictures), this._editTray(message));
     if (message.role === "tool") return toolView(message);
     const view = new AnswerView(message, this._actions(this._now), () => this._scroll());
     this._views.set(message, view);
@@ -78,6 +83,14 @@ export class Chat {
       view.update(run);
     } else view.finish();
     return view.element;
+  }
+
+  /** The pictures of a message while it is edited. */
+  _editTray(message) {
+    const { messages } = this._now;
+    const tray = new Tray("Pictures of the message", () => picturesIn(messages.slice(0, messages.indexOf(message))));
+    tray.use(this._model.pictures ?? null);
+    return tray;
   }
 
   _welcome() {
@@ -116,8 +129,15 @@ export class Chat {
     this._runs.get(this._now)?.stop();
     this._all = this._all.filter((each) => each !== this._now);
     store.remove(this._now.id);
+    this._sweep();
     this._open(this._all[0] ?? this._begin());
     byId("prompt").focus();
+  }
+
+  /** Remove pictures that no conversation has, also none of another tab. */
+  _sweep() {
+    const named = () => new Set(store.readAll().flatMap(({ messages }) => picturesIn(messages).map(({ id }) => id)));
+    gallery.sweep(named).catch(() => {}); // a browser without a database has none to remove
   }
 
   _rename() {
@@ -136,17 +156,22 @@ export class Chat {
 
   // -- messages
 
-  _say(text) {
-    if (!text.trim() || this._runs.has(this._now)) return;
-    this._now.messages.push({ role: "user", text });
-    this._now.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60);
-    this._answer();
+  _say(text, pictures = []) {
+    if (!(text.trim() || pictures.length) || this._runs.has(this._now)) return;
+    this._now.title ||= (text.trim() || pictures[0].name).replace(/\s+/g, " ").slice(0, 60);
+    this._add(text, pictures);
   }
 
-  _edit(message, text) {
+  _edit(message, text, pictures) {
     this._cutFrom(message);
-    this._now.messages.push({ role: "user", text });
+    this._add(text, pictures);
+  }
+
+  /** Add a message of the user, and have it answered. */
+  _add(text, pictures) {
+    this._now.messages.push(store.userMessage(text, pictures));
     this._answer();
+    for (const { id } of pictures) gallery.keep(id).catch(() => store.reportFull());
   }
 
   _retry(message) {
@@ -245,12 +270,16 @@ export class Chat {
     const fit = () => {
       field.rows = Math.min(8, field.value.split("\n").length + Math.floor(field.value.length / 90));
     };
-    byId("composer").addEventListener("submit", (event) => {
+    byId("composer").prepend(this._tray.element, this._tray.button);
+    this._tray.listen(byId("talk"));
+    byId("composer").addEventListener("submit", async (event) => {
       event.preventDefault();
-      if (!field.value.trim() || this._runs.has(this._now)) return;
-      this._say(field.value);
+      if (!(await this._tray.isReady()) || this._runs.has(this._now)) return;
+      if (!field.value.trim() && !this._tray.pictures.length) return;
+      const text = field.value;
       field.value = "";
       fit();
+      this._say(text, this._tray.take());
     });
     field.addEventListener("input", fit);
     field.addEventListener("keydown", (event) => {
@@ -305,6 +334,10 @@ export class Chat {
 
 function titleOf(conversation) {
   return conversation.title || "New conversation";
+}
+
+function picturesIn(messages) {
+  return messages.flatMap((message) => message.pictures ?? []);
 }
 
 /** The ids of the calls of an answer that have a result. */

@@ -1,6 +1,7 @@
 // One answer of the model: the request, its stream, and the record of why it waited.
 
 import { ask, eventsOf, getJson, newId } from "./api.js";
+import { urlOf } from "./gallery.js";
 import { Trouble, troubleIn } from "./trouble.js";
 import { NUMBERS } from "./settings.js";
 
@@ -39,7 +40,7 @@ export class Run {
     const { message } = this;
     const looking = setInterval(() => this._look(), LOOK_MS);
     try {
-      const body = bodyOf(this.conversation, message, this.model);
+      const body = await bodyOf(this.conversation, message, this.model);
       const path = this.model.chats === false ? "/v1/completions" : "/v1/chat/completions";
       const response = await ask(path, { body, signal: this._abort.signal, id: this.id });
       for await (const event of eventsOf(response)) this._read(event);
@@ -137,7 +138,7 @@ function addCall(calls, delta) {
 }
 
 /** The body of the request for the answer `message`, which is the conversation's last message. */
-function bodyOf({ settings, messages }, message, model) {
+async function bodyOf({ settings, messages }, message, model) {
   const body = {
     model: settings.model || model.models[0],
     messages: [],
@@ -148,7 +149,7 @@ function bodyOf({ settings, messages }, message, model) {
   const isText = model.chats === false;
   if (settings.system) body.messages.push({ role: "system", content: settings.system });
   for (const each of messages) {
-    if (each !== message) body.messages.push(...asSent(each));
+    if (each !== message) body.messages.push(...(await asSent(each, model)));
   }
   for (const { name, label } of NUMBERS) {
     const text = String(settings[name] ?? "").trim();
@@ -174,14 +175,30 @@ function bodyOf({ settings, messages }, message, model) {
   return body;
 }
 
-function asSent(message) {
-  if (message.role === "user") return [{ role: "user", content: message.text }];
+async function asSent(message, model) {
+  if (message.role === "user") return [{ role: "user", content: await contentOf(message, model) }];
   if (message.role === "tool") return [{ role: "tool", tool_call_id: message.call, content: message.text }];
   const calls = message.calls.map(({ id, name, arguments: given }) => {
     return { id, type: "function", function: { name, arguments: given } };
   });
   if (!message.text && !calls.length) return []; // it failed before its first token
   return [{ role: "assistant", content: message.text, ...(calls.length ? { tool_calls: calls } : {}) }];
+}
+
+async function contentOf({ text, pictures }, model) {
+  if (!pictures?.length) return text;
+  if (!model.pictures) {
+    throw new Trouble("request", "The conversation has pictures, and this model reads only text.", "Begin a new conversation, or edit the messages with pictures.");
+  }
+  const parts = [];
+  for (const { id, name } of pictures) {
+    const url = await urlOf(id);
+    if (!url) {
+      throw new Trouble("request", `The picture “${name}” is no longer kept in this browser.`, "Edit its message to remove it or to add it again.");
+    }
+    parts.push({ type: "image_url", image_url: { url } });
+  }
+  return text.trim() ? [...parts, { type: "text", text }] : parts;
 }
 
 /** Tools in OpenAI's form; those that are only a function are wrapped. */

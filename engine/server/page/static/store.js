@@ -10,6 +10,11 @@ export function onStorageFull(listener) {
   onFull = listener;
 }
 
+/** Tell people that something could not be stored. */
+export function reportFull() {
+  onFull();
+}
+
 export function newConversation(settings = {}) {
   const now = Date.now();
   const id = now.toString(36) + Math.random().toString(36).slice(2, 8);
@@ -73,7 +78,7 @@ function checked(one) {
 }
 
 function checkedMessage(message) {
-  if (message.role === "user") return { role: "user", text: text(message.text) };
+  if (message.role === "user") return userMessage(text(message.text), checkedPictures(message.pictures));
   if (message.role === "tool") {
     return { role: "tool", call: text(message.call), name: text(message.name), text: text(message.text) };
   }
@@ -91,6 +96,18 @@ function checkedMessage(message) {
       ? { text: text(message.trouble.text), advice: text(message.trouble.advice) }
       : null,
   };
+}
+
+/** A message of the user. pictures: each has an id, a name, and the length of its data URL. */
+export function userMessage(text, pictures = []) {
+  return { role: "user", text, ...(pictures.length ? { pictures } : {}) };
+}
+
+function checkedPictures(pictures) {
+  const some = Array.isArray(pictures) ? pictures.filter(isObject) : [];
+  return some
+    .map(({ id, name, chars }) => ({ id: text(id), name: text(name), chars: Number(chars) || 0 }))
+    .filter(({ id }) => id);
 }
 
 function isObject(value) {
