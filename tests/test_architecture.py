@@ -85,7 +85,7 @@ FEATURES = tuple(
 )
 COMPUTES = (
     *("compute", "device_slots", "dora", "files", "placing", "products", "reading"),
-    *("tower", "attention"),
+    *("attention", "encoding", "tower"),
 )
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)

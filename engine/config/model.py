@@ -50,10 +50,10 @@ class ModelOptions:
     keeps the inputs, which is more exact and slower; dtype=float32 always keeps them."""
     batch_invariant: bool | None = None
     """Give a request the same bits in any batch and chunking, with drafts, from the cache and after
-    preemption. Always so for native families on a CPU. Default on a GPU: False, because it needs
-    slower attention and products. True is an error for models that run through transformers, and on
-    a GPU with quantised weights or experts. docs/internals/kernels.md says what differs without
-    it."""
+    preemption. Always so for native families on a CPU, with pictures only if True: they are then
+    encoded one by one. Default on a GPU: False, because it needs slower attention and products.
+    True is an error for models that run through transformers, and on a GPU with quantised weights
+    or experts. docs/internals/kernels.md says what differs without it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """auto, safetensors: weights from the model's files; dummy: seeded random weights, for which
     config.json suffices."""

@@ -4,7 +4,6 @@ forward pass in place of the placeholders' embeddings."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,16 +13,15 @@ from numpy.typing import NDArray
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.layers.batch import Embeds, ForwardBatch, OpenItem
-from engine.messages.media import PixelArray
 from engine.messages.requests import MediaItem
 from engine.messages.step import StepPlan
+from engine.mm.encoding import ItemEncoder
 from engine.mm.store import PixelStore
-from engine.mm.tower import Encode, load_tower
+from engine.mm.tower import load_tower
 from engine.models.decoder import NativeDecoder
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
 from engine.worker.slots import LiveSeqs
-from kernels.cpu.threads import num_threads
 
 
 class Run(NamedTuple):
@@ -59,7 +57,7 @@ class Encoder(Feature):
         self._both_ways, self._has_axes = both_ways, has_axes
         self._config, self._info, self._store = config, info, store
         self._cache_tokens = cache_tokens
-        self._encode: Encode
+        self._encoder: ItemEncoder
         self._bytes_a_token = 0
         self._outputs: dict[str, torch.Tensor] = {}  # by hash, [1 + L, embedded tokens, H]
         self._media: dict[int, list[MediaItem]] = {}  # by slot
@@ -83,7 +81,9 @@ class Encoder(Feature):
                 "transformers, and then this model cannot read pictures: start with "
                 'limit_mm_per_prompt={"image": 0} to use it for text'
             )
-        self._encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
+        encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
+        are_batched = self._config.batch_invariant is not True
+        self._encoder = ItemEncoder(encode, self._store.get, are_batched=are_batched)
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
         if self._has_axes:
             self._shifts = machine.slots.keep_shifts(machine.platform)
@@ -110,10 +110,9 @@ class Encoder(Feature):
                 if self._shifts is not None:
                     axes = self._axes[slot] = axes_of(items)
                     self._shifts[slot] = axes.shift
-            for slot, index in part.encode:
-                item = self._media[slot][index]
-                if (why := self._encode_item(item)) is not None:
-                    failed[item.hash] = why
+            encoded = self._encoder.run([self._media[slot][index] for slot, index in part.encode])
+            self._outputs |= encoded.outputs
+            failed = encoded.failed
         return self._reasons(plan, failed)
 
     def touches(self, rows: PlanRows) -> bool:
@@ -155,30 +154,6 @@ class Encoder(Feature):
             first = int(firsts[index])
             positions[:, first : first + part.shape[1]] = part.to(positions.device)
         batch.move(positions)
-
-    def _encode_item(self, item: MediaItem) -> str | None:
-        """Encode a media item. Returns why that is impossible; ``None`` if it is done."""
-        pixels = self._store.get(item.hash)
-        if pixels is None:
-            return f"the content of the media item at token {item.offset} has not arrived"
-        try:
-            with all_threads():
-                output = self._encode({name: tensor_of(array) for name, array in pixels.items()})
-        except torch.AcceleratorError:  # the device is lost, and with it every request
-            raise
-        except Exception as error:
-            return (
-                f"the media item at token {item.offset} cannot be encoded: "
-                f"{type(error).__name__}: {error}"
-            )
-        wanted = sum(run.length for run in runs_of(item))
-        if output.shape[1] != wanted:
-            return (
-                f"the media item at token {item.offset} has {wanted} placeholder tokens, and the "
-                f"encoder made {output.shape[1]} vectors"
-            )
-        self._outputs[item.hash] = output
-        return None
 
     def _reading(self, rows: PlanRows | StepPlan) -> Iterator[tuple[int, int, int, int]]:
         """Index, slot, first position and end of each row that begins before the last embedded
@@ -223,17 +198,6 @@ def axes_of(media: Sequence[MediaItem]) -> Axes:
     return Axes(np.concatenate(parts, axis=1), position - index)
 
 
-@contextmanager
-def all_threads() -> Iterator[None]:
-    """Let torch use all threads, most of which are otherwise left to compiled kernels."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, num_threads()))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def runs_of(item: MediaItem) -> list[Run]:
     """The runs of embedded tokens in a media item."""
     runs: list[Run] = []
@@ -247,9 +211,3 @@ def runs_of(item: MediaItem) -> list[Run]:
 def read_by(runs: Sequence[Run], start: int, upto: int) -> list[Run]:
     """The runs with tokens at positions [start, upto)."""
     return [run for run in runs if run.start < upto and start < run.start + run.length]
-
-
-def tensor_of(array: PixelArray) -> torch.Tensor:
-    """The tensor of an array of pixels, on the CPU."""
-    values = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
-    return torch.from_numpy(values)

@@ -21,8 +21,9 @@ TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below 
 TEXT_TENSORS = (*TEXT_HALVES, "lm_head")  # names of which may be missing
 
 Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Encodes the arrays of one picture to vectors [1 + L, tokens, H]: the first replace embeddings,
-the others are added to the outputs of the first L layers."""
+"""Encodes the arrays of pictures, joined along their first dimension, to vectors
+[1 + L, tokens, H]: the first replace embeddings, the others are added to the outputs of the first L
+layers."""
 
 
 @torch.inference_mode()
@@ -58,7 +59,7 @@ def load_tower(
             name: array.to(device, dtype if array.is_floating_point() else None)
             for name, array in arrays.items()
         }
-        if least and int(given["image_sizes"].max()) <= least:
+        if least and given["image_sizes"].tolist() == [[least, least]]:
             twice = {name: torch.cat([array, array]) for name, array in given.items()}
             both: Any = body.get_image_features(**twice, return_dict=True)
             return torch.stack([both.pooler_output[0]])
