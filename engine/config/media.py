@@ -31,6 +31,9 @@ class MediaConfig:
     encoder_cache_size: int | None = None
     """Tokens of pictures whose encoder outputs are kept for later steps and requests. Default: as
     many as are encoded in a step."""
+    disable_chunked_mm_input: bool = False
+    """Never split a picture over steps. Always so for models whose tokens of a picture see each
+    other. A prompt then waits until a step has room for its next picture."""
     allowed_media_domains: list[str] | tuple[str, ...] = field(
         default=(), metadata={**FRONT_END, **SEVERAL}
     )

@@ -339,13 +339,10 @@ def media_halves(
     most = max(config.scheduler.max_num_batched_tokens, family.longest)
     most = options.max_num_encoder_input_tokens or most
     cached = options.encoder_cache_size or most
-    store = PixelStore()
+    store, is_whole = PixelStore(), family.whole or options.disable_chunked_mm_input
+    longest, arrivals = family.longest if is_whole else 0, Arrivals(store.drop)
     budget = EncoderBudget(
-        most,
-        cached,
-        whole_media=family.whole,
-        longest_item=family.longest if family.whole else 0,
-        arrivals=Arrivals(store.drop),
+        most, cached, whole_media=is_whole, longest_item=longest, arrivals=arrivals
     )
     encoder = Encoder(
         config.model, info, store, cached, both_ways=family.whole, has_axes=family.has_axes

@@ -405,3 +405,21 @@ def test_a_limit_of_no_pictures_leaves_the_encoder_out(
         assert tokens_of(output) == expected(path, name, "none", [])
         with pytest.raises(RequestError, match="limit_mm_per_prompt is 0"):
             llm.generate(prompt_of(mark_of(name), [picture(5, 5)]), GREEDY, use_tqdm=False)
+
+
+def test_pictures_are_not_split_over_steps_if_that_is_wished(models: Any) -> None:
+    path, options = models("llava"), {**SMALL, "disable_chunked_mm_input": True}
+    with pytest.raises(ConfigError, match=r"must be computed in one step, .* is 8; raise it"):
+        LLM(path, max_num_batched_tokens=8, **options)
+    with LLM(path, max_num_batched_tokens=24, **options) as llm:
+        outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
+    for output, each in zip(outputs, PROMPTS, strict=True):
+        assert tokens_of(output) == expected(path, "llava", *each)
+
+
+def test_pictures_are_encoded_one_by_one_for_the_same_bits(models: Any) -> None:
+    path = models("llava")
+    with LLM(path, batch_invariant=True, **SMALL) as llm:
+        outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
+    for output, each in zip(outputs, PROMPTS, strict=True):
+        assert tokens_of(output) == expected(path, "llava", *each)
