@@ -46,7 +46,7 @@ class Picture:
         """The picture in RGB, rotated as the file says, then shrunk. Raises ``RequestError`` if the
         file is damaged."""
         try:
-            image = ImageOps.exif_transpose(self._image).convert("RGB")
+            image = _in_colours(self._image)
         except Exception as error:  # decoders raise many kinds
             raise damaged(error) from error
         if image.size != self._whole:
@@ -140,19 +140,29 @@ def _turned(image: Image.Image) -> tuple[int, int]:
     return (height, width) if orientation in TURNED else (width, height)
 
 
+def _in_colours(image: Image.Image) -> Image.Image:
+    """A picture in RGB, rotated as its file says."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
+        upright = upright.convert("RGBA")  # in one go Pillow warns of lost transparency
+    return upright.convert("RGB")
+
+
 def _plain(image: Image.Image) -> Image.Image:
-    """A copy of a PIL image, rotated, in RGB, without metadata."""
+    """A copy of a PIL image, rotated, in RGB, without metadata, but with the colour that is
+    transparent: image processors put its pixels on white."""
     try:
-        plain = ImageOps.exif_transpose(image).convert("RGB")
+        plain = _in_colours(image)
     except Exception as error:
         raise damaged(error) from error
-    plain.info.clear()
+    plain.info = {key: plain.info[key] for key in ("transparency",) if key in plain.info}
     return plain
 
 
 def _digest_of(plain: Image.Image) -> str:
-    """The hash of the pixels of a plain image."""
-    digest = blake2b(repr(plain.size).encode(), digest_size=DIGEST_BYTES)
+    """The hash of the pixels of a plain image, and of its transparent colour."""
+    shape = (plain.size, plain.info.get("transparency"))
+    digest = blake2b(repr(shape).encode(), digest_size=DIGEST_BYTES)
     digest.update(plain.tobytes())
     return digest.hexdigest()
 

@@ -122,12 +122,17 @@ def finished(
 def compare(reference: Reference, tokens: list[list[int]], tally: Tally) -> None:
     """Token for token, up to the first tie."""
     for right, margins, ours in zip(reference.tokens, reference.margins, tokens, strict=True):
-        for position, (one, other) in enumerate(zip(right, ours, strict=True)):
-            tally.compared += 1
-            if one != other:
-                assert margins[position] < 1e-4, (
-                    f"token {position} is {other}, transformers says {one} by a margin of "
-                    f"{margins[position]:.2e}"
-                )
-                tally.ties += 1
-                break
+        compare_one(right, margins, ours, tally)
+
+
+def compare_one(right: list[int], margins: list[float], ours: list[int], tally: Tally) -> None:
+    """Token for token, up to the first tie."""
+    for position, (one, other) in enumerate(zip(right, ours, strict=True)):
+        tally.compared += 1
+        if one != other:
+            assert margins[position] < 1e-4, (
+                f"token {position} is {other}, transformers says {one} by a margin of "
+                f"{margins[position]:.2e}"
+            )
+            tally.ties += 1
+            break

@@ -224,6 +224,8 @@ def make_seeing_model(path: Path, name: str) -> Path:
                 parameter.normal_(0, 2.0 * parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        if case.model == "Gemma3":  # else each token is its own likeliest successor
+            model.get_input_embeddings().weight.mul_(0.1)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -1,0 +1,677 @@
+"""Situations in which a model that sees has to say what transformers says. Each is a function of
+the model, a tally of tokens, and an empty directory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from e2e.picture_cases import NUM_NEW, Prompt, Seen, as_file, picture
+from e2e.references import Tally, compare_one, pool_for
+from e2e.seeing_models import IMAGE, TEXT, reference
+from e2e.test_ngram import NGRAM
+from e2e.test_suffix import SUFFIX
+from PIL import Image
+from support import adapter_files
+from support.patience import WAIT_SECONDS
+
+from engine import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from engine.core.replay import replay
+from engine.errors import RequestError
+from engine.frontend.prompt import RequestOptions, Submission
+
+Situation = Callable[[Seen, Tally, Path], None]
+SIZES: dict[str, Any] = {
+    "num_threads": 1,
+    "max_num_seqs": 16,
+    "num_kv_blocks": 400,
+    "block_size": 8,
+    "log_level": "error",
+}
+SITUATIONS: dict[str, Situation] = {}
+IN_PROCESSES: dict[str, Situation] = {}
+"""Situations whose engine starts processes, for seconds."""
+A, B, C, D = (picture(40 + 9 * n, 62 - 7 * n, seed=n) for n in range(4))
+WIDE, TALL, POINT = picture(128, 20), picture(21, 120), picture(1, 1)
+MIXED = (
+    Prompt("what is <image> this?", [A]),
+    Prompt("none"),
+    Prompt("<image><image>", [POINT, TALL]),
+    Prompt("a <image> b <image> c <image>", [WIDE, B, A]),
+    Prompt("and no picture here, but a long text that takes several chunks to compute"),
+    Prompt("\n<image>\n\n<image>\n\n\n?", [C, C]),
+)
+
+
+def situation(name: str, into: dict[str, Situation] = SITUATIONS) -> Callable[..., Situation]:
+    def keep(function: Situation) -> Situation:
+        into[name] = function
+        return function
+
+    return keep
+
+
+def greedy(num_new: int = NUM_NEW, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, **options)
+
+
+def say(llm: LLM, seen: Seen, prompts: Sequence[Prompt], params: Any, **more: Any) -> list[Any]:
+    return llm.generate([seen.given(each) for each in prompts], params, use_tqdm=False, **more)
+
+
+def check(
+    llm: LLM, seen: Seen, prompts: Sequence[Prompt], tally: Tally, num_new: int = NUM_NEW
+) -> list[Any]:
+    """That all prompts at once have transformers' answers. Returns the outputs."""
+    outputs = say(llm, seen, prompts, greedy(num_new))
+    for output, prompt in zip(outputs, prompts, strict=True):
+        seen.check(output, prompt, tally)
+    return outputs
+
+
+@contextmanager
+def engine(seen: Seen, **options: Any) -> Iterator[LLM]:
+    options = {**SIZES, **options}
+    budget = options.get("max_num_batched_tokens", 10**4)
+    options["max_num_seqs"] = min(options["max_num_seqs"], budget)
+    with LLM(seen.path, **options) as llm:
+        yield llm
+
+
+def preemptions(llm: LLM) -> int:
+    stats = llm.llm_engine.stats()
+    assert stats is not None
+    return stats.num_preemptions
+
+
+# Pictures
+
+
+def files() -> dict[str, bytes]:
+    """Pictures of all kinds, as files."""
+    exif = Image.Exif()
+    modes = ("RGB", "RGBA", "L", "LA", "P", "1", "I;16")
+    made = {f"PNG {mode}": as_file(picture(50, 35, mode)) for mode in modes}
+    shades = picture(50, 35).quantize(16)
+    made["PNG with a transparent colour"] = as_file(shades, transparency=3)
+    made["PNG with transparent colours"] = as_file(shades, transparency=bytes(range(0, 256, 16)))
+    made["PNG RGB with a transparent colour"] = as_file(picture(50, 35), transparency=(1, 2, 3))
+    for turn in range(1, 9):
+        exif[0x0112] = turn
+        made[f"JPEG turned {turn}"] = as_file(picture(60, 31), "JPEG", exif=exif)
+    exif[0x0112] = 6
+    made["PNG turned"] = as_file(picture(60, 31), exif=exif)
+    made["WEBP turned"] = as_file(picture(60, 31), "WEBP", exif=exif)
+    for mode in ("L", "CMYK", "YCbCr"):
+        made[f"JPEG {mode}"] = as_file(picture(50, 35, mode), "JPEG")
+    made["JPEG in parts"] = as_file(picture(50, 35), "JPEG", progressive=True)
+    made["BMP"] = as_file(picture(50, 35), "BMP")
+    made["BMP of two colours"] = as_file(picture(50, 35, "1"), "BMP")
+    frames = [picture(45, 33, seed=n) for n in range(3)]
+    for kind in ("GIF", "WEBP", "PNG"):
+        made[f"animated {kind}"] = as_file(
+            frames[0], kind, save_all=True, append_images=frames[1:], duration=50
+        )
+    see_through = [picture(45, 33, "RGBA", seed=n) for n in range(2)]
+    made["animated GIF with transparency"] = as_file(
+        see_through[0], "GIF", save_all=True, append_images=see_through[1:], disposal=2
+    )
+    made["GIF with a transparent colour"] = as_file(shades, "GIF", transparency=5)
+    made["WEBP"] = as_file(picture(50, 35, "RGBA"), "WEBP", lossless=True)
+    return made
+
+
+@situation("kinds of files")
+def kinds_of_files(seen: Seen, tally: Tally, root: Path) -> None:
+    made = files()
+    names = list(made)
+    prompts = [
+        Prompt("<image> ".join(["", "", "", ""]), [made[name] for name in names[at : at + 3]])
+        for at in range(0, len(names) - len(names) % 3, 3)
+    ]
+    prompts.append(Prompt("<image>", [made[names[-1]]]))
+    with engine(seen) as llm:
+        check(llm, seen, prompts, tally, num_new=3)
+
+
+@situation("kinds of PIL images")
+def kinds_of_images(seen: Seen, tally: Tally, root: Path) -> None:
+    modes = ("RGBA", "L", "LA", "P", "1", "I;16", "CMYK", "YCbCr", "HSV", "LAB", "F", "I")
+    prompts = [Prompt(f"{mode} <image>", [picture(30, 45, mode)]) for mode in modes]
+    turned = picture(60, 31)
+    turned.getexif()[0x0112] = 8
+    prompts.append(Prompt("turned <image>", [turned]))
+    # The same colours with and without a transparent one, which image processors make white.
+    shades = picture(50, 35).quantize(16)
+    see_through = shades.copy()
+    see_through.info["transparency"] = 3
+    prompts += [Prompt("<image>", [shades]), Prompt("<image>", [see_through])]
+    with engine(seen) as llm:
+        check(llm, seen, prompts, tally, num_new=3)
+
+
+@situation("sizes")
+def sizes(seen: Seen, tally: Tally, root: Path) -> None:
+    plain = [(4000, 3000), (3000, 4000), (1, 1), (2, 1), (1, 3), (1, 30), (90, 1), (640, 480)]
+    random = [(33, 31), (32, 32), (31, 33), (127, 128), (64, 257), (65, 17), (500, 20)]
+    prompts = [
+        Prompt("<image>?", [Image.radial_gradient("L").resize(size).convert("RGB")])
+        for size in (*plain, *random)
+    ]
+    taken = []
+    with engine(seen) as llm:
+        for prompt in prompts:
+            try:
+                submitted(llm, seen, prompt)
+                taken.append(prompt)
+            except RequestError as error:
+                assert "too long" in str(error) or "so long" in str(error)
+                with pytest.raises((ValueError, ZeroDivisionError)):
+                    seen.inputs(prompt)
+        for output, prompt in zip(say(llm, seen, taken, greedy(3)), taken, strict=True):
+            if seen.is_computed_by_transformers(prompt):
+                seen.check(output, prompt, tally)
+            assert len(output.outputs[0].token_ids) == 3
+    assert len(taken) > 12
+
+
+@situation("0 to 8 pictures")
+def numbers(seen: Seen, tally: Tally, root: Path) -> None:
+    pictures = [A, B, POINT, C, A, WIDE, D, TALL]
+    prompts = [Prompt("x<image>" * n + f" {n}", pictures[:n]) for n in range(9)]
+    with engine(seen, max_num_batched_tokens=200) as llm:
+        check(llm, seen, prompts, tally, num_new=4)
+
+
+@situation("several turns")
+def turns(seen: Seen, tally: Tally, root: Path) -> None:
+    """A chat whose answers are part of the next prompt, with a picture in each turn."""
+    with engine(seen) as llm:
+        text, pictures, chat = "", [], []
+        for number, image in enumerate((A, B, None, A)):
+            parts = [] if image is None else [{"type": "image", "image": image}]
+            content = [*parts, {"type": "text", "text": f"what {number}"}]
+            chat.append({"role": "user", "content": content})
+            pictures += [] if image is None else [image]
+            text += f"user: {'' if image is None else '<image>'}what {number}"
+            if seen.mark != "<image>":  # the template has the plain token
+                chat[-1]["content"] = f"{'' if image is None else seen.mark}what {number}"
+                ids = [text + "a:"]
+                prompt = Prompt(*ids, pictures)
+                (output,) = say(llm, seen, [prompt], greedy(5))
+            else:
+                prompt = Prompt(text + "a:", pictures)
+                (output,) = llm.chat([chat], greedy(5), use_tqdm=False)
+            seen.check(output, prompt, tally)
+            if number:
+                assert output.num_cached_tokens > 0
+            chat.append({"role": "a", "content": f"answer {number}"})
+            text += f"a: answer {number}"
+
+
+# Batches, chunks, blocks
+
+
+@situation("together")
+def together(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen) as llm:
+        check(llm, seen, MIXED, tally)
+        check(llm, seen, MIXED[::-1], tally)
+
+
+@situation("chunks")
+def chunks(seen: Seen, tally: Tally, root: Path) -> None:
+    for size in (1, 5, 7, 13):
+        with engine(seen, max_num_batched_tokens=max(size, seen.least_budget)) as llm:
+            check(llm, seen, MIXED[:4] if size == 1 else MIXED, tally)
+
+
+@situation("two steps in flight")
+def in_flight(seen: Seen, tally: Tally, root: Path) -> None:
+    for options in ({"async_scheduling": True}, {"async_scheduling": False}):
+        with engine(seen, max_num_batched_tokens=37, **options) as llm:
+            check(llm, seen, MIXED, tally)
+
+
+@situation("without prefix cache")
+def no_prefix_cache(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, enable_prefix_caching=False, max_num_batched_tokens=50) as llm:
+        check(llm, seen, MIXED, tally)
+        outputs = check(llm, seen, MIXED, tally)
+    assert not any(output.num_cached_tokens for output in outputs)
+
+
+def tight(seen: Seen, prompts: Sequence[Prompt], num_new: int, **options: Any) -> dict[str, int]:
+    """Sizes of a pool of blocks for the longest three prompts, but not for all of their answers."""
+    lengths = sorted(len(seen.answer(each, num_new).prompt) for each in prompts)
+    longest = lengths[-1] + num_new
+    with engine(seen, **options) as llm:
+        sizes = [
+            pool_for(llm.llm_engine, each) for each in ([n + 3 for n in lengths[-3:]], [longest])
+        ]
+    return {"num_kv_blocks": max(sizes), "max_model_len": longest}
+
+
+@situation("preempted")
+def preempted(seen: Seen, tally: Tally, root: Path) -> None:
+    for options in ({}, {"async_scheduling": True, "max_num_batched_tokens": 45}):
+        prompts = [
+            Prompt(f"{n}<image>" + "x" * 30, [picture(40, 30, seed=n // 2)]) for n in range(6)
+        ]
+        with engine(seen, **options, **tight(seen, prompts, 40, **options)) as llm:
+            check(llm, seen, prompts, tally, 40)
+            assert preemptions(llm) > 0 or seen.has_window
+
+
+@situation("prefix hits")
+def prefix_hits(seen: Seen, tally: Tally, root: Path) -> None:
+    """That end before, within, after and across pictures."""
+    start = "a text of more than two blocks"
+    asked = [
+        Prompt(f"{start}<image>", [A]),
+        Prompt(f"{start}<image>", [B]),  # before
+        Prompt(f"{start}<image> and", [A]),  # within or after
+        Prompt(f"{start}<image> and so on until<image>", [A, C]),
+        Prompt(f"{start}<image> and so on until<image>", [A, D]),  # across the first
+        Prompt(f"{start}<image> and so on until<image>", [B, C]),  # nothing of the second
+        Prompt(f"{start}<image> and so on until<image> the end", [A, C]),  # across both
+        Prompt(f"{start}<image> and so on until the end", [A]),
+        Prompt(f"{start} and no picture"),
+        Prompt(f"<image>{start}", [A]),
+        Prompt(f"<image>{start}", [A]),
+    ]
+    for budget in (max(21, seen.least_budget), 400):
+        with engine(seen, max_num_batched_tokens=budget, block_size=4) as llm:
+            outputs = [check(llm, seen, [each], tally)[0] for each in asked]
+            check(llm, seen, asked, tally)
+        cached = [output.num_cached_tokens for output in outputs]
+        assert cached[0] == 0 and all(cached[2:8]), cached
+        if not seen.name.startswith("qwen3.5"):  # which keeps states at few positions
+            assert all(cached[1:9]) and cached[10], cached
+            assert cached[6] > cached[4] > cached[1], cached
+
+
+@situation("encoder cache hits")
+def encoder_hits(seen: Seen, tally: Tally, root: Path) -> None:
+    """The same pictures after other texts, in one batch and later."""
+    prompts = [Prompt(f"{n} text<image><image>", [A, A] if n % 2 else [A, B]) for n in range(5)]
+    with engine(seen, max_num_batched_tokens=64) as llm:
+        check(llm, seen, prompts, tally)
+        check(llm, seen, [Prompt("later <image>", [B])], tally)
+
+
+@situation("small encoder cache")
+def small_encoder_cache(seen: Seen, tally: Tally, root: Path) -> None:
+    """One picture at a time is encoded and kept, so that all pictures evict each other."""
+    pictures = [A, B, POINT, C, A]
+    prompts = [Prompt(f"{n}<image> and <image>", [pictures[n], A]) for n in range(4)]
+    longest = max(item for each in prompts for item in items_of(seen, each))
+    for budget in (max(29, seen.least_budget), 300):
+        options = {"max_num_encoder_input_tokens": longest, "encoder_cache_size": longest}
+        with engine(seen, max_num_batched_tokens=budget, **options) as llm:
+            check(llm, seen, prompts, tally)
+            check(llm, seen, prompts[::-1], tally)
+
+
+def items_of(seen: Seen, prompt: Prompt) -> list[int]:
+    """Tokens of each picture."""
+    with engine(seen) as llm:
+        return [item.length for item in submitted(llm, seen, prompt).requests[0].media]
+
+
+def submitted(llm: LLM, seen: Seen, prompt: Prompt) -> Submission:
+    """The request that the core gets."""
+    inputs = llm.llm_engine.session.inputs
+    return inputs.process("x", seen.given(prompt), greedy(), RequestOptions())
+
+
+@situation("small cache, preempted")
+def small_cache_preempted(seen: Seen, tally: Tally, root: Path) -> None:
+    prompts = [
+        Prompt(f"{n}<image>" + "x" * 20 + "<image>", [picture(40, 30, seed=n // 2), B])
+        for n in range(5)
+    ]
+    longest = max(item for each in prompts for item in items_of(seen, each))
+    options = {"max_num_encoder_input_tokens": longest, "encoder_cache_size": longest}
+    budget = max(40, seen.least_budget)
+    options |= {"max_num_batched_tokens": budget, **tight(seen, prompts, 25)}
+    with engine(seen, **options) as llm:
+        check(llm, seen, prompts, tally, 25)
+        assert preemptions(llm) > 0 or seen.has_window
+
+
+@situation("aborted")
+def aborted(seen: Seen, tally: Tally, root: Path) -> None:
+    """Requests end at any step, among others with the same picture."""
+    with engine(seen, max_num_batched_tokens=max(19, seen.least_budget)) as llm:
+        core = llm.llm_engine
+        for wait in range(5):
+            for n in range(4):
+                prompt = Prompt(f"{n}<image>{wait}<image>", [A, (B, C)[n % 2]])
+                core.add_request(f"{wait}-{n}", seen.given(prompt), greedy())
+            for _ in range(wait):
+                core.step()
+            core.abort_request([f"{wait}-{n}" for n in range(3)])
+            last = {}
+            while core.has_unfinished_requests():
+                for out in core.step():
+                    last[out.request_id] = out
+            seen.check(last[f"{wait}-3"], Prompt(f"3<image>{wait}<image>", [A, C]), tally)
+
+
+# Sampling
+
+
+@situation("several answers")
+def several(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, max_num_batched_tokens=33) as llm:
+        params = SamplingParams(n=3, top_k=1, max_tokens=NUM_NEW, ignore_eos=True)
+        outputs = say(llm, seen, MIXED, params)
+    for output, prompt in zip(outputs, MIXED, strict=True):
+        assert len(output.outputs) == 3
+        for index in range(3):
+            seen.check(output, prompt, tally, index=index)
+
+
+def scores(seen: Seen, prompt: Prompt, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] after each token of prompt and answer but the last,
+    by transformers."""
+    inputs = seen.inputs(prompt)
+    ids = inputs["input_ids"]
+    more = torch.tensor([list(tokens)], dtype=ids.dtype)
+    inputs["input_ids"] = torch.cat([ids, more], dim=1)
+    for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            filler = torch.full_like(more, int(name == "attention_mask")).to(inputs[name].dtype)
+            inputs[name] = torch.cat([inputs[name], filler], dim=1)
+    with torch.inference_mode():
+        return reference(seen.path)(**inputs).logits[0].log_softmax(dim=-1)
+
+
+@situation("sampled, with log-probabilities")
+def sampled(seen: Seen, tally: Tally, root: Path) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, n=2, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2
+    )
+    with engine(seen, max_num_batched_tokens=33) as llm:
+        outputs = say(llm, seen, MIXED, params)
+        again = say(llm, seen, MIXED[3:4], params)[0]
+        (image,) = llm.get_tokenizer().encode(IMAGE, add_special_tokens=False)
+    for index in range(2):
+        assert again.outputs[index].token_ids == outputs[3].outputs[index].token_ids
+    for output, prompt in zip(outputs, MIXED, strict=True):
+        for one in output.outputs:
+            # transformers takes an image token in an answer for a picture.
+            tokens = list(takewhile(lambda token: token != image, one.token_ids))
+            wanted = scores(seen, prompt, tokens)[-len(tokens) - 1 :]
+            for token, found, right in zip(tokens, one.logprobs, wanted, strict=False):
+                assert abs(found[token].logprob - float(right[token])) < 1e-3, prompt.text
+
+
+@situation("scored prompts")
+def scored(seen: Seen, tally: Tally, root: Path) -> None:
+    params = greedy(1, prompt_logprobs=0)
+    for budget in (max(23, seen.least_budget), 300):
+        with engine(seen, max_num_batched_tokens=budget) as llm:
+            for output, prompt in zip(say(llm, seen, MIXED, params), MIXED, strict=True):
+                wanted = scores(seen, prompt, [])
+                found = output.prompt_logprobs
+                assert len(found) == len(output.prompt_token_ids)
+                for at, token in enumerate(output.prompt_token_ids[1:]):
+                    right = float(wanted[at, token])
+                    assert abs(found[at + 1][token].logprob - right) < 1e-3, (prompt.text, at)
+
+
+@situation("repetition penalty")
+def penalty(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, max_num_batched_tokens=70) as llm:
+        outputs = say(llm, seen, MIXED, greedy(repetition_penalty=1.4))
+    for output, prompt in zip(outputs, MIXED, strict=True):
+        seen.check(output, prompt, tally, repetition_penalty=1.4)
+
+
+WORDS = ("teapot", "teacup", "cup", "cap", "capable")
+
+
+@situation("grammar")
+def grammar(seen: Seen, tally: Tally, root: Path) -> None:
+    """Answers are those of a list, as JSON: each token is transformers' best of those allowed."""
+    schema = {"enum": list(WORDS)}
+    params = SamplingParams(
+        temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(json=schema)
+    )
+    spelled: list[list[int]] = []
+
+    def allowed(ids: Sequence[int]) -> list[int]:
+        """Tokens after the first ones of an answer."""
+        at = len(ids)
+        return [each[at] for each in spelled if each[:at] == ids and at < len(each)]
+
+    for options in ({}, NGRAM):
+        with engine(seen, max_num_batched_tokens=41, **options) as llm:
+            tokenizer = llm.get_tokenizer()
+            spelled = [
+                [*tokenizer.encode(json.dumps(word), add_special_tokens=False), 2] for word in WORDS
+            ]
+            outputs = say(llm, seen, MIXED, params)
+        for output, prompt in zip(outputs, MIXED, strict=True):
+            length = len(seen.answer(prompt).prompt)
+            answer = seen.answer(
+                prompt,
+                20,
+                prefix_allowed_tokens_fn=lambda _, ids, n=length: allowed(ids.tolist()[n:]),
+                eos_token_id=2,
+                pad_token_id=0,
+            )
+            found = output.outputs[0]
+            assert json.loads(found.text) in WORDS
+            assert found.finish_reason == "stop"
+            assert answer.tokens[: len(found.token_ids)] == list(found.token_ids), prompt.text
+
+
+# Drafts
+
+
+@situation("drafts of n-grams")
+def ngrams(seen: Seen, tally: Tally, root: Path) -> None:
+    drafted(seen, tally, NGRAM)
+
+
+@situation("drafts of suffixes")
+def suffixes(seen: Seen, tally: Tally, root: Path) -> None:
+    drafted(seen, tally, SUFFIX)
+
+
+@situation("drafts of a text model")
+def drafts_of_text(seen: Seen, tally: Tally, root: Path) -> None:
+    path = root / "draft"
+    small = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    config = transformers.LlamaConfig(**{**TEXT, **small})
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    own = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False}
+    drafted(seen, tally, {"speculative_config": {"method": "draft_model", **own}})
+
+
+@situation("drafts of the model itself")
+def drafts_of_itself(seen: Seen, tally: Tally, root: Path) -> None:
+    own = {"model": str(seen.path), "num_speculative_tokens": 3, "adaptive": False}
+    drafted(seen, tally, {"speculative_config": {"method": "draft_model", **own}})
+
+
+def drafted(seen: Seen, tally: Tally, drafts: dict[str, Any]) -> None:
+    for options in ({}, {"max_num_batched_tokens": max(19, seen.least_budget)}):
+        with engine(seen, **drafts, **options) as llm:
+            check(llm, seen, MIXED, tally, 20)
+            check(llm, seen, MIXED, tally, 20)
+            assert llm.llm_engine.stats().counters["drafts.num_drafts"] > 0
+
+
+# Adapters
+
+LINEARS = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|down_proj|gate_proj)"
+
+
+@situation("adapters")
+def adapters(seen: Seen, tally: Tally, root: Path) -> None:
+    """Of peft, on the text half, beside requests without one and with the same pictures."""
+    made = {}
+
+    def changed(number: int) -> Callable[[Any], Any]:
+        def change(model: Any) -> Any:
+            if number not in made:
+                own = adapter_files.trained(
+                    copy.deepcopy(model), number, size=4.0, target_modules=LINEARS
+                )
+                adapter_files.save(own, root / str(number))
+                made[number] = own
+            return made[number].get_base_model()
+
+        return change
+
+    changes = [changed(1), changed(2)]
+    for each in changes:
+        each(reference(seen.path))
+    requests = [None, *(LoRARequest(f"a{n}", n, str(root / str(n))) for n in (1, 2))]
+    prompts = [MIXED[0], MIXED[3], MIXED[1]]
+    asked = [(prompt, at) for prompt in prompts for at in range(3)]
+    answers = [seen.answer(p) if not at else seen.answer_of(changes[at - 1], p) for p, at in asked]
+    assert len({tuple(answer.tokens) for answer in answers}) > 6, [a.tokens for a in answers]
+    with engine(seen, enable_lora=True, max_loras=2, max_num_batched_tokens=57) as llm:
+        for _ in range(2):
+            outputs = say(
+                llm, seen, [p for p, _ in asked], greedy(),
+                lora_request=[requests[at] for _, at in asked],
+            )  # fmt: skip
+            for output, answer in zip(outputs, answers, strict=True):
+                assert output.prompt_token_ids == answer.prompt
+                compare_one(answer.tokens, answer.margins, output.outputs[0].token_ids, tally)
+
+
+# Numbers
+
+
+def bits(outputs: Sequence[Any]) -> list[list[tuple[int, str]]]:
+    return [
+        [(t, entry[t].logprob.hex()) for t, entry in zip(one.token_ids, one.logprobs, strict=True)]
+        for one in (output.outputs[0] for output in outputs)
+    ]
+
+
+@situation("batch invariant")
+def batch_invariant(seen: Seen, tally: Tally, root: Path) -> None:
+    """The same bits alone, in a batch, in chunks, and from the caches."""
+    params = greedy(logprobs=0)
+    with engine(seen, batch_invariant=True, enable_prefix_caching=False) as llm:
+        alone = [bits(say(llm, seen, [each], params))[0] for each in MIXED]
+        assert bits(say(llm, seen, MIXED, params)) == alone
+        assert bits(say(llm, seen, MIXED[::-1], params))[::-1] == alone
+    with engine(seen, batch_invariant=True, max_num_batched_tokens=37) as llm:
+        assert bits(say(llm, seen, MIXED, params)) == alone
+        assert bits(say(llm, seen, MIXED, params)) == alone
+
+
+def is_near(seen: Seen, bound: float, **options: Any) -> None:
+    """That the log-probabilities of prompts and their pictures are near transformers'."""
+    params = greedy(1, prompt_logprobs=0)
+    with engine(seen, max_num_batched_tokens=64, **options) as llm:
+        outputs = say(llm, seen, MIXED, params)
+        say(llm, seen, MIXED, greedy(12))
+    for output, prompt in zip(outputs, MIXED, strict=True):
+        ids = output.prompt_token_ids
+        wanted = scores(seen, prompt, [])[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found = torch.tensor(
+            [each[ids[at + 1]].logprob for at, each in enumerate(output.prompt_logprobs[1:])]
+        )
+        off = (found - wanted).abs().mean() / wanted.std()
+        assert off < bound, (prompt.text, float(off))
+
+
+@situation("bfloat16")
+def bfloat16(seen: Seen, tally: Tally, root: Path) -> None:
+    is_near(seen, 0.15, dtype="bfloat16")
+
+
+@situation("small keys and values")
+def small_keys(seen: Seen, tally: Tally, root: Path) -> None:
+    for kind, bound in (("bfloat16", 0.1), ("int8", 0.15), ("fp8", 0.5)):
+        is_near(seen, bound, dtype="float32", kv_cache_dtype=kind)
+
+
+@situation("int8 weights")
+def int8_weights(seen: Seen, tally: Tally, root: Path) -> None:
+    is_near(seen, 0.3, quantization="int8")
+
+
+# Cores and processes
+
+
+@situation("replayed")
+def replayed(seen: Seen, tally: Tally, root: Path) -> None:
+    log = root / "steps"
+    budget = max(23, seen.least_budget)
+    longest = max(item for each in MIXED for item in items_of(seen, each))
+    options = {"max_num_encoder_input_tokens": longest, "encoder_cache_size": longest}
+    with engine(seen, step_log=str(log), max_num_batched_tokens=budget, **options) as llm:
+        check(llm, seen, MIXED, tally)
+        check(llm, seen, MIXED[::-1], tally)
+    outcome = replay(log)
+    assert outcome.difference is None
+    assert outcome.num_requests == 2 * len(MIXED)
+    assert A.tobytes()[:64] not in log.read_bytes()
+
+
+@situation("a core in a process", IN_PROCESSES)
+def own_process(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, multiprocess=True, max_num_batched_tokens=37) as llm:
+        check(llm, seen, MIXED, tally)
+        check(llm, seen, MIXED[::-1], tally)
+
+
+@situation("two cores", IN_PROCESSES)
+def two_cores(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, multiprocess=True, data_parallel_size=2) as llm:
+        check(llm, seen, [*MIXED, *MIXED[::-1]], tally)
+
+
+@situation("text processes", IN_PROCESSES)
+def text_processes(seen: Seen, tally: Tally, root: Path) -> None:
+    with engine(seen, tokenizer_pool_size=2, multiprocess=True) as llm:
+        check(llm, seen, [*MIXED, *MIXED[::-1]], tally)
+
+
+@situation("a core at an address", IN_PROCESSES)
+def remote(seen: Seen, tally: Tally, root: Path) -> None:
+    secret = "a secret of some length"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = min(free.getsockname()[1], 65_000)
+    address = f"tcp://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "engine.cli.main", "core", "--listen", address]
+    command += ["--model", str(seen.path), "--num-threads", "1", "--num-kv-blocks", "200"]
+    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
+    environment = {**os.environ, "METRONOME_CORE_SECRET": secret}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as core:
+        try:
+            assert core.stdout is not None
+            assert core.stdout.readline().startswith("core address: tcp://")
+            options = {"core_address": address}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("METRONOME_CORE_SECRET", secret)
+                with LLM(seen.path, **options) as llm, LLM(seen.path, **options) as other:
+                    check(llm, seen, MIXED, tally)
+                    check(other, seen, MIXED[::-1], tally)
+        finally:
+            core.terminate()
+            core.wait(WAIT_SECONDS)

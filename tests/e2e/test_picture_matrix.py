@@ -1,0 +1,39 @@
+"""Every family that sees in every situation says what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e.picture_cases import Seen, maker
+from e2e.picture_situations import IN_PROCESSES, SITUATIONS
+from e2e.references import Tally
+from e2e.seeing_models import CASES
+
+ALL = {**SITUATIONS, **IN_PROCESSES}
+CELLS = [(name, what) for name in CASES for what in ALL]
+SLOW = {"bfloat16", "small keys and values", "int8 weights", *IN_PROCESSES}
+# In every run: each of the other situations with one family, so that each family has some.
+QUICK = {
+    (list(CASES)[index % len(CASES)], what)
+    for index, what in enumerate(sorted(SITUATIONS.keys() - SLOW))
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
+    return maker(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(*cell, id=", ".join(cell), marks=[] if cell in QUICK else pytest.mark.slow)
+        for cell in CELLS
+    ],
+)
+def test_tokens_are_those_of_transformers(
+    models: Callable[[str], Seen], name: str, what: str, tally: Tally, tmp_path: Path
+) -> None:
+    ALL[what](models(name), tally, tmp_path)
