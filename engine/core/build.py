@@ -335,11 +335,13 @@ def media_halves(
         )
         return [], None, []
     options = config.media
-    family = family_of(info, ImageProcessor(info, options.mm_processor_kwargs).settings)
+    processor = ImageProcessor(info, options.mm_processor_kwargs)
+    family = family_of(info, processor.settings)
     most = max(config.scheduler.max_num_batched_tokens, family.longest)
     most = options.max_num_encoder_input_tokens or most
     cached = options.encoder_cache_size or most
-    store, is_whole = PixelStore(), family.whole or options.disable_chunked_mm_input
+    store = PixelStore(processor.kinds)
+    is_whole = family.whole or options.disable_chunked_mm_input
     longest, arrivals = family.longest if is_whole else 0, Arrivals(store.drop)
     budget = EncoderBudget(
         most, cached, whole_media=is_whole, longest_item=longest, arrivals=arrivals

@@ -34,6 +34,9 @@ class CoreClient(Protocol):
     id_prefix: str
     """Request ids with this prefix are unique among all clients of the core."""
 
+    reads_shared_memory: bool = False
+    """True if a core takes the content of media as handles of shared memory."""
+
     max_call_bytes: int | None = None
     """Largest size of a utility call; ``None``: no limit."""
 
@@ -55,8 +58,9 @@ class CoreClient(Protocol):
         outputs. Raises ``RequestTypeError`` for ids that are not strings."""
 
     def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
-        """Bring the content of a media item to the cores of these requests, all of which have it.
-        Does not wait. Unknown ids are ignored."""
+        """Bring the content of a media item to the cores of these requests, all of which have it:
+        its pixels, with a handle of them for a core that can read it. Does not wait. Unknown ids
+        are ignored."""
 
     def step(self) -> list[CoreOutputs]:
         """Return the outputs of the core's steps, [] without any.

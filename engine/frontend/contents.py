@@ -16,8 +16,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.client import CoreClient
-from engine.errors import EngineError, RequestError
-from engine.messages.media import MediaContent, Pixels, num_bytes_of
+from engine.errors import EngineError, RefusedError, RequestError
+from engine.frontend.processing import Processed
+from engine.messages.media import MediaContent
 
 if TYPE_CHECKING:
     from engine.frontend.prompt import Submission
@@ -32,7 +33,7 @@ class Processing(Protocol):
     num_at_once: int
     """Number of pictures that are processed at the same time."""
 
-    def begin(self, picture: Picture) -> Future[Pixels]:
+    def begin(self, picture: Picture) -> Future[Processed]:
         """Start to process a picture. The future raises ``RequestError`` for a damaged one."""
 
     def close(self) -> None:
@@ -46,9 +47,15 @@ class Content:
         self.key = key
         self.picture: Picture | None = picture  # until it is processed
         self.users: set[str] = set()  # core ids of unfinished requests
-        self.future: Future[Pixels] | None = None
-        self.pixels: Pixels | None = None
+        self.future: Future[Processed] | None = None
+        self.made: Processed | None = None
         self.num_bytes = 0
+
+    def message(self) -> MediaContent:
+        """The message for a core, once the picture is processed."""
+        assert self.made is not None
+        pixels, segment = self.made
+        return MediaContent(self.key, pixels, None if segment is None else segment.handle)
 
 
 class Contents:
@@ -76,7 +83,7 @@ class Contents:
         self._contents: dict[str, Content] = {}
         self._idle: dict[str, None] = {}  # keys without users, longest idle first
         self._waiting: deque[Content] = deque()
-        self._done: SimpleQueue[tuple[Content, Future[Pixels]]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Content, Future[Processed]]] = SimpleQueue()
         self._used_by: dict[str, set[str]] = {}  # core id -> keys
         self._missing: dict[str, set[str]] = {}  # core id -> keys that are not processed
         self._num_processing = 0
@@ -97,8 +104,8 @@ class Contents:
                 content = self._contents[key] = Content(key, picture)
                 self._waiting.append(content)
             self._use(content, names)
-            if content.pixels is not None:
-                self._client.bring(names, MediaContent(key, content.pixels))
+            if content.made is not None:
+                self._client.bring(names, content.message())
         self._begin()
 
     def deliver(self) -> None:
@@ -112,6 +119,8 @@ class Contents:
             self._num_processing -= 1
             if self._contents.get(content.key) is content:
                 self._take(content, future)
+            elif not (future.cancelled() or future.exception()):
+                future.result().close()  # its requests have ended
             self._begin()
 
     def end(self, core_id: str) -> None:
@@ -132,7 +141,9 @@ class Contents:
         """Drop everything. A second call does nothing."""
         self._waiting.clear()
         for content in self._contents.values():
-            if content.future is not None:
+            if content.made is not None:
+                content.made.close()
+            elif content.future is not None:
                 content.future.cancel()
         self._contents.clear()
         self._used_by.clear()
@@ -149,7 +160,7 @@ class Contents:
         content.users.update(names)
         for name in names:
             self._used_by.setdefault(name, set()).add(content.key)
-            if content.pixels is None:
+            if content.made is None:
                 self._missing.setdefault(name, set()).add(content.key)
 
     def _begin(self) -> None:
@@ -167,7 +178,7 @@ class Contents:
             notify = partial(_notify, self._done, self._wake, content)
             content.future.add_done_callback(notify)
 
-    def _take(self, content: Content, future: Future[Pixels]) -> None:
+    def _take(self, content: Content, future: Future[Processed]) -> None:
         content.picture = None
         names = sorted(content.users)
         for name in names:
@@ -176,18 +187,18 @@ class Contents:
             if not missing:
                 del self._missing[name]
         try:
-            content.pixels = future.result()
+            content.made = future.result()
         except (Exception, CancelledError) as error:
             self._drop(content)
             self._client.bring(names, _failed(content.key, error))
             return
-        content.num_bytes = num_bytes_of(content.pixels)
+        content.num_bytes = content.made.num_bytes
         self._num_bytes += content.num_bytes
-        self._client.bring(names, MediaContent(content.key, content.pixels))
+        self._client.bring(names, content.message())
 
     def _release(self, content: Content) -> None:
         """Keep content without users for later requests, if it has been processed."""
-        if content.pixels is None:
+        if content.made is None:
             if content.future is not None:
                 content.future.cancel()
             del self._contents[content.key]
@@ -201,7 +212,10 @@ class Contents:
         while self._num_idle_bytes > num_bytes:
             key = next(iter(self._idle))
             del self._idle[key]
-            self._num_idle_bytes -= self._contents.pop(key).num_bytes
+            content = self._contents.pop(key)
+            self._num_idle_bytes -= content.num_bytes
+            assert content.made is not None
+            content.made.close()
 
     def _drop(self, content: Content) -> None:
         """Forget content that cannot be used."""
@@ -211,10 +225,10 @@ class Contents:
 
 
 def _notify(
-    done: SimpleQueue[tuple[Content, Future[Pixels]]],
+    done: SimpleQueue[tuple[Content, Future[Processed]]],
     wake: Callable[[], object],
     content: Content,
-    future: Future[Pixels],
+    future: Future[Processed],
 ) -> None:
     """Pass a result on, in the thread that has made it."""
     done.put((content, future))
@@ -223,7 +237,7 @@ def _notify(
 
 def _failed(key: str, error: BaseException) -> MediaContent:
     """The content of a picture that could not be processed."""
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError) and not isinstance(error, RefusedError):
         return MediaContent(key, error=str(error))
     ours = isinstance(error, EngineError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"

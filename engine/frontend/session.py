@@ -88,7 +88,8 @@ class Session:
             self.outputs = PooledOutputs(tokenizer, pool, client.wake)
         self.contents: Contents | None = None
         if pictures is not None:
-            self.contents = Contents(client, ThreadedPictures(pictures), self.wake)
+            processing = ThreadedPictures(pictures, shares=client.reads_shared_memory)
+            self.contents = Contents(client, processing, self.wake)
             self.outputs.on_ended = self.contents.end
         self.recommended = recommended or {}
         self._pool = pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,15 @@ class PixelArray(msgspec.Struct, array_like=True, frozen=True):
 
 Pixels = dict[str, PixelArray]
 """The arrays of one media item, by the names of the encoder's arguments, e.g. ``pixel_values``."""
+
+
+Kinds = Mapping[str, tuple[str, int]]
+"""Dtype and number of dimensions of each array of pixels, by name."""
+
+
+def kinds_of(pixels: Pixels) -> Kinds:
+    """Dtype and number of dimensions of each array."""
+    return {name: (array.dtype, len(array.shape)) for name, array in pixels.items()}
 
 
 def num_bytes_of(pixels: Pixels) -> int:

@@ -114,6 +114,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     time: float  # seconds on the core's clock
     model: str = ""  # directory of the model on the core's machine; "" without one
     capabilities: list[str] = []  # supported plan parts, e.g. adapters or masks
+    namespace: str = ""  # where it opens handles of pixels in shared memory; "": nowhere
 
 
 class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):

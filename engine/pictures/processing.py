@@ -14,9 +14,10 @@ from PIL import Image
 
 from engine.config.model import ModelInfo, read_json
 from engine.errors import ConfigError, ModelError
-from engine.messages.media import PixelArray, Pixels
+from engine.messages.media import Kinds, PixelArray, Pixels, kinds_of
 from engine.pictures.opening import damaged
 
+TRIAL_SIDE = 64  # pixels
 UNREAD = ("rows", "cols", "batch_num_images", "num_crops")  # outputs that an encoder does not need
 
 
@@ -56,6 +57,11 @@ class ImageProcessor:
         """Identifies the settings: equal pictures with equal keys have equal pixels."""
         text = json.dumps([type(self._processor).__name__, self.settings], sort_keys=True)
         return blake2b(text.encode(), digest_size=16).digest()
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Dtypes and dimensions of the arrays that it makes of any picture."""
+        return kinds_of(self.pixels(Image.new("RGB", (TRIAL_SIDE, TRIAL_SIDE))))
 
     def pixels(self, image: Image.Image) -> Pixels:
         """The arrays of one picture. Raises ``RequestError`` if it cannot be processed."""

@@ -61,6 +61,7 @@ class ManyCoresClient(CoreClient):
         check_alike(self._cores)
         self.decided = self._cores[0].decided  # equal for all cores
         self.id_prefix = _prefix_of(self._cores)
+        self.reads_shared_memory = any(core.reads_shared_memory for core in self._cores)
         self._death: EngineDeadError | None = None
         self._over: EngineDeadError | None = None  # set when no core is left
         self._balancer = Balancer(len(self._cores), self.decided.block_size)

@@ -20,6 +20,7 @@ from engine.core.inproc_client import InprocClient
 from engine.core.polling import Work, parked_seconds, poll_timeout_ms
 from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
 from engine.ipc.codec import MAX_MESSAGE_BYTES, MessageDecoder, is_tagged
+from engine.ipc.sealed_files import namespace
 from engine.ipc.sockets import Socket, Waker
 from engine.messages.requests import AddRequest
 from engine.messages.wire import (
@@ -241,6 +242,7 @@ class Dispatcher:
             time=now,
             model=decided.model.encode(errors="replace").decode(),  # a path may not be UTF-8
             capabilities=list(decided.capabilities),
+            namespace=namespace(),
         )
         self._sessions.send(identity, welcome)
 

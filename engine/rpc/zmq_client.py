@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, EngineError, WireError
@@ -28,6 +29,7 @@ from engine.ipc import sockets
 from engine.ipc.address import Address, address_of
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.process import CoreProcess
+from engine.ipc.sealed_files import namespace
 from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
 from engine.messages.stats import SchedulerStats
@@ -112,6 +114,7 @@ class EngineCoreClient(CoreClient):
             self.shutdown()
             raise
         self.id_prefix = self.decided.id_prefix
+        self.reads_shared_memory = self.decided.namespace == namespace() != ""
 
     @property
     def pids(self) -> list[int]:
@@ -406,8 +409,13 @@ class ClientProtocol:
         return parts, errors
 
     def bring(self, request_ids: Sequence[str], content: MediaContent) -> bytes:
-        """The message that brings the content of a media item; the reason, if it is too large."""
+        """The message that brings the content of a media item: the handle of its pixels if the core
+        can read it, else the pixels. If they are too large, it brings the reason."""
         names = list(request_ids)
+        if content.shared is not None:
+            where = "" if self.welcome is None else self.welcome.namespace
+            is_read = where == content.shared.namespace
+            content = replace(content, pixels=None) if is_read else replace(content, shared=None)
         try:
             return self._encoder.encode(Bring(names, content))
         except WireError as error:
