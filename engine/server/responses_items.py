@@ -21,15 +21,18 @@ from engine.server.speech.custom import INPUT
 
 MAX_ITEMS = 4096
 ROLES = ("user", "assistant", "system", "developer")
-ACTIONS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
+ACTIONS = {
+    "local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation",
+    "computer_call": "action",
+}  # fmt: skip
 """Types of calls that the client runs, and the field of such a call that has its arguments."""
 OUTPUTS = (
     "function_call_output", "custom_tool_call_output", "local_shell_call_output",
-    "shell_call_output", "apply_patch_call_output",
+    "shell_call_output", "apply_patch_call_output", "computer_call_output",
 )  # fmt: skip
 LEFT_OUT = (
     "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger",
-    "computer_call", "computer_call_output", "configuration_update", "file_search_call",
+    "configuration_update", "file_search_call",
     "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools",
     "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 )  # fmt: skip
@@ -59,7 +62,9 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     elif kind == "custom_tool_call":
         _call(messages, item, item.get("name"), {INPUT: item.get("input")})
     elif kind in ACTIONS:
-        _call(messages, item, kind.removesuffix("_call"), _given(item.get(ACTIONS[kind])))
+        several = item.get("actions")  # of a computer
+        given = item.get(ACTIONS[kind]) if several is None else {"actions": several}
+        _call(messages, item, kind.removesuffix("_call"), _given(given))
     elif kind == "mcp_call":
         _call(messages, item, item.get("name"), item.get("arguments"))
         _result(messages, item)
@@ -106,6 +111,9 @@ def _output_of(item: dict[str, Any]) -> str | list[Part]:
     output = item.get("output")
     if output is None:
         output = item.get("error") or item.get("status") or ""
+    if item.get("type") == "computer_call_output" and isinstance(output, dict):
+        output = [{**output, "type": "input_image"}]  # a screenshot
+        return content_of(output, "input")
     if item.get("type") in ("function_call_output", "custom_tool_call_output"):
         return content_of(output, "input")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
