@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import socket
 import threading
@@ -149,108 +148,6 @@ def told(server: Served) -> str:
     """The answer about the picture."""
     answer = chat(server, user(shown(data_url(FILE)), text("what?")))
     return str(answer["choices"][0]["message"]["content"])
-
-
-def test_the_clients_of_openai(server: Served, hosts: Hosts, told: str) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    messages = user(shown(data_url(FILE), detail="auto"), text("what?"))
-    about = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, **about)
-    assert answer.choices[0].message.content == told
-    for url in (data_url(FILE), hosts.good.url):
-        parts = [
-            {"type": "input_image", "image_url": url, "detail": "auto"},
-            {"type": "input_text", "text": "what?"},
-        ]
-        given = [{"role": "user", "content": parts}]
-        first = client.responses.create(model=NAME, input=given, max_output_tokens=8, **about)
-        assert first.output_text == told
-    again = client.responses.create(
-        model=NAME,
-        input="and?",
-        previous_response_id=first.id,
-        max_output_tokens=8,
-        **about,
-    )
-    assert again.usage.input_tokens > first.usage.input_tokens
-    output = [{"type": "input_text", "text": "seen"}, parts[0]]
-    given = [
-        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": output},
-    ]
-    with_one = client.responses.create(model=NAME, input=given, max_output_tokens=8, **about)
-    given[1]["output"] = "seen"
-    without = client.responses.create(model=NAME, input=given, max_output_tokens=8, **about)
-    assert with_one.usage.input_tokens > without.usage.input_tokens + 4
-
-
-def test_the_client_of_anthropic(server: Served, hosts: Hosts, told: str) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    content = base64.b64encode(FILE).decode()
-    inline = {"type": "base64", "media_type": "image/png", "data": content}
-    about = {"max_tokens": 8, "extra_body": {"temperature": 0, "ignore_eos": True}}
-    for source in (inline, {"type": "url", "url": hosts.good.url}):
-        blocks = [{"type": "image", "source": source}, text("what?")]
-        messages = [{"role": "user", "content": blocks}]
-        # Blocks are joined by a line end where both are texts.
-        answer = client.messages.create(model=NAME, messages=messages, **about)
-        assert answer.content[0].text == told
-        counted = client.messages.count_tokens(model=NAME, messages=messages)
-        usage = answer.usage
-        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    messages = [
-        {"role": "user", "content": "look"},
-        {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "t", "name": "shot", "input": {}}],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t",
-                    "content": [text("the screen"), {"type": "image", "source": inline}],
-                }
-            ],
-        },
-    ]
-    with_one = client.messages.count_tokens(model=NAME, messages=messages)
-    messages[-1]["content"][0]["content"].pop()  # type: ignore[index]
-    without = client.messages.count_tokens(model=NAME, messages=messages)
-    assert with_one.input_tokens > without.input_tokens + 4
-
-
-def test_the_client_of_ollama(server: Served, told: str) -> None:
-    ollama = pytest.importorskip("ollama")
-    with ollama.Client(server.url) as client:
-        message = {"role": "user", "content": "what?", "images": [FILE]}
-        options = {"temperature": 0, "num_predict": 8}
-        answer = client.chat(NAME, [message], options=options)
-        assert told.startswith(answer.message.content)
-        other = client.generate(NAME, "what?", images=[FILE], options=options)
-        assert other.response == answer.message.content
-        assert other.prompt_eval_count == answer.prompt_eval_count
-        assert "vision" in client.show(NAME).capabilities
-        with pytest.raises(ollama.ResponseError, match="from an answer about pictures"):
-            client.generate(NAME, "and?", context=other.context, options=options)
-
-
-def test_the_client_of_langchain(server: Served, told: str) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        model=NAME,
-        temperature=0,
-        max_retries=0,
-        max_tokens=8,
-        extra_body={"ignore_eos": True},
-    )
-    parts = [shown(data_url(FILE)), text("what?")]
-    assert model.invoke([("user", parts)]).content == told
 
 
 def test_a_model_of_text_says_so(hosts: Hosts) -> None:
