@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.lora.adapter import Adapter, AdapterError, LowRank, LowRankTable
 from engine.lora.turns import give_way
+from engine.models.seeing_families import ENCODER_MODULES
 from engine.models.spec import DecoderSpec
 from engine.models.targets import Shape, TargetPart, targets
 
@@ -106,6 +107,8 @@ class _Placing:
         self.adapter, self.places, self.spec = adapter, places, places.spec
         self.slices: dict[str, list[Slice]] = {}
 
+        self._heads = [f"{name}.weight" for name in places.spec.names.heads]
+
     def placed(self) -> PlacedAdapter:
         adapter = self.adapter
         for path, one in adapter.modules.items():
@@ -146,6 +149,12 @@ class _Placing:
     def _found(self, name: str, path: str) -> list[_Place]:
         if found := self.places.of(name):
             return found
+        if ENCODER_MODULES.intersection(path.split(".")):
+            raise self._error(
+                f"it changes {path}, a module of the encoder of pictures, and adapters can change "
+                "only the text half: train it with target_modules that name only modules of the "
+                "text half"
+            )
         raise self._error(
             f"it changes {path}, which the base model does not have; the base model has "
             f"{self.places.beside(path)}"
@@ -215,7 +224,7 @@ class _Placing:
         size = (self.spec.vocab_size, self.spec.hidden_size)
         for name, whole in self.adapter.replaced.items():
             places = self._found(name, name)
-            target = HEAD if name == "lm_head.weight" else places[0].target
+            target = HEAD if name in self._heads else places[0].target
             if target not in (EMBED, HEAD):
                 raise self._error(
                     f"it replaces {name} (modules_to_save); only the embedding and the output "

@@ -70,6 +70,13 @@ TEXT_HALVES: dict[str, tuple[Callable[[HF], DecoderSpec], HF]] = {
 # Checkpoints of transformers 5, of older versions, of Idefics3 and SmolVLM, and of Qwen2.5-VL.
 ROOTS = ("model.language_model", "language_model.model", "model.text_model", "model")
 OUTPUT_LAYERS = ("lm_head", "language_model.lm_head")
+# Modules of the encoder of pictures, among those of a checkpoint.
+ENCODER_MODULES = frozenset(
+    {
+        *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector"),
+        *("embed_vision", "image_newline"),
+    }
+)
 
 
 def seeing(hf: HF) -> DecoderSpec:
