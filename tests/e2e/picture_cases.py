@@ -15,6 +15,7 @@ import torch
 from e2e.references import Tally, compare_one
 from e2e.seeing_models import IMAGE, START, make_seeing_model, processor_of, reference
 from PIL import Image
+from transformers import AutoTokenizer
 from transformers.image_utils import load_image
 
 READ = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes")
@@ -89,7 +90,11 @@ class Seen:
 
     def is_computed_by_transformers(self, prompt: Prompt) -> bool:
         """False for Mistral 3 and one picture of one token, for which transformers fails."""
-        return not self.name.startswith("mistral3") or self.inputs(prompt)["input_ids"].shape[1] > 3
+        if not self.name.startswith("mistral3") or len(prompt.pictures) != 1:
+            return True
+        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        ids = self.inputs(prompt)["input_ids"][0].tolist()
+        return ids.count(tokenizer.convert_tokens_to_ids(IMAGE)) > 1
 
     def given(self, prompt: Prompt) -> dict[str, Any]:
         """The prompt for the engine."""

@@ -197,6 +197,14 @@ def make_tokenizer() -> Tokenizer:
     return backend
 
 
+def vision_of(case: Case) -> dict[str, Any]:
+    """The configuration of the encoder."""
+    vision = {**(QWEN_VISION if case.model.startswith("Qwen") else VISION), **case.vision}
+    if case.text["model_type"] == "qwen2":
+        vision["hidden_size"] = 32
+    return vision
+
+
 def config_of(case: Case, tokenizer: Tokenizer) -> Any:
     index = "image_token_id"
     if case.model.startswith(("Llava", "Gemma", "Mistral")):
@@ -206,10 +214,8 @@ def config_of(case: Case, tokenizer: Tokenizer) -> Any:
         ids |= {"boi_token_index": tokenizer.token_to_id(START)}
         ids |= {"eoi_token_index": tokenizer.token_to_id(END)}
     kind = getattr(transformers, f"{case.model}Config")
-    vision = {**(QWEN_VISION if case.model.startswith("Qwen") else VISION), **case.vision}
-    if case.text["model_type"] == "qwen2":
-        vision["hidden_size"] = 32
-    return kind(text_config={**TEXT, **case.text}, vision_config=vision, **case.options, **ids)
+    text = {**TEXT, **case.text}
+    return kind(text_config=text, vision_config=vision_of(case), **case.options, **ids)
 
 
 def make_seeing_model(path: Path, name: str) -> Path:
@@ -262,8 +268,9 @@ def processor_of(path: Path, name: str) -> Any:
     case = CASES[name]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     images = getattr(transformers, case.processor).from_pretrained(path)
+    patch = vision_of(case)["patch_size"]
     if case.vision.get("model_type") == "pixtral":
-        side = 8 * case.options.get("spatial_merge_size", 1)
+        side = patch * case.options.get("spatial_merge_size", 1)
         kind = getattr(transformers, case.processor)
         images = kind.from_pretrained(path, patch_size=side)
         return partial(processed, PixtralProcessor(images, tokenizer, side))
@@ -271,7 +278,7 @@ def processor_of(path: Path, name: str) -> Any:
         return transformers.LlavaProcessor(
             images,
             tokenizer,
-            patch_size=VISION["patch_size"],
+            patch_size=patch,
             vision_feature_select_strategy=case.options.get(
                 "vision_feature_select_strategy", "default"
             ),
@@ -279,7 +286,7 @@ def processor_of(path: Path, name: str) -> Any:
             image_token=IMAGE,
         )
     if case.model == "LlavaOnevision":
-        side = VISION["image_size"] // VISION["patch_size"]
+        side = vision_of(case)["image_size"] // patch
         # Without what prepares videos, which needs torchvision.
         processor = transformers.LlavaOnevisionProcessor.__new__(
             transformers.LlavaOnevisionProcessor
@@ -299,10 +306,14 @@ def processor_of(path: Path, name: str) -> Any:
         processor = transformers.Gemma3Processor.__new__(transformers.Gemma3Processor)
         processor.image_processor, processor.tokenizer = images, tokenizer
         processor.image_token = START
-        processor.full_image_sequence = f"\n\n{START}{IMAGE * 16}{END}\n\n"
+        processor.full_image_sequence = (
+            f"\n\n{START}{IMAGE * case.options['mm_tokens_per_image']}{END}\n\n"
+        )
         return partial(processed, processor)
     # SmolVLM's own processor adds only videos, for which it needs another package.
-    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+    tile = case.processing["max_image_size"]["longest_edge"]
+    number = (tile // patch // case.options["scale_factor"]) ** 2
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=number)
 
 
 def processed(processor: Any, images: Any, text: str, return_tensors: str) -> dict[str, Any]:
