@@ -57,6 +57,7 @@ LAZY_IMPORTS = {
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.models.opening": "the gguf package is imported only for GGUF files",
     "engine.rpc.balance": "the fast hash imports Numba, and only cores with that option need it",
+    "engine.rpc.pixel_route": "torch is imported only where pixels are copied to a GPU",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",
     "policylab.sim.kv_groups": "transformers is imported only to read a model's config.json",
     "policylab.sim.report.images": "what draws images is optional, and imported only to draw",

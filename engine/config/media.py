@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.config.check import check_range, check_types
 from engine.config.option import BOTH, EXAMPLE, FRONT_END, SEVERAL
 from engine.errors import ConfigError
 
 KINDS = ("image",)
+POOLED = "cuda_ipc_pool"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +45,32 @@ class MediaConfig:
     allowed_local_media_path: str | Path | None = field(default=None, metadata=FRONT_END)
     """Directory whose files may be pictures of requests, by path or file URL. Default: none."""
 
+    mm_tensor_transport: Literal["default", "cuda_ipc", "cuda_ipc_pool"] = field(
+        default="default", metadata=BOTH
+    )
+    """How pixels get to a core in another process. default: shared memory. cuda_ipc: the front end
+    also copies them to the core's GPU, into an allocation for each picture; cuda_ipc_pool: into a
+    pool. Without a free chunk, a picture is sent as by cuda_ipc; without a GPU as by default."""
+    mm_tensor_pool_mib: int = field(default=512, metadata=BOTH)
+    """Size of the pool of cuda_ipc_pool in MiB, for each core."""
+
     def __post_init__(self) -> None:
         check_types(self)
-        check_range(self, 1, None, "max_num_encoder_input_tokens", "encoder_cache_size")
+        check_range(
+            self, 1, None,
+            "max_num_encoder_input_tokens", "encoder_cache_size", "mm_tensor_pool_mib",
+        )  # fmt: skip
         for kind, most in (self.limit_mm_per_prompt or {}).items():
             if kind not in KINDS or type(most) is not int or most < 0:
                 raise ConfigError(
                     f"limit_mm_per_prompt has {kind!r:.80}: {most!r:.80}, must have only image and "
                     "a whole number that is not negative"
                 )
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the pool in a device's memory; 0 without one."""
+        return self.mm_tensor_pool_mib * MIB if self.mm_tensor_transport == POOLED else 0
 
     @property
     def most_pictures(self) -> int | None:

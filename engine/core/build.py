@@ -31,6 +31,7 @@ from engine.core.recording import describe, record
 from engine.core.watching import CoreWatch
 from engine.errors import ConfigError
 from engine.hub.fetch import fetched
+from engine.ipc.device_pixels import DeviceMemory
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
@@ -72,9 +73,15 @@ HOST_SHARE = 0.125  # of the machine's memory, for adapters
 
 
 def build_core(
-    config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    open_memory: Callable[[Any], DeviceMemory] | None = None,
 ) -> InprocClient:
-    """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``."""
+    """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``.
+
+    open_memory: opens the memory of the worker's ``torch.device``, to which clients may copy
+    pixels; by default that of a CUDA device."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
     adapters, added = adapter_halves(config)
@@ -97,7 +104,9 @@ def build_core(
         config = for_pooling(config, info, pooling, device, products=products)
     resolved = resolve(config, info, device, products=products)
     failures = Failures()
-    media, store, encoding = media_halves(resolved, info, pools=pooling is not None)
+    media, store, encoding = media_halves(
+        resolved, info, pools=pooling is not None, open_memory=open_memory
+    )
     chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
     worker = make_worker(resolved, info, features, failures, pooling)
@@ -318,7 +327,11 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
 
 
 def media_halves(
-    config: ResolvedConfig, info: ModelInfo, *, pools: bool
+    config: ResolvedConfig,
+    info: ModelInfo,
+    *,
+    pools: bool,
+    open_memory: Callable[[Any], DeviceMemory] | None,
 ) -> tuple[list[Resource], PixelStore | None, list[Feature]]:
     """Make the scheduler's and the worker's half of media, and the store of pixels that they share;
     nothing for a model that does not see."""
@@ -344,11 +357,13 @@ def media_halves(
     is_whole = family.whole or options.disable_chunked_mm_input
     longest, arrivals = family.longest if is_whole else 0, Arrivals(store.drop)
     budget = EncoderBudget(
-        most, cached, whole_media=is_whole, longest_item=longest, arrivals=arrivals
+        most, cached, whole_media=is_whole, longest_item=longest, arrivals=arrivals, store=store
     )
     encoder = Encoder(
         config.model, info, store, cached, both_ways=family.whole, has_axes=family.has_axes
     )
+    if options.mm_tensor_transport != "default":
+        encoder.share_device(options.pool_bytes, open_memory)
     return [budget], store, [encoder]
 
 

@@ -38,6 +38,11 @@ class AdapterDoor(Protocol):
 class MediaDoor(Protocol):
     """What the feature for media does with content that comes."""
 
+    @property
+    def device(self) -> str:
+        """Name of the device to whose memory content may be copied; "" for none."""
+        ...
+
     def take(self, request_ids: Sequence[str], content: MediaContent) -> Arrival:
         """Keep the content of a media item of these requests. Returns the arrival for the
         scheduler."""

@@ -129,6 +129,11 @@ class InprocClient(CoreClient):
         self._woken.set()
 
     @property
+    def shared_device(self) -> str:
+        """Name of the device to which clients may copy pixels; "" for none."""
+        return "" if self._media is None else self._media.device
+
+    @property
     def core(self) -> EngineCore:
         """The core object. Raises ``EngineDeadError`` if it has ended."""
         return self._live()

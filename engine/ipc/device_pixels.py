@@ -103,7 +103,7 @@ class DeviceSender:
         self._memory = memory
         self._lock = Lock()
         self._returns: Returns | None = Returns(num_slots)
-        self._lent: list[Lent] = []
+        self._lent: dict[int, Lent] = {}  # by ticket
         self._chunks = Chunks(pool_bytes)
         self._pool: Block = None
         self._pool_handle = b""
@@ -147,7 +147,7 @@ class DeviceSender:
             except (OSError, MemoryError) as error:
                 self._end(lent)
                 raise NoRoom("copy", f"pixels cannot be copied to the device: {error}") from error
-            self._lent.append(lent)
+            self._lent[lent.loan.ticket] = lent
             placed = {
                 name: SharedArray(array.dtype, array.shape, begin + array.offset)
                 for name, array in arrays.items()
@@ -168,13 +168,17 @@ class DeviceSender:
         with self._lock:
             self._collect()
 
+    def is_lent(self, handle: DevicePixels) -> bool:
+        """True if the reader had not returned these pixels at the last ``collect``."""
+        return handle.ticket in self._lent
+
     def close(self) -> None:
         """End all loans and free the memory, when the reader has ended or been told to forget it. A
         second call does nothing."""
         with self._lock:
             if self._returns is None:
                 return
-            for lent in self._lent:
+            for lent in self._lent.values():
                 self._end(lent)
             self._lent.clear()
             self._returns.close()
@@ -203,13 +207,10 @@ class DeviceSender:
     def _collect(self) -> None:
         if self._returns is None or not self._lent:
             return
-        kept: list[Lent] = []
-        for lent in self._lent:
+        for ticket, lent in list(self._lent.items()):
             if self._returns.is_returned(lent.loan):
+                del self._lent[ticket]
                 self._end(lent)
-            else:
-                kept.append(lent)
-        self._lent = kept
 
     def _end(self, lent: Lent) -> None:
         assert self._returns is not None
@@ -230,7 +231,7 @@ class _Sender:
 
 class DeviceReader:
     """Reads pixels that other processes have put into a device's memory. Only one thread uses
-    it."""
+    it. Pools stay open until they end and pixels of a new sender come."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -241,6 +242,11 @@ class DeviceReader:
     def __len__(self) -> int:
         """Number of blocks that are open."""
         return len(self._own) + sum(len(sender.pools) for sender in self._senders.values())
+
+    @property
+    def name(self) -> str:
+        """The name of the device."""
+        return self._memory.name
 
     def open(self, handle: DevicePixels) -> Mapping[str, Any]:
         """The arrays of a handle as tensors on the device. They are valid until ``give_back``.
@@ -282,11 +288,6 @@ class DeviceReader:
         for key, sender in list(self._senders.items()):
             if not sender.returns.has_owner:
                 self._forget(key)
-
-    def close(self) -> None:
-        """Close everything."""
-        for key in list(self._senders):
-            self._forget(key)
 
     # -- helpers
 

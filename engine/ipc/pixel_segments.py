@@ -22,13 +22,10 @@ from engine.ipc.sealed_files import (
     create,
     has_numbers,
     leave_numbers,
-    namespace,
     open_sealed,
     seal,
 )
 from engine.messages.media import PixelArray, Pixels, SharedArray, SharedPixels
-
-__all__ = ["Segment", "adopt", "check", "layout", "namespace", "read", "share"]
 
 NAME = "metronome-pixels"
 ALIGNMENT = 64  # bytes

@@ -79,10 +79,14 @@ class DevicePixels(msgspec.Struct, array_like=True, frozen=True):
 
 class MediaContent(msgspec.Struct, array_like=True, frozen=True):
     """The content of the media items with the hash ``key``: ``pixels``, or a handle of them, or the
-    ``error`` that is why there is no content. ``code``: the error code of requests that need it."""
+    ``error`` that is why there is no content. ``code``: the error code of requests that need it.
+
+    ``device``: a copy of these pixels in the memory of the core's device, for the first encoding.
+    The core returns it, even if it does not use it."""
 
     key: str
     pixels: Pixels | None = None
     shared: SharedPixels | None = None
     error: str = ""
     code: str = "invalid_media"
+    device: DevicePixels | None = None

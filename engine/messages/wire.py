@@ -115,6 +115,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     model: str = ""  # directory of the model on the core's machine; "" without one
     capabilities: list[str] = []  # supported plan parts, e.g. adapters or masks
     namespace: str = ""  # where it opens handles of pixels in shared memory; "": nowhere
+    device: str = ""  # name of the device to whose memory pixels may be copied; "": none
 
 
 class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):

@@ -3,7 +3,8 @@ forward pass in place of the placeholders' embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
+from engine.ipc.device_pixels import DeviceMemory, DeviceReader
 from engine.layers.batch import Embeds, ForwardBatch, OpenItem
 from engine.messages.requests import MediaItem
 from engine.messages.step import StepPlan
@@ -19,9 +21,12 @@ from engine.mm.encoding import ItemEncoder
 from engine.mm.store import PixelStore
 from engine.mm.tower import load_tower
 from engine.models.decoder import NativeDecoder
+from engine.pictures.cuda_memory import cuda_memory
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
 from engine.worker.slots import LiveSeqs
+
+logger = logging.getLogger("engine.core")
 
 
 class Run(NamedTuple):
@@ -59,6 +64,8 @@ class Encoder(Feature):
         self._cache_tokens = cache_tokens
         self._encoder: ItemEncoder
         self._bytes_a_token = 0
+        self._open_memory: Callable[[torch.device], DeviceMemory] | None = None
+        self._pool_bytes = 0  # of clients, on the device
         self._outputs: dict[str, torch.Tensor] = {}  # by hash, [1 + L, embedded tokens, H]
         self._media: dict[int, list[MediaItem]] = {}  # by slot
         self._runs: dict[int, list[Run]] = {}  # by slot, in order
@@ -69,7 +76,15 @@ class Encoder(Feature):
 
     @property
     def own_bytes(self) -> int:
-        return self._cache_tokens * self._bytes_a_token
+        return self._pool_bytes + self._cache_tokens * self._bytes_a_token
+
+    def share_device(
+        self, pool_bytes: int, open_memory: Callable[[torch.device], DeviceMemory] | None = None
+    ) -> None:
+        """Let clients copy pixels to the device, where they have a pool of ``pool_bytes``.
+        open_memory: by default that of a CUDA device. To be called before ``attach``."""
+        self._open_memory = open_memory or cuda_memory
+        self._pool_bytes = pool_bytes
 
     def attach(self, machine: Machine) -> None:
         model = machine.model
@@ -83,7 +98,9 @@ class Encoder(Feature):
             )
         encode = load_tower(self._config, self._info, model.dtype, machine.platform.device)
         are_batched = self._config.batch_invariant is not True
-        self._encoder = ItemEncoder(encode, self._store.get, are_batched=are_batched)
+        self._encoder = ItemEncoder(encode, self._store, are_batched=are_batched)
+        if self._open_memory is not None:
+            self._open_reader(self._open_memory, machine.platform.device)
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
         if self._has_axes:
             self._shifts = machine.slots.keep_shifts(machine.platform)
@@ -143,6 +160,15 @@ class Encoder(Feature):
                 batch.open(opened)
 
     # -- helpers
+
+    def _open_reader(
+        self, open_memory: Callable[[torch.device], DeviceMemory], device: torch.device
+    ) -> None:
+        try:
+            self._store.reader = DeviceReader(open_memory(device))
+        except OSError as error:  # clients count what they then send otherwise
+            logger.warning("no pixels are copied to %s by clients: %s", device, error)
+            self._pool_bytes = 0
 
     def _move(self, batch: ForwardBatch, rows: PlanRows) -> None:
         """Set the positions along three axes of the tokens up to the last embedded one of each

@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.messages.requests import AddRequest, Arrival, MediaItem
 from engine.messages.step import MediaPart, StepPlan, StepResult
 from engine.mm.arrivals import Arrivals
+from engine.mm.store import PixelStore
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
@@ -139,9 +140,11 @@ class EncoderBudget(Resource):
         whole_media: bool = False,
         longest_item: int = 0,
         arrivals: Arrivals | None = None,
+        store: PixelStore | None = None,
     ) -> None:
-        """arrivals: content that has come; ``None``: all content is there."""
+        """arrivals: content that has come; ``None``: all content is there. store: has it."""
         self._arrivals = arrivals
+        self._store = store
         self.max_encoder_tokens = max_encoder_tokens
         self.whole_media = whole_media
         self.longest_item = longest_item
@@ -240,6 +243,11 @@ class EncoderBudget(Resource):
         for row, key in self._encoded_in.pop(plan.step, ()):
             if any(int(plan.rows[index]) == row for index in result.errors):
                 self.cache.discard(key)
+            if self._store is not None:
+                self._store.encoded(key)
+
+    def counters(self) -> dict[str, int]:
+        return {} if self._store is None else self._store.counters
 
     # -- helpers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from engine.messages.media import PixelArray, Pixels
 from engine.messages.requests import MediaItem
+from engine.mm.store import PixelStore
 from engine.mm.tower import Encode
 from kernels.cpu.threads import num_threads
 
@@ -25,13 +26,10 @@ class Encoded(NamedTuple):
 class ItemEncoder:
     """Encodes media items by their content."""
 
-    def __init__(
-        self, encode: Encode, content: Callable[[str], Pixels | None], *, are_batched: bool
-    ) -> None:
-        """content: that of a hash, if it has arrived; are_batched: items of equal shapes are
-        encoded in one run, which is faster; the last bits of an output may then depend on the other
-        items."""
-        self._encode, self._content = encode, content
+    def __init__(self, encode: Encode, store: PixelStore, *, are_batched: bool) -> None:
+        """store: has the content; are_batched: items of equal shapes are encoded in one run, which
+        is faster; the last bits of an output may then depend on the other items."""
+        self._encode, self._store = encode, store
         self._are_batched = are_batched
 
     def run(self, items: Sequence[MediaItem]) -> Encoded:
@@ -39,7 +37,7 @@ class ItemEncoder:
         encoded = Encoded({}, {})
         batches: dict[object, list[MediaItem]] = {}
         for item in {item.hash: item for item in items}.values():
-            pixels = self._content(item.hash)
+            pixels = self._store.get(item.hash)
             if pixels is None:
                 why = f"the content of the media item at token {item.offset} has not arrived"
                 encoded.failed[item.hash] = why
@@ -49,6 +47,8 @@ class ItemEncoder:
         for batch in batches.values():
             with all_threads():
                 self._batch(batch, encoded)
+            for item in batch:
+                self._store.has_read(item.hash)
         return encoded
 
     def _batch(self, batch: Sequence[MediaItem], encoded: Encoded) -> None:
@@ -78,10 +78,18 @@ class ItemEncoder:
             encoded.outputs[item.hash] = part if len(batch) == 1 else part.clone()
 
     def _arrays(self, batch: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
-        """The arrays of items, joined along the first dimension."""
-        contents = [self._content(item.hash) or {} for item in batch]
-        names = contents[0]
-        return {name: torch.cat([tensor_of(each[name]) for each in contents]) for name in names}
+        """The arrays of items, joined along the first dimension, on the device if one is there."""
+        contents = [self._tensors(item.hash) for item in batch]
+        devices = [tensor.device for each in contents for tensor in each.values()]
+        place = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+        return {
+            name: torch.cat([each[name].to(place) for each in contents]) for name in contents[0]
+        }
+
+    def _tensors(self, key: str) -> Mapping[str, torch.Tensor]:
+        if (tensors := self._store.on_device(key)) is not None:
+            return tensors
+        return {name: tensor_of(array) for name, array in (self._store.get(key) or {}).items()}
 
 
 def num_embedded(item: MediaItem) -> int:

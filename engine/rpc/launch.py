@@ -175,7 +175,12 @@ def connect(config: EngineConfig, child: Child, address: Address) -> EngineCoreC
         report = child.wait_until_ready(config.core.core_ready_timeout)
         if not report.is_ready:
             raise start_error(report)
-        client = EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
+        client = EngineCoreClient(
+            address,
+            child=child,
+            hang_timeout=config.core.core_hang_timeout,
+            media=config.media,
+        )
         failing.pop_all()
     logger.info("the engine core at %s is ready (process %d)", address.data, child.pid)
     return client
@@ -185,7 +190,9 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
     """A client of a running core, which continues after the client disconnects."""
     with ExitStack() as failing:
         client = EngineCoreClient(
-            address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
+            address_of(address, config.core.core_secret),
+            hang_timeout=config.core.core_hang_timeout,
+            media=config.media,
         )
         failing.callback(client.shutdown)
         check_model(config.model, address, client.decided.model)

@@ -279,6 +279,8 @@ class ManyCoresClient(CoreClient):
         core = self._cores[index]
         place = f" on {core.place}" if core.place else ""
         self._alive.remove(index)
+        if core.route is not None:
+            core.route.close()
         self._num_deaths += 1
         for source in core.sources:
             self._poller.unregister(source)

@@ -243,6 +243,7 @@ class Dispatcher:
             model=decided.model.encode(errors="replace").decode(),  # a path may not be UTF-8
             capabilities=list(decided.capabilities),
             namespace=namespace(),
+            device=self._core.shared_device,
         )
         self._sessions.send(identity, welcome)
 

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from engine.config.media import MediaConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, EngineError, WireError
 from engine.ipc import sockets
@@ -54,9 +55,11 @@ from engine.messages.wire import (
     ToClient,
     Welcome,
 )
+from engine.rpc.checks import check_counts, check_places
 from engine.rpc.clocks import ClockOffset
 from engine.rpc.failures import death_of, error_of
 from engine.rpc.health import HealthMonitor
+from engine.rpc.pixel_route import PixelRoute, with_counters
 
 STEP_SECONDS = 0.1  # ``step`` waits so long for outputs; time between checks of a silent core
 WELCOME_SECONDS = 10.0
@@ -84,8 +87,11 @@ class EngineCoreClient(CoreClient):
         name: str = "",
         welcome_timeout: float = WELCOME_SECONDS,
         hang_timeout: float = HANG_SECONDS,
+        media: MediaConfig | None = None,
     ) -> None:
+        """media: how pixels are sent; ``None``: as by default."""
         self.address = address
+        self.route: PixelRoute | None = None
         self._owner = os.getpid()
         self._protocol = ClientProtocol()
         self._child = child
@@ -115,6 +121,9 @@ class EngineCoreClient(CoreClient):
             raise
         self.id_prefix = self.decided.id_prefix
         self.reads_shared_memory = self.decided.namespace == namespace() != ""
+        if "media" in self.decided.capabilities:
+            device = self.decided.device if self.reads_shared_memory else ""
+            self.route = PixelRoute(media or MediaConfig(), device)
 
     @property
     def pids(self) -> list[int]:
@@ -154,18 +163,20 @@ class EngineCoreClient(CoreClient):
 
     def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
         self._live()
+        if self.route is not None:
+            content = self.route.prepared(content)
         self._send(self._protocol.bring(request_ids, content))
 
     def step(self) -> list[CoreOutputs]:
         if not self._protocol.unread:
             self._receive(STEP_SECONDS)
-        return self._protocol.take_batches(self._send_credit)
+        return self._batches()
 
     def take(self) -> list[CoreOutputs]:
         """The received outputs, without waiting."""
         if not self._protocol.unread:
             self._receive(0.0)
-        return self._protocol.take_batches(self._send_credit)
+        return self._batches()
 
     def wake(self) -> None:
         self._waker.wake()
@@ -177,7 +188,7 @@ class EngineCoreClient(CoreClient):
         self._live()
         if (frame := self._protocol.request_stats()) is not None:
             self._send(frame)
-        return self._protocol.stats
+        return with_counters(self._protocol.stats, self.route)
 
     def call(self, name: str, *args: Any) -> Any:
         return self.end_call(name, self.begin_call(name, *args))
@@ -196,7 +207,8 @@ class EngineCoreClient(CoreClient):
     def end_call(self, name: str, number: int) -> Any:
         """Wait for the answer to a call of the utility ``name``. Returns its result, or raises its
         error."""
-        return value_of(name, self._answer(number))
+        value = value_of(name, self._answer(number))
+        return with_counters(value, self.route) if name == "stats" else value
 
     def follow(self, receive: Callable[[CacheNews], object]) -> None:
         """Have the core report its prefix cache and its load from now on. ``receive`` is called
@@ -222,6 +234,8 @@ class EngineCoreClient(CoreClient):
         finally:  # interrupted or not
             if self._child is not None:
                 self._child.close()
+            if self.route is not None:
+                self.route.close()
 
     def request_end(self) -> None:
         """Request an owned core to end, without waiting; ``shutdown`` must still be called."""
@@ -232,6 +246,11 @@ class EngineCoreClient(CoreClient):
         self._receive(0.0)
 
     # -- helpers
+
+    def _batches(self) -> list[CoreOutputs]:
+        if self.route is not None:
+            self.route.collect()
+        return self._protocol.take_batches(self._send_credit)
 
     def _greet(self, address: Address, name: str, timeout: float) -> Welcome:
         self._send(self._protocol.hello(address.token, name))
@@ -477,9 +496,9 @@ class ClientProtocol:
         message = self._decoder.decode(frames)
         match message:
             case Outputs(batch=batch):
-                _check_counts(batch)
-                _check_places([each.index for each in batch.finished], batch.request_ids)
-                _check_places([each.index for each in batch.started], batch.request_ids)
+                check_counts(batch)
+                check_places([each.index for each in batch.finished], batch.request_ids)
+                check_places([each.index for each in batch.started], batch.request_ids)
                 self.offset.from_core(batch, self._clock())
                 self.unread.append(batch)
             case CacheNews():
@@ -520,7 +539,7 @@ class ClientProtocol:
         part = self._submits.pop(message.number, None)
         if part is None:
             raise WireError(f"the core answered message {message.number}, which was not sent")
-        _check_places([each.index for each in message.refusals], part.places)
+        check_places([each.index for each in message.refusals], part.places)
         self.offset.measure(part.sent_at, message.time, self._clock())
         self.num_unfinished += len(part.places) - len(message.refusals)
 
@@ -546,34 +565,6 @@ def refused(part: Part, reply: Reply) -> dict[int, Exception]:
     """The errors of requests that the core refused, by their index in the call of ``submit``."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
-
-
-def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
-    """Raise ``WireError`` if a message from the core contains an index that is not in ``among``."""
-    for place in places:
-        if not 0 <= place < len(among):
-            raise WireError(
-                f"invalid index {place} in a message from the core ({len(among)} entries)"
-            )
-
-
-def _check_counts(batch: CoreOutputs) -> None:
-    """Raise ``WireError`` if a batch's numbers of requests and of tokens contradict its counts."""
-    num_rows, counts = len(batch.request_ids), batch.counts
-    if counts is None:
-        is_right = len(batch.token_ids) == num_rows
-    else:
-        total = sum(counts)
-        is_right = (
-            len(counts) == num_rows
-            and total == len(batch.token_ids)
-            and min(counts, default=0) >= 0
-        )
-    if not is_right:
-        raise WireError(
-            f"invalid counts in a message from the core: {num_rows} requests, "
-            f"{len(batch.token_ids)} tokens"
-        )
 
 
 def value_of(name: str, reply: Reply) -> Any:

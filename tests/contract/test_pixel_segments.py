@@ -17,7 +17,8 @@ import pytest
 from engine.errors import WireError
 from engine.ipc import pixel_segments
 from engine.ipc.codec import MessageDecoder, MessageEncoder
-from engine.ipc.pixel_segments import Segment, adopt, namespace, read, share
+from engine.ipc.pixel_segments import Segment, adopt, read, share
+from engine.ipc.sealed_files import namespace
 from engine.messages.media import MediaContent, PixelArray, Pixels, SharedArray, SharedPixels
 
 SENDER = """

@@ -45,9 +45,9 @@ class ReadingProcess:
 
 
 @contextmanager
-def reading_process(directory: Path) -> Iterator[ReadingProcess]:
+def reading_process(device: Path | str) -> Iterator[ReadingProcess]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "support.device_reader", str(directory)],
+        [sys.executable, "-m", "support.device_reader", str(device)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=TESTS,
@@ -102,8 +102,28 @@ class Reading:
         return None
 
 
+class CudaReading(Reading):
+    """The device is a real one, which reads at once."""
+
+    def __init__(self) -> None:
+        import torch  # takes seconds, and a made-up device does without
+
+        from engine.pictures.cuda_memory import cuda_memory
+
+        self.reader = DeviceReader(cuda_memory(torch.device("cuda", 0)))
+        self.found = {}
+
+    def read(self, handle: DevicePixels) -> None:
+        (tensor,) = self.reader.open(handle).values()
+        self.found[handle.ticket] = tensor.flatten().tolist()
+        self.reader.has_read(handle)
+
+    def count(self) -> list[Any]:
+        return [len(self.reader)]
+
+
 def main() -> None:
-    reading = Reading(Path(sys.argv[1]))
+    reading = CudaReading() if sys.argv[1] == "cuda" else Reading(Path(sys.argv[1]))
     pipe, out = sys.stdin.buffer, sys.stdout.buffer
     while head := pipe.read(4):
         order = msgspec.msgpack.decode(pipe.read(int.from_bytes(head, "little")), type=Order)

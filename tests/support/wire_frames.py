@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 
 from engine.messages.adapters import AdapterSource
-from engine.messages.media import MediaContent, PixelArray
+from engine.messages.media import (
+    DevicePixels,
+    MediaContent,
+    PixelArray,
+    SharedArray,
+    SharedPixels,
+)
 from engine.messages.params import SamplingParams
 from engine.messages.pooling import PooledColumns, PoolingParams
 from engine.messages.requests import (
@@ -90,12 +96,17 @@ BATCH = CoreOutputs(
     logprobs={0: [TokenLogprobs([1, 2], [-0.5, -1.0], 1)]},
     pooled=PooledColumns([1], [2], [2], b"\x00\x00\x80?\x00\x00\x00\xc0"),
 )
+PLACES = {"pixel_values": SharedArray("<f4", [1, 1], 64)}
+SHARED = SharedPixels("boot pid:[1] user:0", 10, 5, 77, 128, PLACES)
+RETURNS = SharedPixels("boot pid:[1] user:0", 10, 6, 78, 64, {})
+ON_DEVICE = DevicePixels("GPU-1", b"handle", 1024, True, PLACES, 3, 9, RETURNS)
 TO_CORE: dict[str, Any] = {
     "hello": Hello(PROTOCOL_VERSION, TOKEN, "me"),
     "submit": Submit(0, [REQUEST]),
     "submit, all fields": Submit(1, [FULL_REQUEST]),
     "bring": Bring(["a"], MediaContent("h", {"pixel_values": PixelArray("<f4", [1, 1], b"1234")})),
     "bring, no content": Bring(["a"], MediaContent("h", error="it is damaged")),
+    "bring, handles": Bring(["a"], MediaContent("h", shared=SHARED, device=ON_DEVICE)),
     "abort": Abort(["a", "b"]),
     "call": Call(3, "pause", ["new"]),
     "credit": Credit(128),

@@ -106,6 +106,7 @@ class PlacedCore:
             address_of(report.address, secret),
             child=self,
             hang_timeout=self._config.core.core_hang_timeout,
+            media=self._config.media,
         )
 
     def how_it_ended(self) -> str | None:
