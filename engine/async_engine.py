@@ -268,6 +268,14 @@ class AsyncLLMEngine(AsyncAdapters, AsyncTexts, AsyncWatching):
         call = partial(self._session.client.call, "reset_prefix_cache", reset_running)
         return bool(await self._call(call))
 
+    async def reset_encoder_cache(self) -> None:
+        """As ``LLMEngine.reset_encoder_cache``."""
+        await self._call(partial(self._session.client.call, "reset_encoder_cache"))
+
+    async def reset_mm_cache(self) -> None:
+        """As ``LLMEngine.reset_mm_cache``."""
+        await self._call(self._session.reset_contents)
+
     async def pause(self, what: PauseScope = "all") -> None:
         """Stop computing until ``resume``; with ``"new"``, running requests continue, and only the
         others wait.

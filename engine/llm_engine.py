@@ -100,6 +100,15 @@ class LLMEngine:
         """
         return bool(self.session.client.call("reset_prefix_cache", reset_running))
 
+    def reset_encoder_cache(self) -> None:
+        """Drop encoder outputs of pictures that no request uses. Later requests use none of the
+        others, and encode their pictures again."""
+        self.session.client.call("reset_encoder_cache")
+
+    def reset_mm_cache(self) -> None:
+        """Drop processed pictures that no request uses. Their encoder outputs stay."""
+        self.session.reset_contents()
+
     def pause(self, what: PauseScope = "all") -> None:
         """Stop computing ``"all"`` requests, or only ``"new"`` ones (not running yet), until
         ``resume``.

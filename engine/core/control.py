@@ -71,6 +71,7 @@ class Utilities:
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
             "reset_prefix_cache": self._reset_prefix_cache,
+            "reset_encoder_cache": scheduler.reset_encoder_cache,
             "pause": self._pause,
             "resume": self._resume,
             "stats": self.stats,

@@ -187,6 +187,10 @@ class RecordingScheduler(SchedulerInterface):
         self._record(lambda times: steplog.ResetCall(times, reset_running))
         return answer
 
+    def reset_encoder_cache(self) -> None:
+        self.inner.reset_encoder_cache()
+        self._record(lambda times: steplog.EncoderResetCall(times))
+
     def follow_cache(self) -> CacheChanges | None:
         return self.inner.follow_cache()
 

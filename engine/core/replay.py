@@ -228,9 +228,15 @@ class Replay:
                 scheduler.arrived(record.arrival)
             case steplog.PauseCall():
                 scheduler.set_pause_state(PauseState(record.state))
-            case steplog.ResetCall():
-                scheduler.reset_prefix_cache(record.reset_running)
+            case steplog.ResetCall() | steplog.EncoderResetCall():
+                self._reset(record)
         return None
+
+    def _reset(self, record: steplog.ResetCall | steplog.EncoderResetCall) -> None:
+        if isinstance(record, steplog.ResetCall):
+            self.scheduler.reset_prefix_cache(record.reset_running)
+        else:
+            self.scheduler.reset_encoder_cache()
 
     def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
         self._clock.set(added.times)

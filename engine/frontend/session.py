@@ -226,6 +226,11 @@ class Session:
         self.outputs.drop(request_ids, self.clock())
         self._stop_in_core()
 
+    def reset_contents(self) -> None:
+        """Drop processed pictures that no request uses."""
+        if self.contents is not None:
+            self.contents.reset()
+
     def shutdown(self) -> None:
         """Shut down the core and the text processes. A second call does nothing."""
         self.inputs.texts.close()

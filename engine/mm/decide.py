@@ -8,6 +8,8 @@ until its space is needed:
                       ^                        │
                       └──────── used again ────┘
 
+After ``reset``, outputs in use are stale: requests that use them go on, others encode them again.
+
 The content of a media item comes later than its requests: see ``engine.mm.arrivals``.
 """
 
@@ -40,6 +42,7 @@ class Entry:
 
     num_tokens: int
     uses: set[Use] = field(default_factory=set)
+    is_stale: bool = False
 
 
 class EncoderCache:
@@ -54,7 +57,8 @@ class EncoderCache:
         self._evicted: list[str] = []
 
     def __contains__(self, key: str) -> bool:
-        return key in self.entries
+        """True if requests can begin to use the entry with this content hash."""
+        return key in self.entries and not self.entries[key].is_stale
 
     @property
     def num_available(self) -> int:
@@ -66,7 +70,8 @@ class EncoderCache:
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Start to use the item's cache entry, added if missing; may evict unused entries."""
+        """Start to use the item's cache entry, added if missing; may evict unused entries. A stale
+        entry is then no longer stale, since the item is encoded again."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)
@@ -76,6 +81,9 @@ class EncoderCache:
             self._num_idle -= entry.num_tokens
         if not entry.uses:
             self.num_used += entry.num_tokens
+        if entry.is_stale:
+            entry.is_stale = False
+            self._evicted.append(item.hash)
         use = Use(item)
         entry.uses.add(use)
         return use
@@ -91,15 +99,26 @@ class EncoderCache:
             self.num_used -= entry.num_tokens
             self._num_idle += entry.num_tokens
             self.idle[use.item.hash] = None
+            if entry.is_stale:
+                self._evict(use.item.hash)
+
+    def reset(self) -> None:
+        """Evict unused entries, and make the others stale."""
+        for key in list(self.idle):
+            self._evict(key)
+        for entry in self.entries.values():
+            entry.is_stale = True
 
     def discard(self, key: str) -> None:
         """Remove an invalid entry. The requests that use it must encode the item again."""
         entry = self.entries.get(key)
         if entry is None:
             return
+        if key in self.idle:
+            self._evict(key)
+        entry.is_stale = True
         for use in list(entry.uses):
             self.end(use)
-        self._evict(key)
 
     def take_evicted(self) -> list[str]:
         """Take the hashes of the entries evicted since the last call. The worker frees these
@@ -174,6 +193,9 @@ class EncoderBudget(Resource):
         if self._arrivals is not None:
             for request_id in self._arrivals.take(arrival):
                 self._scheduler.wake(request_id)
+
+    def reset(self) -> None:
+        self.cache.reset()
 
     def watches(self, req: Request) -> bool:
         """True while the request has media tokens to compute, so that its chunks are checked."""
@@ -267,10 +289,10 @@ class EncoderBudget(Resource):
         room, tokens_left = self.cache.num_available, self._tokens_left
         for index, item in read_by(req.media, start, upto):
             is_held = index in uses and not uses[index].is_over
-            if is_held or item.hash in found or self.cache.is_used(item.hash):
+            if is_held or item.hash in found:
                 continue
             found.add(item.hash)
-            room -= item.length
+            room -= 0 if self.cache.is_used(item.hash) else item.length
             tokens_left -= 0 if item.hash in self.cache else item.length
             if room < 0 or tokens_left < 0:
                 return item.offset

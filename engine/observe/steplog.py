@@ -103,6 +103,12 @@ class ResetCall(msgspec.Struct, array_like=True, tag="reset"):
     reset_running: bool
 
 
+class EncoderResetCall(msgspec.Struct, array_like=True, tag="reset_encoder"):
+    """A call of ``reset_encoder_cache``."""
+
+    times: list[float]
+
+
 class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
     """A call of ``take_outputs``."""
 
@@ -157,6 +163,7 @@ Record = (
     | ArrivalCall
     | PauseCall
     | ResetCall
+    | EncoderResetCall
     | OutputsCall
     | TimedDecision
     | PlanRecord

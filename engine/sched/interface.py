@@ -120,6 +120,10 @@ class SchedulerInterface(ABC):
         """
         return False
 
+    def reset_encoder_cache(self) -> None:
+        """Drop encoder outputs of media that no request uses. Later requests use none of the
+        others, and encode their media again."""
+
     def follow_cache(self) -> CacheChanges | None:
         """Begin to collect which blocks enter and leave the prefix cache, for clients of several
         cores. ``None``: their requests are then sent to cores by load only."""

@@ -107,6 +107,9 @@ class Resource:
     def arrived(self, arrival: Arrival) -> None:
         """Called between two steps when the content of a media item has come, or cannot come."""
 
+    def reset(self) -> None:
+        """Drop what is cached for later requests. Called between two steps."""
+
     def watches(self, req: Request) -> bool:
         """True if the resource's hooks must be called in every step of this request. Other requests
         decode in bulk, without calls.

@@ -451,6 +451,10 @@ class Scheduler(SchedulerInterface):
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
 
+    @not_reentrant
+    def reset_encoder_cache(self) -> None:
+        self.resources.reset()
+
     def follow_cache(self) -> CacheChanges | None:
         return self.kv.follow_cache()
 

@@ -61,6 +61,8 @@ class Operations:
             ApiRoute("POST", "/pause", admin(self.pause), None, dict),
             ApiRoute("POST", "/resume", admin(self.resume), None, dict),
             ApiRoute("POST", "/reset_prefix_cache", admin(self.reset), None, dict, [409]),
+            ApiRoute("POST", "/reset_encoder_cache", admin(self.reset_encoder), None, dict),
+            ApiRoute("POST", "/reset_mm_cache", admin(self.reset_media), None, dict),
             ApiRoute("POST", "/start_profile", admin(self.start_profile), None, dict),
             ApiRoute("POST", "/stop_profile", admin(self.stop_profile), None, dict),
         ]
@@ -125,6 +127,16 @@ class Operations:
                 "running requests use the prefix cache: try again later, or with "
                 "?reset_running_requests=true, which computes them again",
             )
+        return _json({"status": "reset"})
+
+    async def reset_encoder(self, request: Request) -> ASGIApp:
+        """Drop encoder outputs of pictures; running requests keep theirs."""
+        await self._within_timeout(self._engine.reset_encoder_cache())
+        return _json({"status": "reset"})
+
+    async def reset_media(self, request: Request) -> ASGIApp:
+        """Drop processed pictures that no request uses."""
+        await self._within_timeout(self._engine.reset_mm_cache())
         return _json({"status": "reset"})
 
     async def start_profile(self, request: Request) -> ASGIApp:

@@ -249,7 +249,7 @@ def test_a_core_is_watched_wherever_it_is(kind: str, opened: Any) -> None:
     drain(client)
 
 
-KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats"}
+KNOWN = {"echo", "reset_prefix_cache", "reset_encoder_cache", "pause", "resume", "stats"}
 
 
 @pytest.mark.behaviour(108)

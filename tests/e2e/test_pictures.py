@@ -423,3 +423,14 @@ def test_pictures_are_encoded_one_by_one_for_the_same_bits(models: Any) -> None:
         outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
     for output, each in zip(outputs, PROMPTS, strict=True):
         assert tokens_of(output) == expected(path, "llava", *each)
+
+
+def test_pictures_are_read_anew_after_resets(models: Any, smolvlm: LLM) -> None:
+    shown = picture(44, 31)
+    wanted = expected(models("smolvlm"), "smolvlm", "<image> seen?", [shown])
+    engine = smolvlm.llm_engine
+    for reset in (engine.reset_mm_cache, engine.reset_encoder_cache, lambda: None):
+        (output,) = smolvlm.generate(prompt_of("<image> seen?", [shown]), GREEDY, use_tqdm=False)
+        assert tokens_of(output) == wanted
+        assert engine.reset_prefix_cache()
+        reset()

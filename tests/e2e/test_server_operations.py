@@ -271,6 +271,9 @@ def test_operations_take_the_admin_key(server: Served, client: Any) -> None:
     assert post("/pause", **admin, Origin="null").status == 403
     assert server.ask("/pause", **admin).status == 405
     assert "must be all or new" in post("/pause?what=some", **admin).json["error"]["message"]
+    for path in ("/reset_encoder_cache", "/reset_mm_cache"):
+        assert post(path, **bearer(KEY)).status == 401
+        assert post(path, **admin).json == {"status": "reset"}
     assert post("/pause", **admin, Origin=server.url).status == 200
     try:
         assert server.ask("/is_paused", **admin).json == {"is_paused": True}

@@ -142,6 +142,9 @@ class SlowResource(Resource):
     def arrived(self, arrival):
         self.spend("arrived")
 
+    def reset(self):
+        self.spend("reset")
+
     def watches(self, req):
         self.spend("watches")
         return True
@@ -213,6 +216,7 @@ def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> di
         run.add(make_request(str(index), [index + 1] * 9, 12, priority=-index % 3))
         run.step()
     run.scheduler.arrived(Arrival("picture", ["0"]))
+    run.scheduler.reset_encoder_cache()
     run.drain()
     run.scheduler.shutdown()
     return run.scheduler.make_stats().hook_seconds

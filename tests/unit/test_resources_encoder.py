@@ -209,6 +209,45 @@ def test_cached_media_need_no_encoder():
     assert run.worker.num_encoded == 96 and run.outputs["1"] == answer(request)
 
 
+def test_after_a_reset_no_output_of_before_is_used_by_later_requests():
+    budget = EncoderBudget(100, 100)
+    run = make(budget, max_num_batched_tokens=60)
+    run.add(with_media("0", 40, (0, 30, "idle"), num_output=1))
+    run.drain()
+    run.add(first := with_media("1", 120, (0, 70, "used"), first=8))
+    run.step()
+    run.scheduler.reset_encoder_cache()
+    assert list(budget.cache.entries) == ["used"], "the request that has begun to read it"
+    run.add(second := with_media("2", 120, (0, 70, "used"), first=9))
+    run.add(third := with_media("3", 40, (0, 30, "idle"), first=10))
+    run.drain()
+    assert run.worker.num_encoded == 30 + 70 + 70 + 30
+    assert run.worker.freed == ["idle", "used"]
+    for request in (first, second, third):
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_an_output_that_is_stale_goes_with_its_last_user():
+    budget = EncoderBudget(100, 100)
+    run = make(budget, max_num_batched_tokens=60)
+    run.add(with_media("0", 120, (0, 70, "used")))
+    run.step()
+    run.scheduler.reset_encoder_cache()
+    run.drain()
+    assert not budget.cache.entries and run.worker.freed == ["used"]
+
+
+def test_stale_outputs_of_two_requests_need_no_further_room():
+    """Each request has begun to read what the other needs next."""
+    run = make(EncoderBudget(100, 100), max_num_batched_tokens=40, long_prefill_token_threshold=20)
+    run.add(one := with_media("0", 110, (0, 50, "a"), (50, 50, "b"), first=8))
+    run.add(other := with_media("1", 110, (0, 50, "b"), (50, 50, "a"), first=9))
+    run.step()
+    run.scheduler.reset_encoder_cache()
+    run.drain()
+    assert [run.outputs[name] for name in "01"] == [answer(one), answer(other)]
+
+
 # -- content that comes later
 
 

@@ -71,6 +71,7 @@ def run(path: Path, rng: random.Random, depth: int = 2, **options: object) -> Re
             scheduler.set_pause_state(PauseState.UNPAUSED)
         if rng.random() < 0.05:
             scheduler.reset_prefix_cache(reset_running=True)
+            scheduler.reset_encoder_cache()
     while core.has_work:
         clock.now += rng.random()
         core.step()

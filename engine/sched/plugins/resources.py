@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 HOOKS = (
-    *("objection", "added", "arrived", "watches", "serializes", "begin_step", "extra", "fit"),
-    *("seated", "take", "parked", "release", "describe", "masks", "settle"),
+    *("objection", "added", "arrived", "reset", "watches", "serializes", "begin_step", "extra"),
+    *("fit", "seated", "take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
 ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
@@ -67,6 +67,9 @@ class Resources:
 
     def arrived(self, arrival: Arrival) -> None:
         self._notify("arrived", arrival)
+
+    def reset(self) -> None:
+        self._notify("reset")
 
     def flags(self, req: Request) -> int:
         """The request's flags: ``WATCHED`` if a resource takes part in each of its steps,
