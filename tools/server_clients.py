@@ -6,7 +6,8 @@
 pip or npm makes an environment that DIR lacks. Each client (``tools/clients``) chats, streams,
 lets the model call a tool, requests text by a schema, provokes an error and cancels a stream;
 `parameters` sends every parameter of the newest packages instead. The model is used with its own
-chat template and with one in the style of Hermes. A cell of the table is `right`, `WRONG`, `model`
+chat template and with one in the style of Hermes; a random tiny model that sees gets pictures. A
+cell of the table is `right`, `WRONG`, `model`
 (the exchange was right, but the small model did not write what the task requires) or `-`. The exit
 status is the number of wrong cells; a client that cannot be run counts as one.
 """
@@ -40,7 +41,7 @@ OFFLINE = {
     "ANTHROPIC_API_KEY": "none",
     "LANGSMITH_TRACING": "false",
 }
-OWN, HERMES = "own", "hermes"
+OWN, HERMES, SEEING = "own", "hermes", "seeing"
 HERMES_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 Tools:{% for tool in tools %}
@@ -66,6 +67,7 @@ class Client:
     packages: tuple[str, ...]
     environment: str
     arguments: tuple[str, ...] = ()
+    has_pictures: bool = True
 
     @property
     def is_node(self) -> bool:
@@ -107,9 +109,11 @@ CLIENTS = {
     "npm anthropic": Client("node_clients.mjs", NODE, "node", ("anthropic",)),
     "npm ollama": Client("node_clients.mjs", NODE, "node", ("ollama",)),
     "npm ai": Client("node_clients.mjs", NODE, "node", ("ai",)),
-    "parameters": Client("parameters_client.py", ("openai", "anthropic"), "parameters"),
-    "lm-eval": Client("lm_eval_client.py", ("lm-eval[api]",), "lm-eval"),
-    "guidellm": Client("guidellm_client.py", ("guidellm",), "guidellm"),
+    "parameters": Client(
+        "parameters_client.py", ("openai", "anthropic"), "parameters", has_pictures=False
+    ),
+    "lm-eval": Client("lm_eval_client.py", ("lm-eval[api]",), "lm-eval", has_pictures=False),
+    "guidellm": Client("guidellm_client.py", ("guidellm",), "guidellm", has_pictures=False),
 }
 
 
@@ -117,13 +121,16 @@ def run_quietly(command: Sequence[str], place: Path) -> None:
     subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
 
 
-def cells_of(client: Client, place: Path, url: str, model: str) -> dict[str, dict[str, str]]:
+def cells_of(
+    client: Client, place: Path, url: str, model: str, template: str
+) -> dict[str, dict[str, str]]:
     """Run one client and return its results by cell; `run` is wrong if it ended early."""
     arguments = client.arguments or (model,)
+    sees = {"SEEING": "1"} if template == SEEING else {}
     run = subprocess.run(
         [*client.command(place), url, *arguments],
         cwd=place,
-        env={**os.environ, **OFFLINE},
+        env={**os.environ, **OFFLINE, **sees},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -156,7 +163,7 @@ def main() -> int:
     )
     parser.add_argument("--environments", required=True, type=Path, metavar="DIR")
     parser.add_argument("--model", help="a directory; default: the model in the box")
-    parser.add_argument("--template", action="append", choices=(OWN, HERMES))
+    parser.add_argument("--template", action="append", choices=(OWN, HERMES, SEEING))
     parser.add_argument("--only", action="append", choices=CLIENTS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep all results there")
     args = parser.parse_args()
@@ -168,12 +175,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as home:
         written = Path(home, "hermes.jinja")
         written.write_text(HERMES_TEMPLATE)
-        for template in args.template or (OWN, HERMES):
-            options = ["--model", model, "--served-model-name", NAME, "--max-model-len", length]
+        for template in args.template or (OWN, HERMES, SEEING):
+            used = seeing_model(Path(home)) if template == SEEING else model
+            options = ["--model", used, "--served-model-name", NAME, "--max-model-len", length]
             if template == HERMES:
                 options += ["--chat-template", str(written)]
             with servers.served(*options) as server:
-                kept[template] = results_of(args, server.url, model)
+                kept[template] = results_of(args, server.url, used, template)
             print(f"\ntemplate: {template}")
             print_table(kept[template])
     if args.json:
@@ -190,16 +198,24 @@ def main() -> int:
     return len(wrong)
 
 
+def seeing_model(home: Path) -> str:
+    """The directory of a random tiny model that reads pictures."""
+    made: Any = importlib.import_module("e2e.seeing_models")
+    return str(made.make_seeing_model(home / "seeing", "smolvlm"))
+
+
 def results_of(
-    args: argparse.Namespace, url: str, model: str
+    args: argparse.Namespace, url: str, model: str, template: str
 ) -> dict[str, dict[str, dict[str, str]]]:
     results = {}
     for name in args.only or CLIENTS:
         client = CLIENTS[name]
+        if template == SEEING and not client.has_pictures:
+            continue
         place = args.environments / client.environment
         try:
             client.prepare(place)
-            results[name] = cells_of(client, place, url, model)
+            results[name] = cells_of(client, place, url, model, template)
         except (OSError, subprocess.SubprocessError) as error:
             results[name] = {"run": {"cell": "run", "result": "WRONG", "why": repr(error)}}
     return results

@@ -8,6 +8,7 @@ is imported here.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -26,6 +27,13 @@ PARAMETERS: dict[str, Any] = {
 ABOUT = "The weather in a city"
 QUESTION = "The weather in Rome?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
+PICTURE_CELL = "picture"
+SCREEN = (
+    "iVBORw0KGgoAAAANSUhEUgAAABgAAAAQCAAAAAApT+BJAAAAHUlEQVR42mPkYMAOWPhxSQjikhAYlSBWgvE7DgkA"
+    "DlsCGqxOL98AAAAASUVORK5CYII="
+)
+"""A picture: a PNG file in base64."""
+SCREEN_URL = f"data:image/png;base64,{SCREEN}"
 TOO_LONG = "word " * 20_000
 IDLE_SECONDS = 20.0  # from a cancelled request to the moment at which the server runs nothing
 
@@ -37,9 +45,12 @@ class ModelFault(Exception):
 
 
 def run(cells: dict[str, Cell]) -> None:
-    """Call each cell with the server's address (the first argument) and print a JSON line of it."""
-    url = sys.argv[1]
+    """Call each cell with the server's address (the first argument) and print a JSON line of it. If
+    the model sees (the variable SEEING), only the cell of pictures; otherwise all others."""
+    url, sees = sys.argv[1], "SEEING" in os.environ
     for name, cell in cells.items():
+        if (name == PICTURE_CELL) != sees:
+            continue
         result, why = "right", ""
         try:
             cell(url)

@@ -7,6 +7,7 @@ from typing import Any
 import cells
 from langchain_anthropic import ChatAnthropic
 from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
 SCHEMA = {"title": "weather", "description": cells.ABOUT, **cells.PARAMETERS}
@@ -75,8 +76,29 @@ def cancel(url: str) -> None:
         cells.wait_until_idle(url)
 
 
+def picture(url: str) -> None:
+    """In OpenAI's form and in LangChain's own, streamed, and in the result of a tool."""
+    own = {"type": "image", "base64": cells.SCREEN, "mime_type": "image/png"}
+    words = {"type": "text", "text": cells.QUESTION}
+    call = AIMessage("", tool_calls=[{"id": "c", "name": "look", "args": {}}])
+    for each in chats(url, max_tokens=8, temperature=0):
+        size = each.invoke([HumanMessage([words])]).usage_metadata["input_tokens"]
+        for part in ({"type": "image_url", "image_url": {"url": cells.SCREEN_URL}}, own):
+            messages = [HumanMessage([part, words])]
+            whole = each.invoke(messages)
+            assert whole.usage_metadata["input_tokens"] > size
+            assert "".join(chunk.text for chunk in each.stream(messages)) == whole.text
+        sizes = [
+            each.invoke(
+                [HumanMessage("look"), call, ToolMessage(content, tool_call_id="c")]
+            ).usage_metadata["input_tokens"]
+            for content in ([words], [words, own])
+        ]
+        assert sizes[1] > sizes[0]
+
+
 if __name__ == "__main__":
     cells.run(
         {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
-         "cancel": cancel}
+         "cancel": cancel, "picture": picture}
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cells
+from langchain_core.messages import HumanMessage
 from langchain_ollama import ChatOllama, OllamaLLM
 from ollama import ResponseError
 
@@ -69,8 +70,18 @@ def cancel(url: str) -> None:
     cells.wait_until_idle(url)
 
 
+def picture(url: str) -> None:
+    words = {"type": "text", "text": cells.QUESTION}
+    shown = {"type": "image_url", "image_url": {"url": cells.SCREEN_URL}}
+    short = model(url, num_predict=8, temperature=0)
+    text, both = (short.invoke([HumanMessage(parts)]) for parts in ([words], [shown, words]))
+    assert both.usage_metadata["input_tokens"] > text.usage_metadata["input_tokens"]
+    chunks = short.stream([HumanMessage([shown, words])])
+    assert "".join(chunk.text for chunk in chunks) == both.text
+
+
 if __name__ == "__main__":
     cells.run(
         {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
-         "cancel": cancel}
+         "cancel": cancel, "picture": picture}
     )  # fmt: skip

@@ -96,9 +96,25 @@ def cancel(url: str) -> None:
         cells.wait_until_idle(url)
 
 
+def picture(url: str) -> None:
+    words = {"type": "text", "text": cells.QUESTION}
+    shown = {"type": "image_url", "image_url": {"url": cells.SCREEN_URL}}
+    for model in models(url):
+        how = {"max_tokens": 8, "temperature": 0, **model}
+        text, both = (
+            litellm.completion(messages=[{"role": "user", "content": parts}], **how)
+            for parts in ([words], [shown, words])
+        )
+        assert both.usage.prompt_tokens > text.usage.prompt_tokens
+        messages = [{"role": "user", "content": [shown, words]}]
+        chunks = litellm.completion(messages=messages, stream=True, **how)
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert "".join(parts) == both.choices[0].message.content
+
+
 if __name__ == "__main__":
     litellm.suppress_debug_info = True
     cells.run(
         {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
-         "cancel": cancel}
+         "cancel": cancel, "picture": picture}
     )  # fmt: skip

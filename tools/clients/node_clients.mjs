@@ -16,6 +16,8 @@ const PARAMETERS = {
 };
 const QUESTION = "The weather in Rome?";
 const messages = [{ role: "user", content: QUESTION }];
+const SCREEN = "iVBORw0KGgoAAAANSUhEUgAAABgAAAAQCAAAAAApT+BJAAAAHUlEQVR42mPkYMAOWPhxSQjikhAYlSBWgvE7DgkADlsCGqxOL98AAAAASUVORK5CYII="; // a PNG file
+const SCREEN_URL = "data:image/png;base64," + SCREEN;
 const TOO_LONG = "word ".repeat(20000);
 
 function check(condition, what) {
@@ -105,6 +107,19 @@ async function openaiCells() {
       stream.controller.abort();
       await waitUntilIdle();
     },
+    picture: async () => {
+      const shown = { type: "image_url", image_url: { url: SCREEN_URL } };
+      const how = (content) => ({ model: MODEL, messages: [{ role: "user", content }], max_tokens: 8, temperature: 0 });
+      const words = { type: "text", text: QUESTION };
+      const [text, both] = [await api.chat.completions.create(how([words])), await api.chat.completions.create(how([shown, words]))];
+      check(both.usage.prompt_tokens > text.usage.prompt_tokens, [text.usage, both.usage]);
+      let parts = "";
+      for await (const chunk of await api.chat.completions.create({ ...how([shown, words]), stream: true })) parts += chunk.choices[0]?.delta?.content ?? "";
+      check(parts === both.choices[0].message.content, [parts, both]);
+      const input = [{ role: "user", content: [{ type: "input_image", image_url: SCREEN_URL, detail: "auto" }, { type: "input_text", text: QUESTION }] }];
+      const response = await api.responses.create({ model: MODEL, input, max_output_tokens: 8 });
+      check(response.usage.input_tokens === both.usage.prompt_tokens, [response.usage, both.usage]);
+    },
   };
 }
 
@@ -149,6 +164,16 @@ async function anthropicCells() {
       for await (const event of stream) if (event.type === "content_block_delta") break;
       stream.abort();
       await waitUntilIdle();
+    },
+    picture: async () => {
+      const shown = { type: "image", source: { type: "base64", media_type: "image/png", data: SCREEN } };
+      const words = { type: "text", text: QUESTION };
+      const turns = (content) => ({ model: MODEL, messages: [{ role: "user", content }] });
+      const [text, both] = [await api.messages.countTokens(turns([words])), await api.messages.countTokens(turns([shown, words]))];
+      check(both.input_tokens > text.input_tokens, [text, both]);
+      const how = { ...turns([shown, words]), max_tokens: 8, temperature: 0 };
+      const [whole, last] = [await api.messages.create(how), await api.messages.stream(how).finalMessage()];
+      check(JSON.stringify(last.content) === JSON.stringify(whole.content), [last.content, whole.content]);
     },
   };
 }
@@ -200,6 +225,13 @@ async function ollamaCells() {
       for await (const _ of stream) break;
       stream.abort();
       await waitUntilIdle();
+    },
+    picture: async () => {
+      const turns = (images) => ({ ...about, messages: [{ role: "user", content: QUESTION, images }], options: short });
+      const [text, both] = [await api.chat(turns([])), await api.chat(turns([SCREEN]))];
+      check(both.prompt_eval_count > text.prompt_eval_count, [text, both]);
+      check((await texts(await api.chat({ ...turns([Buffer.from(SCREEN, "base64")]), stream: true }))) === both.message.content, both);
+      check((await api.generate({ model: MODEL, prompt: QUESTION, images: [SCREEN], options: short })).response === both.message.content, "generate");
     },
     lists: async () => {
       check((await api.list()).models[0].name === MODEL + ":latest", "list");
@@ -254,11 +286,19 @@ async function aiCells() {
       controller.abort();
       await waitUntilIdle();
     },
+    picture: async () => {
+      const turns = (content) => ({ model, maxRetries: 0, maxOutputTokens: 8, temperature: 0, messages: [{ role: "user", content }] });
+      const words = { type: "text", text: QUESTION };
+      const shown = { type: "image", image: Buffer.from(SCREEN, "base64"), mediaType: "image/png" };
+      const [text, both] = [await ai.generateText(turns([words])), await ai.generateText(turns([shown, words]))];
+      check(both.usage.inputTokens > text.usage.inputTokens, [text.usage, both.usage]);
+    },
   };
 }
 
 const cells = await { openai: openaiCells, anthropic: anthropicCells, ollama: ollamaCells, ai: aiCells }[client]();
 for (const [cell, use] of Object.entries(cells)) {
+  if ((cell === "picture") !== ("SEEING" in process.env)) continue;
   let result = "right", why = "";
   try {
     await use();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -106,8 +107,24 @@ def lists(url: str) -> None:
     assert "completion" in client.show(name).capabilities
 
 
+def picture(url: str) -> None:
+    client = ollama.Client(url)
+    assert "vision" in client.show(cells.NAME).capabilities
+    message = {"role": "user", "content": cells.QUESTION}
+    seen = {**message, "images": [base64.b64decode(cells.SCREEN)]}
+    text, both = (ask(url, messages=[each]) for each in (message, seen))
+    assert both.prompt_eval_count > text.prompt_eval_count
+    parts = list(ask(url, messages=[seen], stream=True))
+    assert "".join(part.message.content for part in parts) == both.message.content
+    one = client.generate(cells.NAME, cells.QUESTION, images=[cells.SCREEN], options=SHORT)
+    assert one.response == both.message.content
+    result = {"role": "tool", "tool_name": "look", "content": "seen", "images": [cells.SCREEN]}
+    turns = [message, {"role": "assistant", "content": "", "tool_calls": [CALL]}, result]
+    assert ask(url, messages=turns).prompt_eval_count > text.prompt_eval_count
+
+
 if __name__ == "__main__":
     cells.run(
         {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
-         "cancel": cancel, "lists": lists}
+         "cancel": cancel, "lists": lists, "picture": picture}
     )  # fmt: skip

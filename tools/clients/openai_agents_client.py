@@ -136,9 +136,31 @@ def cancel(url: str) -> None:
     each_model(left, url)
 
 
+def picture(url: str) -> None:
+    """In a message, and as the output of a tool; in chat completions this client sends only the
+    texts of outputs."""
+    words = {"type": "input_text", "text": cells.QUESTION}
+    shown = {"type": "input_image", "image_url": cells.SCREEN_URL, "detail": "auto"}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+
+    async def seen(model: Any) -> None:
+        sizes = []
+        for parts in ([words], [words, shown]):
+            asked = [{"role": "user", "content": parts}]
+            output = {"type": "function_call_output", "call_id": "c", "output": parts}
+            for items in (asked, [{"role": "user", "content": "look"}, call, output]):
+                result = await Runner.run(agent(model, output_type=Weather), items)
+                sizes.append(result.context_wrapper.usage.input_tokens)
+        assert sizes[2] > sizes[0], sizes
+        if isinstance(model, OpenAIResponsesModel):
+            assert sizes[3] > sizes[1], sizes
+
+    each_model(seen, url)
+
+
 if __name__ == "__main__":
     set_tracing_disabled(True)
     cells.run(
         {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
-         "cancel": cancel}
+         "cancel": cancel, "picture": picture}
     )  # fmt: skip
