@@ -251,6 +251,11 @@ class LLM:
         with self._turn:
             return self.llm_engine.reset_prefix_cache(reset_running)
 
+    def reset_mm_cache(self) -> None:
+        """Drop the processed pictures that are kept for later requests."""
+        with self._turn:
+            self.llm_engine.reset_mm_cache()
+
     def start_profile(self) -> None:
         """Record a torch profile of the worker until ``stop_profile``. Needs
         ``torch_profiler_dir``."""

@@ -57,9 +57,9 @@ class EngineOptions:
     property_order: Literal["schema", "free"] = field(default="schema", metadata=FRONT_END)
     """Order of a JSON object's properties: as in the schema, or free. Requests can override it."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
-    """Processes that tokenise, and the same number that detokenise; 0: this process does both. They
-    protect the engine from a tokenizer that crashes or hangs, but a token costs 1.5 to 2 times the
-    processor time."""
+    """Processes that tokenise, and the same numbers that detokenise and, if the model sees, decode
+    pictures; 0: this process does all. They protect the engine from a text or picture that crashes
+    its library, but a token costs 1.5 to 2 times the processor time."""
 
 
 @dataclass(frozen=True, kw_only=True)

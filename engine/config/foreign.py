@@ -95,7 +95,7 @@ for _reason, _names in {
     "fully_sharded_loras",
     _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
     "lora_target_modules enable_tower_connector_lora default_mm_loras",
-    _NO_MEDIA: "mm_processor_cache_gb media_io_kwargs "
+    _NO_MEDIA: "media_io_kwargs "
     "interleave_mm_strings skip_mm_profiling enable_mm_embeds mm_encoder_tp_mode "
     "language_model_only",
     _FAMILY: "enable_auto_tool_choice tool_call_parser tool_parser_plugin reasoning_parser "

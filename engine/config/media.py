@@ -33,6 +33,9 @@ class MediaConfig:
     encoder_cache_size: int | None = None
     """Tokens of pictures whose encoder outputs are kept for later steps and requests. Default: as
     many as are encoded in a step."""
+    mm_processor_cache_gb: float = field(default=1.0, metadata=FRONT_END)
+    """GiB of processed pictures that the front end keeps after their requests, so that equal
+    pictures are not processed again."""
     disable_chunked_mm_input: bool = False
     """Never split a picture over steps. Always so for models whose tokens of a picture see each
     other. A prompt then waits until a step has room for its next picture."""
@@ -60,6 +63,7 @@ class MediaConfig:
             self, 1, None,
             "max_num_encoder_input_tokens", "encoder_cache_size", "mm_tensor_pool_mib",
         )  # fmt: skip
+        check_range(self, 0, None, "mm_processor_cache_gb")
         for kind, most in (self.limit_mm_per_prompt or {}).items():
             if kind not in KINDS or type(most) is not int or most < 0:
                 raise ConfigError(

@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.config.decide import Decided
+from engine.config.decide import GIB, Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.client import CoreClient
 from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.frontend.adapters import Adapters
-from engine.frontend.contents import Contents
+from engine.frontend.contents import Contents, Processing
 from engine.frontend.output import OutputProcessor
+from engine.frontend.picture_workers import PooledPictures
 from engine.frontend.pooled_text import PooledOutputs
 from engine.frontend.processing import ThreadedPictures
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
@@ -88,8 +90,12 @@ class Session:
             self.outputs = PooledOutputs(tokenizer, pool, client.wake)
         self.contents: Contents | None = None
         if pictures is not None:
-            processing = ThreadedPictures(pictures, shares=client.reads_shared_memory)
-            self.contents = Contents(client, processing, self.wake)
+            threaded = ThreadedPictures(pictures, shares=client.reads_shared_memory)
+            processing: Processing = threaded
+            if pool is not None and pool.pictures.workers:
+                processing = PooledPictures(pool.pictures, threaded)
+            cache_bytes = int(config.media.mm_processor_cache_gb * GIB)
+            self.contents = Contents(client, processing, self.wake, cache_bytes=cache_bytes)
             self.outputs.on_ended = self.contents.end
         self.recommended = recommended or {}
         self._pool = pool
@@ -120,7 +126,9 @@ class Session:
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
-            pool = TextPool(config.model, config.tokenizer_pool_size)
+            pool = TextPool(
+                config.model, config.tokenizer_pool_size, pictures=_picture_settings(config)
+            )
         try:
             client = open_on_ray(requested) if on_ray else open_core(config)
             if pool is not None:
@@ -316,6 +324,14 @@ def _pictures(
     from engine.pictures.prompts import Pictures
 
     return Pictures(info, tokenizer, config.media, sources)
+
+
+def _picture_settings(config: EngineConfig) -> dict[str, Any] | None:
+    """Settings of the image processor for processes that decode pictures; ``None`` if none do."""
+    model = config.model.model
+    if config.media.most_pictures == 0 or not Path(model).is_dir() or find_spec("PIL") is None:
+        return None
+    return dict(config.media.mm_processor_kwargs or {}) if sees(read_model_info(model)) else None
 
 
 Handler = Callable[[int, FrameType | None], object]

@@ -1,12 +1,14 @@
-"""Main program of a tokenizer or detokenizer process: answers jobs in order.
+"""Main program of a text process, which tokenises, detokenises or decodes pictures: answers jobs
+in order.
 
-Started by ``text_workers.TextProcess``. Imports torch or transformers only for a model whose
-tokenizer needs it.
+Started by ``text_workers.TextProcess``. Imports torch or transformers only for pictures, or a model
+whose tokenizer needs it.
 """
 
 from __future__ import annotations
 
 import socket
+from typing import Protocol
 
 import msgspec
 
@@ -38,20 +40,41 @@ def main(descriptor: int) -> None:
     """Read the start message from ``descriptor``, then answer jobs until the parent process
     ends."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
-    model = ModelConfig(
-        model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
-    )
-    server = TextServer(load_tokenizer(model))
+    server = server_of(start)
     decoder, encoder = MessageDecoder[Job](Job), MessageEncoder()
     with socket.socket(fileno=start.socket) as parent:
         parent.sendall(pack_frames([encoder.encode(Ready())]))
         while True:
             frames = read_frames(parent.recv)
+            server.begin()
             parent.sendall(pack_frames([answer(server, decoder, encoder, each) for each in frames]))
 
 
+class Server(Protocol):
+    """Executes the jobs of a process."""
+
+    def begin(self) -> None:
+        """Called before each batch of jobs, when the results of the last one have been read."""
+
+    def do(self, job: Job) -> Reply:
+        """Execute a job."""
+        ...
+
+
+def server_of(start: StartText) -> Server:
+    """What a process does."""
+    if start.pictures is not None:
+        from engine.frontend.picture_server import PictureServer
+
+        return PictureServer(start.model, start.pictures)
+    model = ModelConfig(
+        model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
+    )
+    return TextServer(load_tokenizer(model))
+
+
 def answer(
-    server: TextServer, decoder: MessageDecoder[Job], encoder: MessageEncoder, frame: bytes
+    server: Server, decoder: MessageDecoder[Job], encoder: MessageEncoder, frame: bytes
 ) -> bytes:
     """Execute an encoded job and return the encoded answer: ``Failed`` if the job fails."""
     try:
@@ -74,6 +97,9 @@ class TextServer:
         self._tokenizer = tokenizer
         self._readers: dict[int, TextReader] = {}
 
+    def begin(self) -> None:
+        pass
+
     def do(self, job: Job) -> Reply:
         """Execute a job."""
         match job:
@@ -86,6 +112,8 @@ class TextServer:
                 return Rendered(rendered, pack_ids(ids))
             case Read():
                 return self._read(job)
+            case _:
+                raise WireError(f"{job!r:.80} is no job of a process that tokenises")
 
     def _read(self, job: Read) -> TextDelta:
         if job.opening is not None:

@@ -1,4 +1,4 @@
-"""Pool of tokenizer and detokenizer processes.
+"""Pool of processes that tokenise, detokenise or decode pictures.
 
     any thread ── encode, render ─> Future ── queue of all tokenizers ──> thread <─> its process
     session    ── token ids ────────────── queue of one detokenizer ──> thread <─> its process
@@ -136,7 +136,8 @@ class PromptTask(Task):
 
 
 class TextPool:
-    """A pool of ``size`` tokenizer and ``size`` detokenizer processes. Thread-safe.
+    """A pool of ``size`` tokenizer and ``size`` detokenizer processes, and for a model that sees
+    ``size`` picture processes. Thread-safe.
 
     For a batch of b bytes, a process may take ``hang_seconds`` + b / ``slowest`` seconds; then it
     is killed. A process that could not be started is tried again after ``retry_seconds``. Futures
@@ -151,7 +152,10 @@ class TextPool:
         hang_seconds: float = HANG_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
         slowest: int = SLOWEST,
+        pictures: dict[str, Any] | None = None,
     ) -> None:
+        """pictures: settings of the model's image processor in place of its own; ``None``: no
+        process decodes pictures."""
         start = partial(
             StartText,
             model=_from_anywhere(model.model),
@@ -162,7 +166,9 @@ class TextPool:
         self._tokenizers = TaskQueue()
         self.detokenizers = [TaskQueue() for _ in range(size)]
         """The task queue of each detokenizer process."""
-        queues = [self._tokenizers, *self.detokenizers]
+        self.pictures = TaskQueue()
+        """The task queue of the picture processes."""
+        queues = [self._tokenizers, *self.detokenizers, self.pictures]
         names = [(f"tokenizer process {i}", self._tokenizers) for i in range(size)]
         names += [(f"detokenizer process {i}", each) for i, each in enumerate(self.detokenizers)]
         on_error = partial(_close, queues, is_waiting=False)
@@ -170,6 +176,12 @@ class TextPool:
             TextWorker(name, queue, partial(TextProcess, start), *limits, on_error)
             for name, queue in names
         ]
+        if pictures is not None:
+            spawn = partial(TextProcess, partial(start, pictures=pictures))
+            self.workers += [
+                TextWorker(f"picture process {i}", self.pictures, spawn, *limits, on_error)
+                for i in range(size)
+            ]
         self.close: Callable[[], None] = weakref.finalize(
             self, _close, queues, EngineDeadError("the engine was shut down")
         )

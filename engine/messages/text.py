@@ -1,4 +1,5 @@
-"""The messages between a front end and its text processes, which tokenise and detokenise.
+"""The messages between a front end and its text processes, which tokenise, detokenise and decode
+pictures.
 
 Jobs are sent in batches and answered in order. Texts are UTF-8, ids are native 32-bit integers.
 """
@@ -9,16 +10,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.messages.media import Pixels, SharedPixels
 from engine.messages.wire import Failure
 
 
 class StartText(msgspec.Struct, array_like=True, frozen=True):
-    """The start message of a text process. ``socket``: the file descriptor it inherits."""
+    """The start message of a text process. ``socket``: the file descriptor it inherits.
+    ``pictures``: settings of the model's image processor in place of its own, for a process that
+    decodes pictures; ``None`` for others."""
 
     socket: int
     model: str  # directory
     tokenizer: str | None
     trust_remote_code: bool
+    pictures: dict[str, Any] | None = None
 
 
 class Encode(msgspec.Struct, array_like=True, frozen=True, tag="encode"):
@@ -66,7 +71,19 @@ class Read(msgspec.Struct, array_like=True, frozen=True, tag="read"):
     opening: KnownText | None = None
 
 
-Job = Encode | Render | Read
+class Decode(msgspec.Struct, array_like=True, frozen=True, tag="decode"):
+    """Decode and process a picture. Answered by ``Decoded``.
+
+    ``content``: a file or, with ``is_raw``, pixels in RGB. ``whole``: width and height that were
+    read from the header; the picture is then shrunk to ``size``."""
+
+    content: bytes
+    is_raw: bool
+    whole: tuple[int, int]
+    size: tuple[int, int]
+
+
+Job = Encode | Render | Read | Decode
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -101,13 +118,21 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
     error: str = ""
 
 
+class Decoded(msgspec.Struct, array_like=True, frozen=True, tag="decoded"):
+    """The arrays of a picture: in shared memory, which the process holds until its next jobs, or if
+    the system has none, as they are."""
+
+    shared: SharedPixels | None
+    pixels: Pixels | None = None
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The answer to a job that failed with an exception."""
 
     failure: Failure
 
 
-Reply = Ready | Encoded | Rendered | TextDelta | Failed
+Reply = Ready | Encoded | Rendered | TextDelta | Decoded | Failed
 
 
 class Rendering(NamedTuple):

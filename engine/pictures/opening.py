@@ -13,6 +13,7 @@ from io import BytesIO
 from PIL import Image, ImageOps
 
 from engine.errors import RequestError, RequestTypeError
+from engine.messages.text import Decode
 from engine.pictures.sources import MAX_BYTES, Given
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -35,12 +36,28 @@ class Picture:
     _image: Image.Image
     _whole: tuple[int, int]
     """Width and height before the picture is shrunk to those above."""
+    _file: bytes | None = None
 
     @property
     def is_large(self) -> bool:
         """Whether decoding takes much memory."""
-        width, height = self._whole
-        return width * height > LARGE_PIXELS
+        return self.num_pixels > LARGE_PIXELS
+
+    @property
+    def num_pixels(self) -> int:
+        """Pixels that are decoded."""
+        return self._whole[0] * self._whole[1]
+
+    def job(self) -> Decode:
+        """The job of a text process that decodes this picture."""
+        is_raw = self._file is None
+        content = self._image.tobytes() if self._file is None else self._file
+        return Decode(content, is_raw, self._whole, (self.width, self.height))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the content of its job."""
+        return 3 * self.num_pixels if self._file is None else len(self._file)
 
     def decode(self) -> Image.Image:
         """The picture in RGB, rotated as the file says, then shrunk. Raises ``RequestError`` if the
@@ -89,7 +106,19 @@ def open_picture(given: Given) -> Picture:
         ) from error
     _check_size(*image.size)
     digest = blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
-    return _shrunk(_turned(image), digest, image, given.detail)
+    return _shrunk(_turned(image), digest, image, given.detail, content)
+
+
+def picture_of(job: Decode) -> Picture:
+    """The picture of a job. Raises ``RequestError`` for a damaged one."""
+    try:
+        if job.is_raw:
+            image = Image.frombytes("RGB", job.whole, job.content)
+        else:
+            image = Image.open(BytesIO(job.content), formats=FORMATS)
+    except Exception as error:  # readers of headers raise many kinds
+        raise damaged(error) from error
+    return Picture(*job.size, "", image, job.whole)
 
 
 def damaged(reason: object) -> RequestError:
@@ -97,12 +126,14 @@ def damaged(reason: object) -> RequestError:
     return _refused(f"a picture is damaged: {reason}; send it as a whole, or convert it to PNG")
 
 
-def _shrunk(size: tuple[int, int], digest: str, image: Image.Image, detail: str) -> Picture:
+def _shrunk(
+    size: tuple[int, int], digest: str, image: Image.Image, detail: str, file: bytes | None = None
+) -> Picture:
     longer = max(size)
     if detail != "low" or longer <= LOW_SIDE:
-        return Picture(*size, digest, image, size)
+        return Picture(*size, digest, image, size, file)
     width, height = (max(1, round(side * LOW_SIDE / longer)) for side in size)
-    return Picture(width, height, f"{digest} {width}", image, size)
+    return Picture(width, height, f"{digest} {width}", image, size, file)
 
 
 def _check_size(width: int, height: int) -> None:

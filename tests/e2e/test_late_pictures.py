@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.seeing_models import make_seeing_model
-from e2e.test_pictures import GREEDY, SMALL, expected, picture, prompt_of, tokens_of
+from e2e.test_pictures import GREEDY, SMALL, as_file, expected, picture, prompt_of, tokens_of
+from PIL import Image
+from support.patience import WAIT_SECONDS
 
 from engine import LLM
+from engine.config.media import MediaConfig
+from engine.config.model import ModelConfig, read_model_info
+from engine.errors import RequestError
+from engine.frontend.picture_workers import PooledPictures
+from engine.frontend.processing import Processed, ThreadedPictures
+from engine.frontend.text_workers import TextPool
 from engine.ipc.sealed_files import namespace
 from engine.messages.media import MediaContent, PixelArray, SharedPixels
+from engine.pictures.opening import open_picture
+from engine.pictures.processing import ImageProcessor
+from engine.pictures.prompts import Pictures
+from engine.pictures.sources import Given, MediaSources
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +85,108 @@ def test_nonsense_of_a_client_ends_only_its_request(apart: LLM, llava: Path, nam
     assert ends[0].reason == "error" and re.search(message, ends[0].message)
     (output,) = apart.generate([prompt_of("<image> ", [shown])], GREEDY, use_tqdm=False)
     assert tokens_of(output) == expected(llava, "llava", "<image> ", [shown])
+
+
+def test_pictures_are_processed_again_only_when_they_were_dropped(
+    apart: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shown, numbers = ImageProcessor.pixels, picture(77, 70), []
+
+    def pixels(self: Any, image: Image.Image) -> Any:
+        numbers.append(image.size)
+        return make(self, image)
+
+    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    for text in ("<image> a", "<image> b", "<image> c"):
+        if text.endswith("c"):
+            apart.reset_mm_cache()
+        apart.generate([prompt_of(text, [shown])], GREEDY, use_tqdm=False)
+    assert numbers == [(77, 70)] * 2
+
+
+@pytest.fixture(scope="module")
+def pooled(llava: Path) -> Iterator[LLM]:
+    """An engine whose text processes decode."""
+    with LLM(llava, tokenizer_pool_size=1, **SMALL) as llm:
+        yield llm
+
+
+WHOLE = as_file(picture(64, 64), "JPEG")
+CUT = WHOLE[: len(WHOLE) // 2]
+
+
+def test_text_processes_decode_pictures(pooled: LLM, llava: Path) -> None:
+    """Files, and PIL images; damaged ones fail alone."""
+    shown = [picture(64, 40), picture(9, 9, "RGBA"), picture(30, 50, "L")]
+    given = [as_file(shown[0]), shown[1], as_file(shown[2])]
+    prompts = [prompt_of("<image>", [each]) for each in (given[0], CUT, *given[1:])]
+    prompts.append(prompt_of("<image><image>", [given[0], CUT]))
+    outputs = pooled.generate(prompts, GREEDY, use_tqdm=False)
+    for index, image in zip((0, 2, 3), shown, strict=True):
+        assert tokens_of(outputs[index]) == expected(llava, "llava", "<image>", [image])
+    for index in (1, 4):
+        (end,) = outputs[index].outputs
+        assert end.code == "invalid_media" and "damaged" in str(end.error)
+
+
+@pytest.fixture(scope="module")
+def processes(llava: Path) -> Iterator[tuple[TextPool, PooledPictures]]:
+    """A process that decodes, without an engine."""
+    pool = TextPool(ModelConfig(model=str(llava)), 1, pictures={})
+    pictures = Pictures(read_model_info(llava), None, MediaConfig(), MediaSources(MediaConfig()))
+    pool.wait_until_ready()
+    pooled = PooledPictures(pool.pictures, ThreadedPictures(pictures, shares=True))
+    yield pool, pooled
+    pooled.close()
+    pool.close()
+
+
+def begun(pictures: PooledPictures, *images: Image.Image) -> list[Future[Processed]]:
+    return [pictures.begin(open_picture(Given(as_file(image, "BMP")))) for image in images]
+
+
+def bytes_of(made: Processed) -> dict[str, bytes]:
+    return {name: bytes(array.data) for name, array in made.pixels.items()}
+
+
+@pytest.mark.slow  # each process imports transformers
+def test_a_picture_process_that_dies_is_started_again(processes: Any, llava: Path) -> None:
+    pool, pictures = processes
+    images = [picture(1200, 900), picture(9, 9)]
+    futures = begun(pictures, *images)
+    os.kill(pool.pids["picture process 0"], signal.SIGKILL)
+    processor = ImageProcessor(read_model_info(llava))
+    for future, image in zip(futures, images, strict=True):
+        made, wanted = future.result(WAIT_SECONDS), Processed(processor.pixels(image))
+        assert bytes_of(made) == bytes_of(wanted) and made.segment is not None
+
+
+@pytest.mark.slow
+def test_a_picture_over_which_processes_die_fails_alone(processes: Any) -> None:
+    pool, pictures = processes
+    large, small = begun(pictures, picture(4000, 3000), picture(5, 6))
+    (worker,) = pool.pictures.workers
+    idle: dict[int, float] = {}  # processor time of each process when it was ready
+    killed: set[int] = set()
+    while not large.done():
+        if (process := worker.process) is None or not process.is_ready:
+            continue
+        pid = process.program.pid
+        used = seconds_of(pid)
+        if pid not in killed and used > idle.setdefault(pid, used) + 0.05:
+            killed.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    with pytest.raises(RequestError, match="4000 x 3000 pixels, 3 times") as caught:
+        large.result()
+    assert caught.value.param == "multi_modal_data"
+    assert small.result(WAIT_SECONDS).pixels
+
+
+def seconds_of(pid: int) -> float:
+    """Processor time that a process has used."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0

@@ -1,0 +1,95 @@
+"""Processes pictures in text processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineDeadError, RequestError, WireError, reason_of
+from engine.frontend.processing import Processed, ThreadedPictures
+from engine.frontend.text_workers import MAX_DEATHS, TASK_BYTES, Task, TaskQueue
+from engine.ipc.pixel_segments import adopt, read
+from engine.messages.text import Decoded, Job, Reply
+
+if TYPE_CHECKING:
+    from engine.pictures.opening import Picture  # imports Pillow
+
+MOST_SENT_BYTES = 48 << 20  # of a picture's content, in a message of at most 64 MiB
+PIXELS_A_BYTE = 8  # pixels that take as long as a byte of text
+
+
+class PictureTask(Task):
+    """A picture to decode."""
+
+    def __init__(self, picture: Picture) -> None:
+        super().__init__(TASK_BYTES + picture.num_pixels // PIXELS_A_BYTE, self)
+        self.future: Future[Processed] = Future()
+        self._picture = picture
+
+    def is_wanted(self) -> bool:  # True also marks the future as running: no cancel after it
+        future = self.future
+        return future.running() or (not future.done() and future.set_running_or_notify_cancel())
+
+    def job(self, process_number: int) -> Job:
+        return self._picture.job()
+
+    def result_of(self, reply: Reply) -> Processed | Exception:
+        match reply:
+            case Decoded(shared=None, pixels=pixels) if pixels is not None:
+                return Processed(pixels)
+            case Decoded(shared=shared) if shared is not None:
+                try:
+                    segment = adopt(shared)
+                except OSError as error:
+                    return RequestError(f"a picture needs too many files: {reason_of(error)}")
+                return Processed(read(segment.handle), segment)
+        raise WireError(f"{reply!r:.80} does not answer the job")
+
+    def finish(self, result: Processed | Exception) -> None:
+        if not self.is_wanted():
+            if isinstance(result, Processed):
+                result.close()
+        elif isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+    def death(self, how: str) -> RequestError:
+        picture = self._picture
+        return RequestError(
+            f"a picture process {how} over a picture of {picture.width} x {picture.height} pixels, "
+            f"{MAX_DEATHS} times; this picture cannot be decoded",
+            param="multi_modal_data",
+        )
+
+
+class PooledPictures:
+    """Decodes and processes pictures in text processes. Those that take much memory follow one
+    after the other; those that do not fit into a message are processed in threads."""
+
+    def __init__(self, queue: TaskQueue, threaded: ThreadedPictures) -> None:
+        self.num_at_once = 2 * len(queue.workers)  # so that no process waits for its next one
+        self._queue = queue
+        self._threaded = threaded
+        self._turns = ThreadPoolExecutor(1, "large pictures")
+
+    def begin(self, picture: Picture) -> Future[Processed]:
+        """Start to process a picture."""
+        if picture.num_bytes > MOST_SENT_BYTES:
+            return self._threaded.begin(picture)
+        if picture.is_large:
+            return self._turns.submit(lambda: self._put(picture).result())
+        return self._put(picture)
+
+    def close(self) -> None:
+        """Let the threads end. A second call does nothing."""
+        self._turns.shutdown(wait=False, cancel_futures=True)
+        self._threaded.close()
+
+    def _put(self, picture: Picture) -> Future[Processed]:
+        task = PictureTask(picture)
+        try:
+            self._queue.put([task])
+        except EngineDeadError as error:
+            task.finish(error)
+        return task.future
