@@ -40,6 +40,7 @@ LAZY_IMPORTS = {
     "engine.cluster": "Ray, which is optional, is imported only for a deployment",
     "engine.cluster.cores.node": "Ray sends it to nodes, which may lack the engine",
     "engine.frontend.session": "Ray and Pillow are imported only for clusters and pictures",
+    "engine.frontend.text_worker_main": "transformers is imported only by processes that decode",
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.structured.guidance": "llguidance is imported only for a grammar",
