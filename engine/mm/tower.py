@@ -19,6 +19,7 @@ from engine.mm.attention import PACKED
 logger = logging.getLogger("engine.mm")
 TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below its output layer
 TEXT_TENSORS = (*TEXT_HALVES, "lm_head")  # names of which may be missing
+SCALES = ("scale", "scales", "scale_inv", "SCB")  # last words of tensors of quantized modules
 
 Encode = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Encodes the arrays of pictures, joined along their first dimension, to vectors
@@ -36,6 +37,8 @@ def load_tower(
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
+    for part in (hf, text):  # transformers would need the package of the text half's format
+        vars(part).pop("quantization_config", None)
     kind: type[PreTrainedModel] = getattr(transformers, info.architecture)
     with _quiet():
         model = _made(kind, config, info, hf, dtype)
@@ -88,6 +91,15 @@ def _made(
         use_safetensors=True,
         output_loading_info=True,
     )
+    names = [name for name in model.state_dict() if not any(part in name for part in TEXT_TENSORS)]
+    modules = {name.rpartition(".")[0] for name in names}
+    scales = [name for name in report["unexpected_keys"] if name.endswith(SCALES)]
+    if quantized := sorted(name for name in scales if name.rpartition(".")[0] in modules):
+        raise ModelError(
+            f"the encoder of pictures in {info.path} is quantized ({quantized[0]}), which is not "
+            "supported: use a model whose text half alone is quantized, or the original with "
+            'quantization="int8"; limit_mm_per_prompt={"image": 0} leaves the encoder out'
+        )
     needed = [*report["missing_keys"], *map(str, report["mismatched_keys"])]
     missing = sorted(key for key in needed if not any(part in key for part in TEXT_TENSORS))
     if missing:

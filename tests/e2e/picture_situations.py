@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from e2e.picture_cases import NUM_NEW, Prompt, Seen, as_file, picture
+from e2e.quantized_seeing import QUANTIZED, quantized_copy
 from e2e.references import Tally, compare_one, pool_for
 from e2e.seeing_models import IMAGE, TEXT, reference
 from e2e.test_ngram import NGRAM
@@ -612,6 +613,18 @@ def small_keys(seen: Seen, tally: Tally, root: Path) -> None:
 @situation("int8 weights")
 def int8_weights(seen: Seen, tally: Tally, root: Path) -> None:
     is_near(seen, 0.3, quantization="int8")
+
+
+@situation("quantised text half")
+def quantized(seen: Seen, tally: Tally, root: Path) -> None:
+    for kind in QUANTIZED:
+        path, model = quantized_copy(seen, root, kind)
+        with LLM(path, dtype="float32", **SIZES) as llm:
+            outputs = say(llm, seen, MIXED, greedy())
+        for output, prompt in zip(outputs, MIXED, strict=True):
+            answer = seen.answer_of(lambda _, model=model: model, prompt)
+            assert output.prompt_token_ids == answer.prompt
+            compare_one(answer.tokens, answer.margins, output.outputs[0].token_ids, tally)
 
 
 # Cores and processes

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 from e2e.picture_cases import Seen, maker
-from e2e.picture_situations import IN_PROCESSES, SITUATIONS
+from e2e.picture_situations import IN_PROCESSES, SITUATIONS, SIZES
+from e2e.quantized_seeing import quantized_copy
 from e2e.references import Tally
 from e2e.seeing_models import CASES
+
+from engine import LLM
+from engine.errors import ModelError
 
 ALL = {**SITUATIONS, **IN_PROCESSES}
 CELLS = [(name, what) for name in CASES for what in ALL]
@@ -37,3 +41,12 @@ def test_tokens_are_those_of_transformers(
     models: Callable[[str], Seen], name: str, what: str, tally: Tally, tmp_path: Path
 ) -> None:
     ALL[what](models(name), tally, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8"])
+def test_a_quantized_encoder_is_refused(
+    models: Callable[[str], Seen], kind: str, tmp_path: Path
+) -> None:
+    path, _ = quantized_copy(models("llava"), tmp_path, kind, lambda name: "vision_tower" in name)
+    with pytest.raises(ModelError, match=r"encoder of pictures.* is quantized .*vision_tower"):
+        LLM(path, **SIZES)
