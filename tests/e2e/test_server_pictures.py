@@ -264,6 +264,7 @@ def test_nothing_is_loaded_or_decoded_on_the_event_loop(
 
     async def answer() -> list[int]:
         engine = AsyncLLMEngine.from_engine_args(args)
+        seen.clear()  # its start processes a picture of its own
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, output_kind="final")
         messages = user(shown(hosts.good.url), text("what?"))
         async for output in engine.chat(messages, params, "a"):
