@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.core.client import CoreClient
 from engine.errors import EngineError, RefusedError, RequestError
 from engine.frontend.processing import Processed
+from engine.ipc.sealed_files import most_open_files
 from engine.messages.media import MediaContent
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Content:
     def message(self) -> MediaContent:
         """The message for a core, once the picture is processed."""
         assert self.made is not None
-        pixels, segment = self.made
-        return MediaContent(self.key, pixels, None if segment is None else segment.handle)
+        segment = self.made.segment
+        return MediaContent(self.key, self.made.pixels, None if segment is None else segment.handle)
 
 
 class Contents:
@@ -73,13 +74,17 @@ class Contents:
         *,
         cache_bytes: int = 0,
         most_bytes: int = MOST_BYTES,
+        most_idle: int | None = None,
     ) -> None:
-        """wake: called in other threads when ``deliver`` has something to do."""
+        """wake: called in other threads when ``deliver`` has something to do. most_idle: most items
+        kept whose requests have ended, by default for an eighth of the files that this process may
+        open, since each takes one."""
         self._client = client
         self._processing = processing
         self._wake = wake
         self._cache_bytes = cache_bytes
         self._most_bytes = most_bytes
+        self._most_idle = most_open_files() // 8 if most_idle is None else most_idle
         self._contents: dict[str, Content] = {}
         self._idle: dict[str, None] = {}  # keys without users, longest idle first
         self._waiting: deque[Content] = deque()
@@ -179,7 +184,7 @@ class Contents:
             content.future.add_done_callback(notify)
 
     def _take(self, content: Content, future: Future[Processed]) -> None:
-        content.picture = None
+        content.picture = content.future = None  # the future refers to the content, too
         names = sorted(content.users)
         for name in names:
             missing = self._missing[name]
@@ -209,7 +214,7 @@ class Contents:
         self._trim(self._cache_bytes)
 
     def _trim(self, num_bytes: int) -> None:
-        while self._num_idle_bytes > num_bytes:
+        while self._num_idle_bytes > num_bytes or len(self._idle) > self._most_idle:
             key = next(iter(self._idle))
             del self._idle[key]
             content = self._contents.pop(key)

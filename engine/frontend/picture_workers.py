@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineDeadError, RequestError, WireError, reason_of
+from engine.errors import EngineDeadError, RequestError, WireError
 from engine.frontend.processing import Processed, ThreadedPictures
 from engine.frontend.text_workers import MAX_DEATHS, TASK_BYTES, Task, TaskQueue
 from engine.ipc.pixel_segments import adopt, read
@@ -39,10 +39,9 @@ class PictureTask(Task):
                 return Processed(pixels)
             case Decoded(shared=shared) if shared is not None:
                 try:
-                    segment = adopt(shared)
-                except OSError as error:
-                    return RequestError(f"a picture needs too many files: {reason_of(error)}")
-                return Processed(read(segment.handle), segment)
+                    return Processed(adopt(shared))
+                except OSError:  # too many files are open: a copy needs none
+                    return Processed(read(shared))
         raise WireError(f"{reply!r:.80} does not answer the job")
 
     def finish(self, result: Processed | Exception) -> None:

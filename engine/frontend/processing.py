@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.ipc.pixel_segments import Segment, read, share
 from engine.messages.media import Pixels, num_bytes_of
@@ -18,14 +18,26 @@ logger = logging.getLogger(__name__)
 MOST_THREADS = 4
 
 
-class Processed(NamedTuple):
-    """The pixels of a picture, and the shared memory that they are in, if they are."""
+class Processed:
+    """The pixels of a picture: arrays of this process, or those of shared memory, which then is
+    mapped only while they are read."""
 
-    pixels: Pixels
-    segment: Segment | None = None
+    def __init__(self, made: Pixels | Segment) -> None:
+        self.segment = made if isinstance(made, Segment) else None
+        self._pixels = None if isinstance(made, Segment) else made
+
+    @property
+    def pixels(self) -> Pixels:
+        """The arrays; those of shared memory are views."""
+        if self._pixels is not None:
+            return self._pixels
+        assert self.segment is not None
+        return read(self.segment.handle)
 
     @property
     def num_bytes(self) -> int:
+        if self.segment is not None:
+            return self.segment.size
         return num_bytes_of(self.pixels)
 
     def close(self) -> None:
@@ -68,4 +80,4 @@ class ThreadedPictures:
                 )
             self.num_unshared += 1
             return Processed(pixels)
-        return Processed(read(segment.handle), segment)
+        return Processed(segment)

@@ -116,8 +116,13 @@ def leave_numbers(fd: int) -> None:
 def has_numbers(fd: int) -> bool:
     """True if less than half of the files that this process may open are open, by the number of
     the latest."""
+    return fd < most_open_files() // 2
+
+
+def most_open_files() -> int:
+    """Number of files that this process may open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit == resource.RLIM_INFINITY or fd < limit // 2
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def _check_file(fd: int, file: SealedFile, seals: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
-from support.late_pictures import Core, Hands, submission
+from support.late_pictures import Core, Hands, pixels, submission
 
 from engine.errors import RefusedError, RequestError
 from engine.frontend.contents import Contents
+from engine.frontend.processing import Processed
 
 
 class Front:
@@ -119,6 +122,38 @@ def test_pictures_of_ended_requests_are_kept_within_the_bound() -> None:
     front.contents.end("4")
     front.contents.reset()
     assert len(front.contents) == 0
+
+
+def test_no_more_pictures_are_kept_than_files_may_be_open() -> None:
+    front = Front(cache_bytes=1000, most_idle=2)
+    for name, key in ("1", "a"), ("2", "b"), ("3", "c"):
+        front.start(name, key)
+        front.finish(key)
+    for name in "123":
+        front.contents.end(name)
+    front.core.take()
+    front.start("4", "c")
+    assert front.core.take() == [(["4"], "c", "")]
+    assert len(front.contents) == 2
+
+
+def test_content_is_freed_when_it_is_dropped() -> None:
+    """Not by the next collection of garbage, since it holds files and memory."""
+    front = Front()
+    front.start("1", "a")
+    made = Processed(pixels())
+    seen = weakref.ref(made)
+    gc.disable()
+    try:
+        front.hands.begun.pop("a").set_result(made)
+        front.contents.deliver()
+        del made
+        front.core.take()
+        assert seen() is not None
+        front.contents.end("1")
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_no_more_is_processed_ahead_than_the_bound_allows() -> None:
