@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages.media import PixelArray
+from engine.messages.media import MediaContent, PixelArray
 from engine.messages.requests import MediaItem
 from engine.mm.encoding import Encoded, ItemEncoder
+from engine.mm.store import PixelStore
 
 WIDTH = 3
 
@@ -26,7 +27,7 @@ class Tower:
 
 def array(value: float, *shape: int) -> PixelArray:
     data = np.full(shape, value, dtype=np.float32)
-    return PixelArray("float32", list(shape), data.tobytes())
+    return PixelArray("<f4", list(shape), data.tobytes())
 
 
 CONTENTS = {
@@ -47,7 +48,10 @@ ITEMS = {
 
 
 def encoded(tower: Tower, names: list[str], *, are_batched: bool = True) -> Encoded:
-    encoder = ItemEncoder(tower, CONTENTS.get, are_batched=are_batched)
+    store = PixelStore()
+    for key, pixels in CONTENTS.items():
+        assert not store.take(["0"], MediaContent(key, pixels)).fault
+    encoder = ItemEncoder(tower, store, are_batched=are_batched)
     return encoder.run([ITEMS[name] for name in names])
 
 
