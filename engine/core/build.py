@@ -338,8 +338,8 @@ def media_halves(
     if pools or not sees(info) or config.media.most_pictures == 0:
         return [], None, []
     try:
-        from engine.mm.compute import Encoder
-        from engine.pictures.processing import ImageProcessor
+        from engine.mm.compute import Encoder, LargestRun
+        from engine.pictures.processing import ImageProcessor, largest_picture
     except ModuleNotFoundError as error:
         logger.info(
             "pictures are refused, because %s is not installed: pip install "
@@ -359,9 +359,8 @@ def media_halves(
     budget = EncoderBudget(
         most, cached, whole_media=is_whole, longest_item=longest, arrivals=arrivals, store=store
     )
-    encoder = Encoder(
-        config.model, info, store, cached, both_ways=family.whole, has_axes=family.has_axes
-    )
+    largest = partial(largest_picture, processor, family.num_embedded)
+    encoder = Encoder(config.model, info, store, cached, family, LargestRun(most, largest))
     if options.mm_tensor_transport != "default":
         encoder.share_device(options.pool_bytes, open_memory)
     return [budget], store, [encoder]

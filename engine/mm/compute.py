@@ -15,6 +15,7 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.ipc.device_pixels import DeviceMemory, DeviceReader
 from engine.layers.batch import Embeds, ForwardBatch, OpenItem
+from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
 from engine.messages.step import StepPlan
 from engine.mm.encoding import ItemEncoder
@@ -22,8 +23,10 @@ from engine.mm.store import PixelStore
 from engine.mm.tower import load_tower
 from engine.models.decoder import NativeDecoder
 from engine.pictures.cuda_memory import cuda_memory
+from engine.pictures.families import VisionFamily
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
+from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs
 
 logger = logging.getLogger("engine.core")
@@ -39,6 +42,14 @@ class Run(NamedTuple):
     row: int
 
 
+class LargestRun(NamedTuple):
+    """What the encoder does at most in a step."""
+
+    num_tokens: int
+    picture: Callable[[], tuple[Pixels, int]]
+    """Makes the arrays of a large picture, and the number of its tokens."""
+
+
 class Encoder(Feature):
     """Encodes the media of a plan before its step. Outputs are kept by hash until a plan frees
     them."""
@@ -52,18 +63,19 @@ class Encoder(Feature):
         info: ModelInfo,
         store: PixelStore,
         cache_tokens: int,
-        *,
-        both_ways: bool = False,
-        has_axes: bool = False,
+        family: VisionFamily,
+        largest: LargestRun,
     ) -> None:
         """store: has the content of the media; cache_tokens: most tokens whose outputs are kept;
-        both_ways: tokens of an item attend to each other; has_axes: positions of its tokens are
-        along time, height and width."""
-        self._both_ways, self._has_axes = both_ways, has_axes
+        largest: what is tried to measure memory."""
+        self._both_ways, self._has_axes = family.whole, family.has_axes
+        self._largest = largest
         self._config, self._info, self._store = config, info, store
         self._cache_tokens = cache_tokens
         self._encoder: ItemEncoder
-        self._bytes_a_token = 0
+        self._shape = (0, 0)  # of the output of a token, [1 + L, H]
+        self._dtype = torch.float32
+        self._platform: Platform
         self._open_memory: Callable[[torch.device], DeviceMemory] | None = None
         self._pool_bytes = 0  # of clients, on the device
         self._outputs: dict[str, torch.Tensor] = {}  # by hash, [1 + L, embedded tokens, H]
@@ -76,7 +88,8 @@ class Encoder(Feature):
 
     @property
     def own_bytes(self) -> int:
-        return self._pool_bytes + self._cache_tokens * self._bytes_a_token
+        num_bytes = self._shape[0] * self._shape[1] * self._dtype.itemsize
+        return self._pool_bytes + self._cache_tokens * num_bytes
 
     def share_device(
         self, pool_bytes: int, open_memory: Callable[[torch.device], DeviceMemory] | None = None
@@ -104,8 +117,10 @@ class Encoder(Feature):
         self._ends = np.zeros(len(machine.live.num_sent), dtype=np.int32)
         if self._has_axes:
             self._shifts = machine.slots.keep_shifts(machine.platform)
-        hidden = int(self._info.hf.get("hidden_size") or 4096)
-        self._bytes_a_token = (1 + num_added) * hidden * model.dtype.itemsize
+        found = self._info.hf.get("hidden_size") or 4096
+        hidden = model.spec.hidden_size if isinstance(model, NativeDecoder) else int(found)
+        self._shape, self._dtype = (1 + num_added, hidden), model.dtype
+        self._platform = machine.platform
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.media is None and not self._runs:
@@ -159,7 +174,35 @@ class Encoder(Feature):
             if self._both_ways:
                 batch.open(opened)
 
+    def profile(self, batch: ForwardBatch) -> None:
+        """On a GPU: compute dummy rows as tokens of pictures, next to the outputs of others."""
+        if self._platform.shares_memory:
+            return
+        outputs = self._full_cache()
+        num_rows = min(len(batch.input_ids), self._cache_tokens)
+        places = torch.arange(num_rows, device=outputs.device)
+        batch.embeds = Embeds(places, outputs[0, :num_rows], outputs[1:, :num_rows])
+        if self._has_axes:
+            batch.move(batch.positions.expand(3, -1).clone())
+        if self._both_ways:
+            meta = batch.attention
+            starts, ends = meta.query_start.tolist(), meta.seq_lens.tolist()
+            rows = enumerate(zip(starts, starts[1:], ends, strict=False))
+            batch.open([OpenItem(seq, row, to - row, end) for seq, (row, to, end) in rows])
+
+    def profile_run(self, num_tokens: int, num_seqs: int) -> None:
+        pixels, length = self._largest.picture()
+        outputs = self._full_cache()
+        self._encoder.try_run(pixels, max(1, self._largest.num_tokens // length))
+        del outputs  # held until here
+
     # -- helpers
+
+    def _full_cache(self) -> torch.Tensor:
+        """Memory [1 + L, tokens, H] of the largest outputs together."""
+        return self._platform.zeros(
+            (self._shape[0], self._cache_tokens, self._shape[1]), self._dtype
+        )
 
     def _open_reader(
         self, open_memory: Callable[[torch.device], DeviceMemory], device: torch.device

@@ -51,6 +51,12 @@ class ItemEncoder:
                 self._store.has_read(item.hash)
         return encoded
 
+    def try_run(self, pixels: Pixels, count: int) -> None:
+        """Encode a picture ``count`` times in one run, to measure the memory that this takes."""
+        arrays = {name: tensor_of(array) for name, array in pixels.items()}
+        with all_threads():
+            self._encode({name: torch.cat([each] * count) for name, each in arrays.items()})
+
     def _batch(self, batch: Sequence[MediaItem], encoded: Encoded) -> None:
         """Encode items of equal shapes together, or each alone if that fails."""
         numbers = [num_embedded(item) for item in batch]

@@ -59,6 +59,10 @@ class VisionFamily:
         size that the model cannot take."""
         raise NotImplementedError
 
+    def num_embedded(self, width: int, height: int) -> int:
+        """Number of embedded tokens of a picture of this size."""
+        return sum(part for part in self.layout(width, height) if isinstance(part, int))
+
     def grid(self, width: int, height: int) -> tuple[int, ...]:
         """Numbers of embedded tokens along time, height and width with ``has_axes``; else ()."""
         return ()

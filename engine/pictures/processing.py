@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -18,6 +18,11 @@ from engine.messages.media import Kinds, PixelArray, Pixels, kinds_of
 from engine.pictures.opening import damaged
 
 TRIAL_SIDE = 64  # pixels
+TRIAL_SIZES = [
+    (side * across, side * down)
+    for side in (64, 224, 336, 448, 512, 768, 1024, 1536, 2048, 4096)
+    for across, down in ((1, 1), (1, 2), (2, 1))
+]
 UNREAD = ("rows", "cols", "batch_num_images", "num_crops")  # outputs that an encoder does not need
 
 
@@ -75,6 +80,16 @@ class ImageProcessor:
             for name, value in arrays.items()
             if name not in UNREAD
         }
+
+
+def largest_picture(
+    processor: ImageProcessor, num_tokens: Callable[[int, int], int]
+) -> tuple[Pixels, int]:
+    """The arrays of a picture with the most tokens, of some usual sizes, and their number.
+    num_tokens: of a picture's width and height."""
+    tokens = {size: num_tokens(*size) for size in TRIAL_SIZES}
+    size = max(tokens, key=lambda each: tokens[each])  # the smallest of those with the most
+    return processor.pixels(Image.new("RGB", size)), tokens[size]
 
 
 def _fixed(info: ModelInfo, name: str) -> dict[str, Any]:

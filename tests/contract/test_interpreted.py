@@ -13,7 +13,8 @@ def test_kernels_agree_with_the_reference() -> None:
 
 
 def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None:
-    triton_interpreter.check("test_fake_cuda.py", "test_quantized_models.py", "test_adapters.py")
+    names = ("fake_cuda", "quantized_models", "adapters", "pictures")
+    triton_interpreter.check(*(f"test_{name}.py" for name in names))
 
 
 def test_kernels_of_options_agree_with_the_reference() -> None:

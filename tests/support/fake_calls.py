@@ -76,6 +76,10 @@ class Calls(TorchFunctionMode):
         self._on_host("pin_memory", pinned, is_write=True)
         return pinned
 
+    def on__has_compatible_shallow_copy_type(self, x, other):
+        """Modules get new parameters if these go to another device."""
+        return self._cuda.is_here(x) == self._cuda.is_here(other)
+
     def on_cuda(self, x, device=None, non_blocking=False):
         return self.on_to(x, CUDA, non_blocking=non_blocking)
 
@@ -114,15 +118,23 @@ class Calls(TorchFunctionMode):
             return cuda.compute("to", func, (x,), {}, []) if is_here else func(x)
         if goes_there:
             sent = x if dtype is x.dtype else x.to(dtype)
-            made = cuda.new(sent.shape, sent.stride(), dtype)
+            made = cuda.new(sent.shape, stride_of_copy(sent), dtype)
             return cuda.copy(made, sent, non_blocking)
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        made = torch.empty_strided(x.shape, stride_of_copy(x), dtype=x.dtype)
         return cuda.copy(made, x, False).to(dtype)
 
     def _on_host(self, what, x, *, is_write=False):
         found = self._cuda.range_of(x)
         if found is not None:
             self._cuda.access(HOST, what, [found], [found] if is_write else [])
+
+
+def stride_of_copy(x: torch.Tensor) -> tuple[int, ...]:
+    """That of an expanded tensor does not repeat elements."""
+    is_expanded = any(
+        step == 0 and size > 1 for size, step in zip(x.shape, x.stride(), strict=True)
+    )
+    return torch.empty(x.shape, device="meta").stride() if is_expanded else x.stride()
 
 
 def is_cuda(device: Any) -> bool:
