@@ -9,11 +9,13 @@ from engine.errors import RequestError
 from engine.pictures.sources import DETAILS, Given
 
 KINDS = ("image", "image_url", "image_pil", "input_image")
+UNREAD = ("video", "audio")  # in the types of parts that no model reads here
 
 
 def taken(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
     """The messages with ``{"type": "image"}`` in place of each picture, and the pictures in order.
-    Raises ``RequestError`` for a part that has none."""
+    Raises ``RequestError`` for a part that has none, and for videos and sound, which templates may
+    leave out without a word."""
     found: list[Given] = []
     if not isinstance(messages, list | tuple):
         return messages, found
@@ -27,11 +29,18 @@ def _message(message: Any, found: list[Given]) -> Any:
         return message
     parts: list[Any] = []
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") in KINDS:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in KINDS:
             found.append(picture_in(part))
             parts.append({"type": "image"})
-        else:
-            parts.append(part)
+            continue
+        if isinstance(kind, str) and any(each in kind for each in UNREAD):
+            raise RequestError(
+                f"messages has a part of type {kind!r:.40}, must be text or a picture: this engine "
+                "reads no videos and no sound",
+                param="messages",
+            )
+        parts.append(part)
     return {**message, "content": parts}
 
 

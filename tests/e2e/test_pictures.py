@@ -240,6 +240,13 @@ def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path, name: str) -> N
     assert replay(log).num_requests == len(prompts)
 
 
+@pytest.mark.parametrize("kind", ["video", "video_url", "input_audio", "audio_url"])
+def test_videos_and_sound_are_refused(smolvlm: LLM, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}
+    with pytest.raises(RequestError, match=f"type '{kind}', must be text or a picture"):
+        smolvlm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
 def test_pictures_in_chats(models: Any, smolvlm: LLM) -> None:
     shown = picture(33, 70)
     url = f"data:image/png;base64,{base64.b64encode(as_file(shown)).decode()}"
