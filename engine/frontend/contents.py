@@ -88,7 +88,7 @@ class Contents:
         self._contents: dict[str, Content] = {}
         self._idle: dict[str, None] = {}  # keys without users, longest idle first
         self._waiting: deque[Content] = deque()
-        self._done: SimpleQueue[tuple[Content, Future[Processed]]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[str, Future[Processed]]] = SimpleQueue()
         self._used_by: dict[str, set[str]] = {}  # core id -> keys
         self._missing: dict[str, set[str]] = {}  # core id -> keys that are not processed
         self._num_processing = 0
@@ -118,11 +118,13 @@ class Contents:
         ``EngineDeadError``."""
         while True:
             try:
-                content, future = self._done.get_nowait()
+                key, future = self._done.get_nowait()
             except Empty:
                 return
             self._num_processing -= 1
-            if self._contents.get(content.key) is content:
+            content = self._contents.get(key)
+            if content is not None and content.future is future:
+                content.future = None  # so that the pixels are freed with the content
                 self._take(content, future)
             elif not (future.cancelled() or future.exception()):
                 future.result().close()  # its requests have ended
@@ -180,7 +182,7 @@ class Contents:
             assert content.picture is not None
             self._num_processing += 1
             content.future = self._processing.begin(content.picture)
-            notify = partial(_notify, self._done, self._wake, content)
+            notify = partial(_notify, self._done, self._wake, content.key)
             content.future.add_done_callback(notify)
 
     def _take(self, content: Content, future: Future[Processed]) -> None:
@@ -230,13 +232,13 @@ class Contents:
 
 
 def _notify(
-    done: SimpleQueue[tuple[Content, Future[Processed]]],
+    done: SimpleQueue[tuple[str, Future[Processed]]],
     wake: Callable[[], object],
-    content: Content,
+    key: str,
     future: Future[Processed],
 ) -> None:
     """Pass a result on, in the thread that has made it."""
-    done.put((content, future))
+    done.put((key, future))
     wake()
 
 

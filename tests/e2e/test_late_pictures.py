@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
+from time import process_time
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from e2e.test_pictures import GREEDY, SMALL, as_file, expected, picture, prompt_
 from PIL import Image
 from support.patience import WAIT_SECONDS
 
-from engine import LLM
+from engine import LLM, LLMEngine
 from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig, read_model_info
+from engine.core.polling import PARKED_SECONDS
 from engine.errors import RequestError
 from engine.frontend.picture_workers import PooledPictures
 from engine.frontend.processing import Processed, ThreadedPictures
@@ -43,6 +46,9 @@ def apart(llava: Path) -> Iterator[LLM]:
     """An engine whose core is another process."""
     with LLM(llava, multiprocess=True, **SMALL) as llm:
         yield llm
+
+
+LONGEST_PAUSE = PARKED_SECONDS[1]
 
 
 def array(shape: list[int], dtype: str = "<f4") -> PixelArray:
@@ -102,6 +108,90 @@ def test_pictures_are_processed_again_only_when_they_were_dropped(
             apart.reset_mm_cache()
         apart.generate([prompt_of(text, [shown])], GREEDY, use_tqdm=False)
     assert numbers == [(77, 70)] * 2
+
+
+@pytest.fixture(scope="module", params=["apart", "inside"])
+def either(request: pytest.FixtureRequest, llava: Path) -> Iterator[LLM]:
+    """An engine whose core is another process, or in this one."""
+    if request.param == "apart":
+        yield request.getfixturevalue("apart")
+        return
+    with LLM(llava, **SMALL) as llm:
+        yield llm
+
+
+class Gate:
+    """Holds up the processing of pictures of one size."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+        self.begun, self.opened = Event(), Event()
+        make = ImageProcessor.pixels
+
+        def pixels(processor: Any, image: Image.Image) -> Any:
+            if image.size == size:
+                self.begun.set()
+                assert self.opened.wait(WAIT_SECONDS)
+            return make(processor, image)
+
+        monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+
+
+def test_others_go_on_while_a_picture_is_processed(
+    either: LLM, llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = either.llm_engine
+    gate, held, other = Gate(monkeypatch, (70, 71)), picture(70, 71), picture(9, 8)
+    engine.add_request("held", prompt_of("a <image>", [held]), GREEDY)
+    engine.add_request("other", prompt_of("<image>", [other]), GREEDY)
+    engine.add_request("text", "none", GREEDY)
+    ended: dict[str, Any] = {}
+    while len(ended) < 2:
+        ended |= {each.request_id: each for each in engine.step() if each.finished}
+    assert ended.keys() == {"other", "text"} and gate.begun.wait(WAIT_SECONDS)
+    used = process_time()
+    assert [engine.step() for _ in range(20)] == [[]] * 20
+    assert process_time() - used < 20 * LONGEST_PAUSE, "it sleeps meanwhile"
+    gate.opened.set()
+    (ended["held"],) = finished(engine)
+    for request_id, text, shown in (("held", "a <image>", held), ("other", "<image>", other)):
+        assert tokens_of(ended[request_id]) == expected(llava, "llava", text, [shown])
+
+
+def test_nothing_is_left_of_a_request_that_is_aborted_meanwhile(
+    either: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = either.llm_engine
+    contents = engine.session.contents
+    assert contents is not None
+    engine.reset_mm_cache()
+    gate, held, files = (
+        Gate(monkeypatch, (70, 72)),
+        picture(70, 72),
+        len(os.listdir("/proc/self/fd")),
+    )
+    for index in range(3):
+        engine.add_request(str(index), prompt_of("a <image>", [held]), GREEDY)
+        assert gate.begun.wait(WAIT_SECONDS)
+        engine.step()
+        engine.abort_request(str(index))
+    outputs = finished(engine)
+    assert {each.outputs[0].finish_reason for each in outputs} == {"abort"}
+    assert len(contents) == 0
+    gate.opened.set()
+    engine.add_request("last", prompt_of("<image>", [picture(9, 7)]), GREEDY)
+    (output,) = finished(engine)
+    assert output.outputs[0].finish_reason == "length"
+    engine.reset_mm_cache()
+    assert len(contents) == 0
+    while len(os.listdir("/proc/self/fd")) > files:  # of pictures that were finished meanwhile
+        contents.deliver()
+
+
+def finished(engine: LLMEngine) -> list[Any]:
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += [each for each in engine.step() if each.finished]
+    return outputs
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,33 @@ def test_a_stream_has_the_same_text(server: Served) -> None:
     assert events[-1]["usage"]["prompt_tokens"] > 10
 
 
+def test_a_picture_that_cannot_be_decoded_is_a_400_of_streams_too(server: Served) -> None:
+    """This is found when the request has been queued."""
+    cut = data_url(JPEG[: len(JPEG) // 2], "image/jpeg")
+    messages = user(shown(cut), text("what?"))
+    given = [
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/responses", {"input": [{**messages[0], "content": seen_by_responses(cut)}]}, "input"),
+        ("/v1/messages", {"messages": for_messages(cut), "max_tokens": 4}, "messages"),
+    ]
+    for path, fields, param in given:
+        for stream in (False, True):
+            answer = server.ask(path, {"model": NAME, "stream": stream, **fields})
+            assert answer.status == 400, (path, stream, answer.body)
+            assert "a picture is damaged" in answer.json["error"]["message"]
+            assert answer.json["error"].get("param", param) == param
+
+
+def seen_by_responses(url: str) -> list[dict[str, Any]]:
+    return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what?"}]
+
+
+def for_messages(url: str) -> list[dict[str, Any]]:
+    data = url.partition(",")[2]
+    source = {"type": "base64", "media_type": "image/jpeg", "data": data}
+    return [{"role": "user", "content": [{"type": "image", "source": source}]}]
+
+
 def test_low_detail_is_a_smaller_picture(server: Served, path: Path) -> None:
     large = picture(1200, 900)
     url = data_url(as_file(large))
