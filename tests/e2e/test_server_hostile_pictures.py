@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 from e2e.picture_requests import COMMON, FILE, GREEDY, NAME, chat, data_url, shown, text, user
 from e2e.seeing_models import make_seeing_model
-from support.hostile_pictures import BROKEN, NO_PICTURE, STRANGE, WRONG, saved, truncated
+from support.hostile_pictures import BROKEN, NO_PICTURE, STRANGE, WRONG, black, truncated
 from support.listeners import Listener, answered, redirect, sized
 from support.made_names import resolve_names
-from support.served import Served, forked
+from support.served import Served, forked, served
 
+psutil = pytest.importorskip("psutil")
 trustme = pytest.importorskip("trustme")
 ALLOWED = "127.0.0.3"
 ONE_PORT = "127.0.0.4"
@@ -269,10 +270,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, hosts: Hosts, folder: Path, authority: Authority
-) -> Iterator[Served]:
-    path = make_seeing_model(tmp_path_factory.mktemp("seeing"), "smolvlm")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing_model(tmp_path_factory.mktemp("seeing"), "smolvlm")
+
+
+@pytest.fixture(scope="module")
+def server(path: Path, hosts: Hosts, folder: Path, authority: Authority) -> Iterator[Served]:
     domains = (ALLOWED, f"{ONE_PORT}:{hosts.one_port.port}", *NAMES)
     options = ("--model", str(path), "--served-model-name", NAME, *COMMON)
     options += ("--allowed-media-domains", *domains, "--allowed-local-media-path", str(folder))
@@ -292,11 +295,13 @@ def places(hosts: Hosts, folder: Path) -> dict[str, Any]:
 
 
 def peak_of(server: Served) -> int:
-    """The largest memory of the server's process so far, in bytes."""
-    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no VmHWM")
+    """The largest memory of each of the server's processes so far, in bytes together."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    total = 0
+    for pid in (server.process.pid, *(child.pid for child in children)):
+        status = Path(f"/proc/{pid}/status").read_text()
+        total += int(status.partition("VmHWM:")[2].split()[0]) << 10
+    return total
 
 
 def answer_to(server: Served, part: Any) -> Any:
@@ -346,14 +351,13 @@ def problems(server: Served, cases: dict[str, tuple[Any, str]]) -> list[str]:
     return [each for each in found if each is not None]
 
 
-def test_files(server: Served) -> None:
-    cases = {name: (shown(data_url(file)), why) for name, (file, why) in WRONG.items()}
+FILES = {name: (shown(data_url(file)), why) for name, (file, why) in WRONG.items()}
+HALVES = {name: (shown(data_url(file)), BROKEN) for name, file in truncated()}
+
+
+@pytest.mark.parametrize("cases", [FILES, HALVES], ids=["wrong", "truncated"])
+def test_files(server: Served, cases: dict[str, Any]) -> None:
     assert len(cases) > 40
-    assert not problems(server, cases)
-
-
-def test_truncated_files(server: Served) -> None:
-    cases = {name: (shown(data_url(file)), BROKEN) for name, file in truncated()}
     assert not problems(server, cases)
 
 
@@ -421,6 +425,17 @@ def silent(connection: socket.socket, request: bytes) -> None:
 
 
 @pytest.mark.slow
+def test_files_that_other_processes_decode(path: Path) -> None:
+    options = ("--model", str(path), "--served-model-name", NAME, *COMMON, "--multiprocess")
+    with served(*options, "--tokenizer-pool-size", "2") as server:
+        before = {child.pid for child in psutil.Process(server.process.pid).children()}
+        assert not problems(server, {**FILES, **HALVES})
+        for file in STRANGE.values():
+            assert answer_to(server, shown(data_url(file))).status == 200
+        assert {child.pid for child in psutil.Process(server.process.pid).children()} == before
+
+
+@pytest.mark.slow
 def test_hosts_that_never_end_are_left(server: Served) -> None:
     with ExitStack() as stack:
         cases = {}
@@ -434,7 +449,7 @@ def test_hosts_that_never_end_are_left(server: Served) -> None:
 @pytest.mark.slow
 def test_the_largest_pictures_are_decoded_one_after_the_other(server: Served) -> None:
     before = peak_of(server)
-    parts = [shown(data_url(saved("PNG", (8000 + i, 8000), "1"))) for i in range(4)]
+    parts = [shown(data_url(black(8000 + i, 8000))) for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(partial(answer_to, server), parts))
     assert [each.status for each in answers] == [200] * 4
