@@ -53,7 +53,19 @@ def open_core(config: EngineConfig) -> CoreClient:
         return start_cores(config, build_core)
     if config.core.multiprocess:
         return start_core(config, build_core)
-    return build_core(config)
+    return build_core(without_transport(config))
+
+
+def without_transport(config: EngineConfig) -> EngineConfig:
+    """The configuration of a core in this process, to which no pixels are sent."""
+    transport = config.media.mm_tensor_transport
+    if transport != "default":
+        logger.warning(
+            "mm_tensor_transport=%s has no effect, because the core is in this process; start it "
+            "with multiprocess=True to use it",
+            transport,
+        )
+    return replace(config, media=replace(config.media, mm_tensor_transport="default"))
 
 
 def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:

@@ -54,7 +54,7 @@ class PixelRoute:
     @property
     def counters(self) -> dict[str, int]:
         """Pictures that were copied to the device, to the pool (``pooled``) or not (``copied``),
-        and steps down by their causes."""
+        steps down by their causes, and pictures without shared memory (``in_messages``)."""
         return {PREFIX + name: num for name, num in self._counts.items()}
 
     @property
@@ -64,7 +64,11 @@ class PixelRoute:
 
     def prepared(self, content: MediaContent) -> MediaContent:
         """Content with a copy of its pixels on the core's device, if there is one."""
-        if content.pixels is None or self._wanted == "default":
+        if content.pixels is None:
+            return content
+        if content.shared is None:
+            self._counts["in_messages"] += 1
+        if self._wanted == "default":
             return content
         # A message that is too large is not sent, and with it no handle.
         if content.shared is None and num_bytes_of(content.pixels) > MAX_MESSAGE_BYTES // 2:

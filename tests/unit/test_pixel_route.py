@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fake_ipc import FakeDevice
+from support.spawned import fake_config
 
 from engine.config.media import MediaConfig
 from engine.ipc.device_pixels import DeviceReader
 from engine.ipc.pixel_segments import share
 from engine.messages.media import DevicePixels, MediaContent, PixelArray, Pixels
+from engine.rpc.launch import without_transport
 from engine.rpc.pixel_route import PixelRoute
 
 MIB = 1 << 20
@@ -42,7 +45,11 @@ def route(device: FakeDevice, transport: str, name: str = "fake-0") -> PixelRout
 
 
 def put(way: PixelRoute, key: str, content: Pixels) -> DevicePixels | None:
-    return way.prepared(MediaContent(key, content)).device
+    segment = share(content)
+    try:
+        return way.prepared(MediaContent(key, content, segment.handle)).device
+    finally:
+        segment.close()
 
 
 def test_the_pool_is_used_then_allocations_then_nothing(device, caplog):
@@ -123,8 +130,19 @@ def test_errors_are_sent_as_they_are(device):
 
 def test_what_is_too_large_for_a_message_is_not_put_on_the_device(device):
     way = route(device, "cuda_ipc")
-    assert put(way, "a", pixels(40 << 20)) is None
-    assert not device.blocks
-    segment = share(pixels(40 << 20))
-    sent = way.prepared(MediaContent("a", pixels(40 << 20), segment.handle))
-    assert (sent.device, way.counters) == (None, {"pixels.memory": 1})
+    assert way.prepared(MediaContent("a", pixels(40 << 20))).device is None
+    assert way.prepared(MediaContent("b", pixels())).device is not None
+    assert way.counters == {"pixels.in_messages": 2, "pixels.copied": 1}
+    assert put(way, "c", pixels(40 << 20)) is None
+    assert way.counters["pixels.memory"] == 1
+
+
+def test_a_core_in_this_process_gets_no_transport_and_says_so(caplog):
+    options = MediaConfig(mm_tensor_transport="cuda_ipc_pool")
+    config = replace(fake_config(), media=options)
+    assert without_transport(config).media.mm_tensor_transport == "default"
+    (record,) = caplog.records
+    assert "mm_tensor_transport=cuda_ipc_pool has no effect" in record.getMessage()
+    caplog.clear()
+    assert without_transport(fake_config()) == fake_config()
+    assert not caplog.records
