@@ -249,18 +249,18 @@ class Scheduler(SchedulerInterface):
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
             return self._allowed(req, num_left, wanted, step)
-        room = step.tokens_left - step.num_kept_tokens
-        most = min(num_left, room, prefill_cap(self.config, self.roster))
-        spared = min(most, self._prompt_room(step))
+        most = min(num_left, step.tokens_left - step.num_kept_tokens)
+        spared = min(most, prefill_cap(self.config, self.roster), self._prompt_room(step))
         if spared <= 0:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         fit = self._allowed(req, num_left, spared, step)
         if spared == most or fit.num_tokens > 0 or fit.on_refuse in (OnRefuse.PARK, OnRefuse.FAIL):
             return fit
         # A resource may forbid to split it (an image): then it is computed whole, now or later.
-        if step.num_prompt_tokens:
+        whole = self._allowed(req, num_left, most, step)
+        if whole.num_tokens > 0 and step.num_prompt_tokens:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
-        return self._allowed(req, num_left, most, step)
+        return whole
 
     def _prompt_room(self, step: Step) -> int:
         """Number of tokens that prompts may still get in this step."""

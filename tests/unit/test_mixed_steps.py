@@ -123,6 +123,11 @@ def test_a_resource_that_refuses_a_piece_is_asked_about_the_whole() -> None:
     assert prompts_of(beside_a_decode([300], resources=[Least()]), 1) == [{"0": 300}]
 
 
+def test_what_must_be_computed_whole_may_be_longer_than_a_long_prompt_may_get() -> None:
+    run = beside_a_decode([300, 50], resources=[Whole()], long_prefill_token_threshold=64)
+    assert prompts_of(run, 2) == [{"0": 300}, {"1": 50}]
+
+
 def test_what_cannot_run_yet_does_not_make_steps_longer() -> None:
     run = beside_a_decode([100] * 3)
     run.scheduler.add_request(make_request("parked", [9] * 2000, 2))
