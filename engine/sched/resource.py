@@ -86,6 +86,9 @@ class Resource:
     """Plan parts that it writes, and other worker capabilities that it needs (names in
     ``engine.messages.step.CAPABILITIES``). The engine does not start if its worker lacks one."""
     on_refuse = OnRefuse.SKIP
+    is_flexible = False
+    """True if ``fit`` only says where chunks should end. It is ignored if no token would be left,
+    e.g. because another resource does not allow to split them there."""
     serves = ""
     """The field of a request that needs this resource, e.g. ``"grammar"``. No hook is called until
     a request with this field arrives. Empty: all requests need it."""

@@ -55,6 +55,7 @@ class StateSnapshots(Resource):
 
     name = "snapshots"
     needs = ("snapshots",)
+    is_flexible = True
 
     def __init__(self, policy: SnapshotPolicy | None = None) -> None:
         self._chosen = policy or ByCost()

@@ -105,8 +105,16 @@ class Resources:
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         """How many of ``num_tokens`` further tokens all resources allow the request. If fewer, the
         result names the resource that refuses, and its reason."""
-        fit = Fit(num_tokens)
         own_fits = self._own["fit"]
+        fit = self._agreed(own_fits, req, num_tokens, step)
+        if fit.num_tokens <= 0:  # e.g. one wants to end a chunk where another cannot split it
+            firm = [own for own in own_fits if not own.resource.is_flexible]
+            if len(firm) < len(own_fits):
+                fit = self._agreed(firm, req, num_tokens, step)
+        return fit
+
+    def _agreed(self, own_fits: Sequence[Own], req: Request, num_tokens: int, step: Step) -> Fit:
+        fit = Fit(num_tokens)
         settled = not own_fits
         while not settled:  # ends, since ``fit`` is monotone
             settled = True
