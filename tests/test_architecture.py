@@ -94,6 +94,7 @@ REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
     *("engine.core.build", "policylab.sim.run", "policylab.sim.adapters"),
     *("policylab.verify.simulation", "policylab.verify.wild", "policylab.verify.adapters"),
+    "policylab.verify.pictures",
 )
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")

@@ -33,6 +33,7 @@ NEEDED = (
         "engine/messages",
         "engine/kv",
         "engine/lora",
+        "engine/mm",
         "engine/sched",
         "engine/states",
         "policylab/__init__.py",

@@ -18,6 +18,7 @@ from engine.sched.resource import Resource
 from engine.states.decide import StateSnapshots
 from policylab.verify.case import Case
 from policylab.verify.needs import Need
+from policylab.verify.pictures import Pictures
 from policylab.verify.simulation import Simulation
 
 # A resource that raises where it keeps its books (take, release, ...) may be wrong for ever after.
@@ -102,7 +103,8 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
         if getattr(type(policy), hook) is not getattr(Policy, hook):
             meter.watch("hook", policy, hook)
     for need in simulation.needs:
-        for hook in RESOURCE_HOOKS:
+        keeps_books = ("added", "parked") if isinstance(need, Pictures) else ()
+        for hook in (each for each in RESOURCE_HOOKS if each not in keeps_books):
             if getattr(type(need), hook) not in (getattr(Resource, hook), getattr(Need, hook)):
                 meter.watch("hook", need, hook)
     for resource in scheduler.resources.members:

@@ -258,7 +258,8 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
     console.print(
         f"accepted draft tokens: {report.num_drafts_right:,}; texts that followed a grammar to "
         f"its end: {report.num_followed:,}; adapters loaded into slots: {report.num_loads:,}, "
-        f"that could not be read: {report.num_failed_loads:,}",
+        f"that could not be read: {report.num_failed_loads:,}; media items encoded: "
+        f"{report.num_encoded:,}, that could not be: {report.num_failed_media:,}",
         highlight=False,
         soft_wrap=True,
     )

@@ -33,7 +33,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``snapshot_blocks``: blocks of a snapshot of the model's recurrent states; 0: it has none.
     ``snapshot_interval``: tokens between snapshots that stay, in blocks; 0: none.
-    ``snapshot_policy``: as the option ``state_snapshot_policy``."""
+    ``snapshot_policy``: as the option ``state_snapshot_policy``.
+
+    ``encoder_cache_size`` and ``whole_media``: of the resource "pictures"."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -49,6 +51,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot_blocks: int = 0
     snapshot_interval: int = 0
     snapshot_policy: str = "cost"
+    encoder_cache_size: int = 0
+    whole_media: bool = False
 
     @property
     def has_halves(self) -> bool:
@@ -125,7 +129,23 @@ class Unload(msgspec.Struct, frozen=True, omit_defaults=True, tag="unload"):
     name: str
 
 
-Event = Add | Abort | Reset | Pause | Jump | Wake | Write | Load | Unload
+class Bring(msgspec.Struct, frozen=True, omit_defaults=True, tag="bring"):
+    """Event: the content of media items with the hash ``key`` arrives for requests, which may have
+    ended or be unknown. ``error``: why there is no content; see ``policylab.verify.pictures``."""
+
+    at: int
+    key: str
+    request_ids: list[str]
+    error: str = ""
+
+
+class ResetEncoder(msgspec.Struct, frozen=True, omit_defaults=True, tag="reset_encoder"):
+    """Event: the encoder cache is reset."""
+
+    at: int
+
+
+Event = Add | Abort | Reset | Pause | Jump | Wake | Write | Load | Unload | Bring | ResetEncoder
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -43,7 +43,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert (upto <= kv.num_held[plan.rows] * kv.block_size).all(), "computes without blocks"
     assert (upto < table.limit.all[plan.rows]).all(), "computes KV that no token will read"
     assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
-    cuts = {"encoder", "moods"} & {each.name for each in scheduler.resources.members}
+    cuts = {"encoder", "pictures", "moods"} & {each.name for each in scheduler.resources.members}
     if not (config.enable_chunked_prefill or cuts):  # these resources may cut it
         assert (upto >= table.num_tokens.all[plan.rows]).all(), "cuts a prompt"
     if plan.drafts is not None:

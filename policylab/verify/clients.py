@@ -67,6 +67,8 @@ class Clients:
         self._guide = guide
         self.adapter_may_fail: Callable[[str], bool] = lambda request_id: False
         """True for a request with an adapter that may fail because of it."""
+        self.media_may_fail: Callable[[str, Finished], bool] = lambda request_id, end: True
+        """True for a request with media that may end so because of them."""
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
         """Record a request that the scheduler accepted. ``fails_at``: the position at which the
@@ -178,8 +180,9 @@ class Clients:
         for end in out.finished:
             name = out.request_ids[end.index]
             live = self.live[name]
-            has_adapter = live.req.adapter is not None
-            check_end(live, end, now, may_fail=has_adapter and self.adapter_may_fail(name))
+            may_fail = live.req.adapter is not None and self.adapter_may_fail(name)
+            may_fail |= bool(live.req.media) and self.media_may_fail(name, end)
+            check_end(live, end, now, may_fail=may_fail)
             is_whole = self._guide is not None and end.reason == "stop"
             self.num_followed += is_whole and live.req.add.grammar is not None
             self._end(name)
@@ -230,7 +233,7 @@ def check_start(live: LiveRequest, has_output: bool, started: Started | None) ->
 
 def check_end(live: LiveRequest, end: Finished, now: float, *, may_fail: bool) -> None:
     """Check that a request ended for the expected reason and after all of its expected tokens.
-    ``may_fail``: its adapter may have failed."""
+    ``may_fail``: its adapter or its media may have failed."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
@@ -240,7 +243,7 @@ def check_end(live: LiveRequest, end: Finished, now: float, *, may_fail: bool) -
         assert end.message, f"{text}: no message"
         # Without real grammars, this field is read by a resource of the case.
         is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
-        is_early = live.fails_at is not None or is_faked or add.media or may_fail
+        is_early = live.fails_at is not None or is_faked or may_fail
         assert is_early or live.end == DEAD_END, f"{text}: the request was valid"
         assert is_early or live.num_heard == len(live.answer), (
             f"{text} after {live.num_heard} tokens of {len(live.answer)}"

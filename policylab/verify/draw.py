@@ -31,6 +31,7 @@ from policylab.verify.case import (
 )
 from policylab.verify.draw_adapters import with_adapters
 from policylab.verify.draw_halves import with_halves
+from policylab.verify.draw_pictures import with_pictures
 from policylab.verify.draw_pooled import with_pooled
 
 WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
@@ -55,6 +56,7 @@ def draw_case(
     """The random case of a seed. ``policy``: used in place of a random shipped policy.
     ``has_halves``: odd seeds use the engine's real drafters or grammars."""
     case = with_adapters(with_states(draw_plain(seed, policy, options), seed), seed)
+    case = with_pictures(case, seed)
     return with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
 
 

@@ -32,6 +32,9 @@
 [29]   no adapter's slot or host copy is lost while requests need it   ``adapters.DeviceSlots``
 [30]   a failed load ends its own requests alone                       ``clients.check_end``
 [31]   clients that follow the cache know which blocks it has          ``FollowedCache``
+[32]   tokens of media are computed with their encoder outputs         ``pictures.MediaDevice``
+[33]   no more media are encoded in a step, or kept, than allowed      ``pictures.MediaDevice``
+[34]   media that fail end the requests that need them alone           ``Pictures.may_fail``
 =====  ==============================================================  ==========================
 """
 

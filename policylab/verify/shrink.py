@@ -139,6 +139,7 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
     if setup.grammar_ticks > 0:
         yield edit(setup, grammar_ticks=0)
     plain = {"num_tokens_used": VOCAB_SIZE, "is_steady": True, "caching": False, "windows": (0,)}
+    plain["whole_media"] = False
     for name, value in plain.items():
         if getattr(setup, name) != value:
             yield edit(setup, **{name: value})
@@ -196,7 +197,8 @@ def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
         params = edit(request.params, max_tokens=size, min_tokens=least)
         yield edit(request, max_tokens=size, params=params)
     for size in smaller(len(request.prompt_token_ids), 1):
-        yield edit(request, prompt_token_ids=request.prompt_token_ids[:size])
+        media = [item for item in request.media if item.offset + item.length <= size]
+        yield edit(request, prompt_token_ids=request.prompt_token_ids[:size], media=media)
     if any(request.prompt_token_ids):
         yield edit(request, prompt_token_ids=[0] * len(request.prompt_token_ids))
 

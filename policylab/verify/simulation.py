@@ -13,7 +13,7 @@ from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sched.interface import PauseState
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.policy import Policy
@@ -26,12 +26,14 @@ from policylab.verify.case import (
     WILD,
     Abort,
     Add,
+    Bring,
     Case,
     Event,
     Jump,
     Load,
     Pause,
     Reset,
+    ResetEncoder,
     Setup,
     Unload,
     Wake,
@@ -51,6 +53,7 @@ from policylab.verify.halves import (
 )
 from policylab.verify.invariants import CacheTruth, Invariants, check_stats
 from policylab.verify.needs import NEEDS, Need, NeededDrafts
+from policylab.verify.pictures import Pictures
 from policylab.verify.remote import Remote, Store
 
 SLACK_STEPS = 100
@@ -67,6 +70,8 @@ class CaseOutcome(NamedTuple):
     num_followed: int = 0  # requests that followed their real grammar to the end
     num_loads: int = 0  # of adapters into slots
     num_failed_loads: int = 0  # adapters that could not be read
+    num_encoded: int = 0  # media items
+    num_failed_media: int = 0  # items of which that could not be encoded
 
 
 @dataclass
@@ -109,9 +114,11 @@ class Simulation:
             guide=self.halves.guide if setup.grammar_ticks >= 0 else None,
         )
         self.counts = DraftCounts()
-        self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.needs = [self._make_need(name) for name in setup.needs]
         if self.adapters is not None:
             self.clients.adapter_may_fail = self.adapters.may_fail
+        if self.pictures is not None:
+            self.clients.media_may_fail = self.pictures.may_fail
         self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
         self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
@@ -120,7 +127,7 @@ class Simulation:
             vocab_size=setup.num_tokens_used,
             windows=setup.windows,
             content=self.clients.content,
-            fail=self.clients.fail,
+            fail=self._fail,
         )
         if self.store is not None:
             self.store.kv = self.worker.kv
@@ -162,12 +169,18 @@ class Simulation:
             self.counts.num_accepted_tokens,
             self.clients.num_followed,
             *((0, 0) if self.adapters is None else self.adapters.counts),
+            *((0, 0) if self.pictures is None else self.pictures.counts),
         )
 
     @property
     def adapters(self) -> Adapters | None:
         """The resource for adapters, if the case has one."""
         return next((need for need in self.needs if isinstance(need, Adapters)), None)
+
+    @property
+    def pictures(self) -> Pictures | None:
+        """The resource for media whose content comes later, if the case has one."""
+        return next((need for need in self.needs if isinstance(need, Pictures)), None)
 
     @property
     def digest(self) -> str:
@@ -199,6 +212,8 @@ class Simulation:
                 scheduler.wake(request_id)
             case Write() | Load() | Unload():
                 self._change_adapters(event)
+            case ResetEncoder() | Bring():
+                self._change_media(event)
         self.invariants.changed()
 
     def add(self, request: AddRequest, fails_at: int | None = None) -> None:
@@ -211,6 +226,7 @@ class Simulation:
         longest = min(num_prompt + num_output, most) - 1
         can_run = 0 < num_prompt < most
         can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
+        can_run = can_run and (self.pictures is None or self.pictures.can_serve(request))
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
             return  # clients reuse an id only after its end was reported
@@ -229,6 +245,12 @@ class Simulation:
         else:
             assert can_run and not is_known, f"{request.request_id} should be refused"
             self.clients.accept(req, fails_at, hints)
+
+    def _change_media(self, event: ResetEncoder | Bring) -> None:
+        if isinstance(event, ResetEncoder):
+            self.scheduler.reset_encoder_cache()
+        elif self.pictures is not None:
+            self.pictures.bring(event.key, event.request_ids, event.error)
 
     def _change_adapters(self, event: Write | Load | Unload) -> None:
         match event:
@@ -273,6 +295,8 @@ class Simulation:
             for new in plan.new:
                 content = self.adapters.started(new.request_id, new.slot)
                 self.clients.use(new.request_id, content)
+        if self.pictures is not None:
+            self.pictures.planned(plan)
         check_wishes_for_drafts(scheduler, plan, max_drafts(self.case.setup))
         if plan.is_empty:
             return False
@@ -318,6 +342,8 @@ class Simulation:
         bound = self.num_steps + SLACK_STEPS + patience * work
         while self._has_work:
             num_steps = self.num_steps
+            if self.pictures is not None and self.pictures.bring_next():
+                bound += 1
             self.step()
             if not self._flight and self.num_steps == num_steps + 1:
                 self._wait()
@@ -329,6 +355,8 @@ class Simulation:
         self.clients.check_over()
         if self.adapters is not None:
             self.adapters.check_over()
+        if self.pictures is not None:
+            self.pictures.check_over()
         check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
@@ -341,6 +369,20 @@ class Simulation:
         return bool(scheduler.has_requests() or self._flight or scheduler.kv.lent or is_reading)
 
     # -- helpers
+
+    def _make_need(self, name: str) -> Need:
+        setup, answers = self.case.setup, self.clients.answers
+        if name == Pictures.name:
+            cache_size, whole_media = setup.encoder_cache_size, setup.whole_media
+            return Pictures(
+                setup.needs[name], answers, cache_size=cache_size, whole_media=whole_media
+            )
+        return KINDS[name](setup.needs[name], answers)
+
+    def _fail(self, new: NewSeq, upto: int) -> str | None:
+        """Why the worker cannot compute the positions of a sequence before ``upto``, if so."""
+        media = None if self.pictures is None else self.pictures.device.reason(new, upto)
+        return self.clients.fail(new, upto) or media
 
     def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:
         if make is not None:

@@ -59,6 +59,8 @@ class Report:
     num_followed: int = 0  # texts that followed a grammar to its end
     num_loads: int = 0  # of adapters into slots
     num_failed_loads: int = 0  # adapters that could not be read
+    num_encoded: int = 0  # media items
+    num_failed_media: int = 0  # items of which that could not be encoded
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     steps_by_windows: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Steps by the sliding windows of the groups of layers, 0 for full attention."""
@@ -73,6 +75,8 @@ class Report:
         self.num_drafts_right += other.num_drafts_right
         self.num_loads += other.num_loads
         self.num_failed_loads += other.num_failed_loads
+        self.num_encoded += other.num_encoded
+        self.num_failed_media += other.num_failed_media
         self.num_followed += other.num_followed
         self.steps_by_policy += other.steps_by_policy
         self.steps_by_windows += other.steps_by_windows
@@ -128,6 +132,8 @@ class Swarm:
         report.num_drafts_right += done.num_drafts_right
         report.num_loads += done.num_loads
         report.num_failed_loads += done.num_failed_loads
+        report.num_encoded += done.num_encoded
+        report.num_failed_media += done.num_failed_media
         report.num_followed += done.num_followed
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
         report.steps_by_windows[case.setup.windows] += done.num_steps
@@ -245,8 +251,8 @@ def reproduction(case: Case) -> str:
         "from engine.sched.interface import PauseState",
         "from engine.messages.adapters import AdapterSource",
         "from engine.messages.pooling import PoolingParams",
-        "from policylab.verify.case import Abort, Add, Case, Jump, Load, Pause, Reset, Setup",
-        "from policylab.verify.case import Unload, Wake, Write",
+        "from policylab.verify.case import Abort, Add, Bring, Case, Jump, Load, Pause, Reset",
+        "from policylab.verify.case import ResetEncoder, Setup, Unload, Wake, Write",
         "from policylab.verify.simulation import Simulation",
     ]
     for given in (config.scheduling_policy, config.scheduler_cls):

@@ -25,6 +25,7 @@ COLUMNS, ROSTER, WAITS = STEP + "outputs.py", "sched/roster.py", "sched/roster.p
 BUILDER = STEP + "builder.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
+MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
 CANARIES = (
@@ -166,8 +167,8 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "most = min(num_left, room, prefill_cap(",
-        "most = min(num_left, room + 1, prefill_cap(",
+        "most = min(num_left, step.tokens_left - step.num_kept_tokens)",
+        "most = min(num_left, step.tokens_left - step.num_kept_tokens + 1)",
     ),
     Canary(
         "let all prompts join those that decode",
@@ -474,6 +475,91 @@ CANARIES = (
         LIBRARY,
         "        if version.digest:\n            self._unneed(version.digest)\n",
         "",
+    ),
+    # media whose content comes later
+    Canary(
+        "compute a picture's tokens before its content has come",
+        MEDIA,
+        "            upto = awaited\n",
+        "            pass\n",
+    ),
+    Canary(
+        "free an encoder output with the plan that reads it",
+        MEDIA,
+        "                self._last_reads.setdefault(step.index, []).append(use)\n",
+        "                self.cache.end(use)\n",
+    ),
+    Canary(
+        "let the error of a picture fail requests of others",
+        ARRIVALS,
+        "            users = users.intersection(arrival.request_ids)\n",
+        "            pass\n",
+    ),
+    Canary(
+        "never end the use of an output by a request that ends early",
+        MEDIA,
+        "{}).values():\n            self.cache.end(use)\n",
+        "{}).values():\n            pass\n",
+    ),
+    Canary(
+        "let a request fail although another brought its picture",
+        ARRIVALS,
+        "faults is None or key in self._here else",
+        "faults is None else",
+    ),
+    Canary(
+        "drop a picture that another request needs",
+        ARRIVALS,
+        "            if not users:\n                self._users.pop(key, None)\n",
+        "            if True:\n                self._users.pop(key, None)\n",
+    ),
+    Canary(
+        "keep the pictures of requests that have ended",
+        ARRIVALS,
+        "                self._here.discard(key)\n                self._drop(key)\n",
+        "                self._here.discard(key)\n",
+    ),
+    Canary(
+        "drop no picture that comes after its request has ended",
+        ARRIVALS,
+        "            self._drop(arrival.key)\n            return set()\n",
+        "            return set()\n",
+    ),
+    Canary(
+        "wake nobody when a picture comes",
+        ARRIVALS,
+        "woken = self._parked & users",
+        "woken: set[str] = set()",
+    ),
+    Canary(
+        "take the output of a picture that could not be encoded as there",
+        MEDIA,
+        "                self.cache.discard(key)\n",
+        "                pass\n",
+    ),
+    Canary(
+        "encode more in a step than its budget",
+        MEDIA,
+        "tokens_left -= 0 if item.hash in self.cache else item.length",
+        "tokens_left -= 0",
+    ),
+    Canary(
+        "evict an output that the same step reads",
+        MEDIA,
+        "        read.sort(key=lambda each: each[1].hash not in self.cache)",
+        "        pass",
+    ),
+    Canary(
+        "let a limit of prompts hold back a picture that must be computed whole",
+        SCHEDULER,
+        "whole = self._allowed(req, num_left, most, step)",
+        "whole = self._allowed(req, num_left, spared, step)",
+    ),
+    Canary(
+        "let snapshots hold back a picture that must be computed whole",
+        STATES,
+        "is_flexible = True",
+        "is_flexible = False",
     ),
     # accounts
     Canary(
