@@ -171,6 +171,36 @@ def test_pictures_are_chosen_pasted_and_dropped(
     check(tab, url)
 
 
+def test_a_file_is_dropped_with_the_pointer(
+    tab: Tab, url: str, script: Script, tmp_path: Path
+) -> None:
+    """And removed by keys alone."""
+    file = tmp_path / "red.png"
+    file.write_bytes(RED)
+    tab.go(url)
+    tab.until(SEES)
+    place = tab.run("(({ x, y }) => ({ x: x + 50, y: y + 50 }))"
+                    "(document.querySelector('#messages').getBoundingClientRect())")  # fmt: skip
+    data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+    tab.call("Input.dispatchDragEvent", type="dragEnter", data=data, **place)
+    tab.call("Input.dispatchDragEvent", type="dragOver", data=data, **place)
+    tab.until("document.querySelector('#talk.dropping')")
+    tab.call("Input.dispatchDragEvent", type="drop", data=data, **place)
+    tab.until(f"{THUMBS} === 1")
+    assert not tab.run("document.querySelector('#talk.dropping')")
+    tab.run("document.querySelector('#prompt').focus()")
+    for _ in range(3):
+        tab.run("window.at = document.activeElement")
+        tab.press("Tab", shift=True)
+        tab.until("document.activeElement !== window.at")
+        if tab.run("document.activeElement.getAttribute('aria-label')") == "Remove red.png":
+            break
+    tab.press("Enter")
+    tab.until(f"{THUMBS} === 0")
+    assert tab.run("document.activeElement.getAttribute('aria-label')") == "Add pictures"
+    assert tab.run("document.querySelector('#announcer').textContent") == "red.png was removed."
+
+
 def test_a_picture_alone_is_a_message(tab: Tab, url: str, script: Script) -> None:
     tab.go(url)
     drop(tab, {"photo.png": RED})
