@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.simulate import make_request
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import Address
-from engine.messages.requests import CoreOutputs
+from engine.messages.media import MediaContent
+from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.stats import SchedulerStats
 from engine.rpc.many_client import ManyCoresClient
 
@@ -20,10 +23,13 @@ class ScriptedCore:
     decided = SimpleNamespace(max_model_len=64, vocab_size=9, eos_token_ids=[], block_size=16)
     id_prefix = place = ""
     sources = ()
+    reads_shared_memory = False
+    route = None
     stats: SchedulerStats
 
     def __init__(self, name: str, script: list[list[int] | EngineDeadError]) -> None:
         self.address = Address(f"ipc:///{name}", b"")
+        self.brought: list[list[str]] = []
         self._script = script
 
     def fail(self, error: EngineDeadError) -> None:
@@ -31,6 +37,13 @@ class ScriptedCore:
 
     def follow(self, receive: object) -> None:
         pass
+
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        return {}
+
+    def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
+        self.check_alive()
+        self.brought.append(list(request_ids))
 
     def check_alive(self) -> None:
         if self._script and isinstance(self._script[0], EngineDeadError):
@@ -121,6 +134,23 @@ def test_no_core_is_waited_for_before_all_are_called() -> None:
     client = ManyCoresClient([Slow(name, []) for name in ("a", "b")])
     client.call("pause")
     assert [event.partition(" ")[2] for event in events] == ["is called"] * 2 + ["answers"] * 2
+
+
+def test_content_goes_once_to_each_core_that_has_one_of_the_requests() -> None:
+    cores: list[Any] = [ScriptedCore(str(i), []) for i in range(3)]
+    client = ManyCoresClient(cores)
+    names = list("abcdef")
+    for name in names:
+        assert not client.add_all([make_request(name, [1] * 8)])
+    content = MediaContent("key", {})
+    client.bring([*names, "unknown"], content)
+    assert sorted(len(ids) for core in cores for ids in core.brought) == [2, 2, 2]
+    assert sorted(name for core in cores for (ids,) in [core.brought] for name in ids) == names
+    cores[1].fail(EngineDeadError("gone"))
+    (lost,) = cores[1].brought
+    client.bring(names, content)
+    client.bring(lost, content)
+    assert [len(core.brought) for core in cores] == [2, 1, 2], "the requests of a dead core end"
 
 
 def stats_of(num_steps: int, num_running: int) -> SchedulerStats:
