@@ -20,7 +20,7 @@ from engine.config.kv_groups import (
     window_blocks,
 )
 from engine.config.sched import SchedulerConfig
-from engine.core.build import log_pool
+from engine.core.starting import log_pool
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
     PagedKV,
