@@ -144,7 +144,7 @@ class DeviceSender:
                 for name, array in arrays.items():
                     self._memory.write(lent.block, begin + array.offset, pixels[name].data)
                 self._memory.mark().synchronize()
-            except (OSError, MemoryError) as error:
+            except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError
                 self._end(lent)
                 raise NoRoom("copy", f"pixels cannot be copied to the device: {error}") from error
             self._lent[lent.loan.ticket] = lent
@@ -198,7 +198,7 @@ class DeviceSender:
                 return Lent(loan, None, self._memory.allocate(size))
             if (chunk := self._chunks.take(size)) is not None:
                 return Lent(loan, chunk, self._pool)
-        except MemoryError as error:
+        except (OSError, MemoryError) as error:
             returns.end(loan)
             raise NoRoom("memory", f"the device has no {size} bytes: {error}") from error
         returns.end(loan)
@@ -266,7 +266,7 @@ class DeviceReader:
                 if block is None:
                     block = self._own[_key(handle)] = self._open(handle)
             return {name: self._memory.view(block, each) for name, each in handle.arrays.items()}
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise WireError(f"pixels on the device cannot be opened: {error}") from error
 
     def has_read(self, handle: DevicePixels) -> None:

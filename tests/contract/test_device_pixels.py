@@ -152,9 +152,10 @@ def test_a_picture_without_room_says_why(options, in_pool, num_lent, cause, devi
     assert (found.value.cause, sender.num_lent) == (cause, num_lent)
 
 
-def test_a_copy_that_fails_returns_its_memory(device, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, MemoryError, RuntimeError])
+def test_a_copy_that_fails_returns_its_memory(error, device, monkeypatch):
     def write(*args: object) -> None:
-        raise OSError("lost")
+        raise error("lost")
 
     sender = DeviceSender(device, pool_bytes=512)
     monkeypatch.setattr(device, "write", write)
