@@ -266,6 +266,8 @@ class Simulation:
     def _reset(self, reset_running: bool) -> None:
         scheduler = self.scheduler
         done = scheduler.reset_prefix_cache(reset_running)
+        if reset_running:
+            scheduler.reset_encoder_cache()
         is_free = scheduler.kv.num_free == scheduler.kv.num_usable
         assert done == is_free, f"cache reset: {done}; all blocks are free: {is_free}"
         if done:

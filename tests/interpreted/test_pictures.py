@@ -53,6 +53,7 @@ def test_tokens_are_those_of_the_cpu_worker(name: str, tmp_path: Path) -> None:
     assert not cuda.faults
 
 
+@pytest.mark.slow
 def test_outputs_and_encoder_runs_are_part_of_the_measured_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
