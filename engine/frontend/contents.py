@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.client import CoreClient
-from engine.errors import EngineError, RefusedError, RequestError
+from engine.errors import EngineError, RefusedError, RequestError, WireError
 from engine.frontend.processing import Processed
 from engine.ipc.sealed_files import most_open_files
 from engine.messages.media import MediaContent
@@ -56,7 +57,12 @@ class Content:
         """The message for a core, once the picture is processed."""
         assert self.made is not None
         segment = self.made.segment
-        return MediaContent(self.key, self.made.pixels, None if segment is None else segment.handle)
+        if segment is None:
+            return MediaContent(self.key, self.made.pixels)
+        pixels = None
+        with suppress(WireError):  # too many files are open here: the core may still read it
+            pixels = self.made.pixels
+        return MediaContent(self.key, pixels, segment.handle)
 
 
 class Contents:
@@ -124,7 +130,7 @@ class Contents:
             self._num_processing -= 1
             content = self._contents.get(key)
             if content is not None and content.future is future:
-                content.future = None  # so that the pixels are freed with the content
+                content.picture = content.future = None  # what it makes is freed with the content
                 self._take(content, future)
             elif not (future.cancelled() or future.exception()):
                 future.result().close()  # its requests have ended
@@ -181,24 +187,28 @@ class Contents:
                 continue
             assert content.picture is not None
             self._num_processing += 1
-            content.future = self._processing.begin(content.picture)
+            try:
+                content.future = self._processing.begin(content.picture)
+            except RuntimeError as error:  # the system starts no more threads
+                content.future = Future()
+                content.future.set_exception(error)
             notify = partial(_notify, self._done, self._wake, content.key)
             content.future.add_done_callback(notify)
 
     def _take(self, content: Content, future: Future[Processed]) -> None:
-        content.picture = content.future = None  # the future refers to the content, too
         names = sorted(content.users)
         for name in names:
             missing = self._missing[name]
             missing.discard(content.key)
             if not missing:
                 del self._missing[name]
-        try:
-            content.made = future.result()
-        except (Exception, CancelledError) as error:
+        # Not raised here: an error refers to where it was raised, and so to the future and picture.
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is not None:
             self._drop(content)
             self._client.bring(names, _failed(content.key, error))
             return
+        content.made = future.result()
         content.num_bytes = content.made.num_bytes
         self._num_bytes += content.num_bytes
         self._client.bring(names, content.message())
@@ -208,6 +218,7 @@ class Contents:
         if content.made is None:
             if content.future is not None:
                 content.future.cancel()
+            content.picture = None  # it may wait for long
             del self._contents[content.key]
             return
         self._num_bytes -= content.num_bytes

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 MOST_SENT_BYTES = 48 << 20  # of a picture's content, in a message of at most 64 MiB
 PIXELS_A_BYTE = 8  # pixels that take as long as a byte of text
+FILE_BYTES_A_BYTE = 1024  # bytes of a file that count as one of text, so that few are together
 
 
 class PictureTask(Task):
     """A picture to decode."""
 
     def __init__(self, picture: Picture) -> None:
-        super().__init__(TASK_BYTES + picture.num_pixels // PIXELS_A_BYTE, self)
+        size = picture.num_pixels // PIXELS_A_BYTE + picture.num_bytes // FILE_BYTES_A_BYTE
+        super().__init__(TASK_BYTES + size, object())  # not itself, which would keep the picture
         self.future: Future[Processed] = Future()
         self._picture = picture
 

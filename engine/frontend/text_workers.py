@@ -100,7 +100,7 @@ class PromptTask(Task):
 
     def __init__(self, job: Encode | Render, what: object) -> None:
         text = job.text if isinstance(job, Encode) else job.template
-        super().__init__(TASK_BYTES + len(text), self)
+        super().__init__(TASK_BYTES + len(text), object())  # not itself, which would keep the text
         self.future: Future[Any] = Future()
         self._job = job
         self._what = what

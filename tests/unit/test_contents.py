@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import gc
+import resource
+import threading
 import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.late_pictures import Core, Hands, pixels, submission
+from support.patience import WAIT_SECONDS
 
 from engine.errors import RefusedError, RequestError
 from engine.frontend.contents import Contents
-from engine.frontend.processing import Processed
+from engine.frontend.picture_workers import PictureTask
+from engine.frontend.processing import Processed, ThreadedPictures
+from engine.frontend.text_workers import TaskQueue
+from engine.ipc.pixel_segments import share
 
 
 class Front:
@@ -183,3 +191,114 @@ def test_closing_ends_everything() -> None:
     front.contents.end("1")
     assert begun.cancelled() and front.hands.is_closed and not len(front.contents)
     assert front.core.take() == []
+
+
+@dataclass(eq=False)
+class Picture:
+    """A picture of a request, in place of one with a header."""
+
+    is_damaged: bool = False
+    num_pixels: int = 100
+    num_bytes: int = 100
+    gate: threading.Event | None = None
+
+    def pixels(self) -> Any:
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_SECONDS)
+        if self.is_damaged:
+            raise RequestError("a picture is damaged")
+        return pixels()
+
+
+def with_picture(name: str, picture: Picture) -> Any:
+    requests = [SimpleNamespace(request_id=name)]
+    return SimpleNamespace(requests=requests, pictures={"a": picture})
+
+
+@pytest.mark.parametrize("what", ["processed", "damaged", "aborted"])
+def test_the_file_of_a_picture_is_freed_when_it_has_been_processed(what: str) -> None:
+    """Not by the next collection of garbage, which may come after thousands of files."""
+    has_come, gate = threading.Semaphore(0), threading.Event()
+    pictures: Any = SimpleNamespace(pixels=Picture.pixels)
+    client: Any = Core()
+    contents = Contents(client, ThreadedPictures(pictures, shares=False), has_come.release)
+    picture = Picture(is_damaged=what == "damaged", gate=gate)
+    seen = weakref.ref(picture)
+    gc.disable()
+    try:
+        contents.start(with_picture("1", picture))
+        del picture
+        if what == "aborted":
+            contents.end("1")
+        gate.set()
+        assert has_come.acquire(timeout=WAIT_SECONDS)
+        contents.deliver()
+        if what != "aborted":
+            assert client.take()[0][2] == ("a picture is damaged" if what == "damaged" else "")
+        contents.close()  # its threads end, and have nothing any more
+        for thread in threading.enumerate():
+            if thread.name.startswith("processing"):
+                thread.join(WAIT_SECONDS)
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_task_does_not_keep_its_picture() -> None:
+    picture: Any = Picture()
+    seen = weakref.ref(picture)
+    gc.disable()
+    try:
+        task = PictureTask(picture)
+        task.finish(RequestError("damaged"))
+        del task, picture
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_large_files_of_small_pictures_are_sent_to_a_process_one_at_a_time() -> None:
+    """Together they would exceed what it reads at once, and end it."""
+    queue = TaskQueue()
+    worker: Any = SimpleNamespace(is_idle=False, is_down=False)
+    queue.workers.append(worker)
+    large: Any = Picture(num_bytes=48 << 20)
+    small: Any = Picture()
+    queue.put([PictureTask(each) for each in (large, large, large, small, small)])
+    assert [len(queue.take(worker)) for _ in range(4)] == [1, 1, 1, 2]
+
+
+def test_a_core_gets_handles_though_too_many_files_are_open_here() -> None:
+    front = Front(cache_bytes=1000)
+    front.start("1", "a")
+    made = Processed(share(pixels()))
+    front.hands.begun.pop("a").set_result(made)
+    front.contents.deliver()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        front.start("2", "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    ids, content = front.core.brought[-1]
+    assert ids == ["2"] and made.segment is not None and content.shared == made.segment.handle
+    front.contents.close()
+
+
+def test_a_request_whose_picture_gets_no_thread_fails_alone() -> None:
+    front = Front()
+    hands: Any = front.hands
+    begin = hands.begin
+
+    def fails(picture: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    hands.begin = fails
+    front.start("1", "a")
+    front.contents.deliver()
+    assert front.core.brought[0][1].code == "request_failed"
+    assert "can't start new thread" in front.core.take()[0][2]
+    hands.begin = begin
+    front.start("2", "a")
+    front.finish("a")
+    assert front.core.take() == [(["2"], "a", "")]
