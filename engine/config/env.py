@@ -120,6 +120,15 @@ def use_kernel_cache(directory: str) -> None:
     os.environ.setdefault(TRITON_CACHE, str(Path(directory) / "triton"))
 
 
+NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+"""transformers' own variable."""
+
+
+def expect_no_torch() -> None:
+    """Let transformers, imported after this call, not say that it finds no torch."""
+    os.environ[NO_ADVICE] = "1"
+
+
 CORE_SECRET = "METRONOME_CORE_SECRET"
 """Secret that a core and its clients share, for cores that are reached over TCP."""
 

@@ -239,7 +239,6 @@ def bytes_of(made: Processed) -> dict[str, bytes]:
     return {name: bytes(array.data) for name, array in made.pixels.items()}
 
 
-@pytest.mark.slow  # each process imports transformers
 def test_a_picture_process_that_dies_is_started_again(processes: Any, llava: Path) -> None:
     pool, pictures = processes
     images = [picture(1200, 900), picture(9, 9)]
