@@ -1,10 +1,10 @@
 """Sends many pictures to a core in a process of its own, and shows what is left open of them.
 
-    python tools/picture_endurance.py [--images 10000] [--transport cuda_ipc_pool] [--seed N]
+    python tools/picture_endurance.py [--images 10000] [--transport cuda_ipc_pool] [--processes 1]
 
 The model is tiny and random. Each picture is new, or one of the last few; some requests are
 aborted, some files are damaged. A line per tenth of the pictures, when all requests have ended,
-shows both processes: open files, those of shared memory among them with their bytes, the bytes of
+shows all processes: open files, those of shared memory among them with their bytes, the bytes of
 shared memory that are mapped, and resident memory. With a ``cuda_ipc`` transport, both use a
 made-up device, whose bytes are shown too. The front end keeps processed pictures up to a small
 bound, and drops them before the last line. The exit status is 1 if something grows after the first
@@ -36,6 +36,7 @@ from support.fake_ipc import FakeDevice  # noqa: E402
 
 from engine import LLM, LLMEngine, SamplingParams  # noqa: E402
 from engine.ipc.pixel_segments import NAME  # noqa: E402
+from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 SIZE = 120  # pixels of a side
 NUM_IN_FLIGHT = 24
@@ -58,7 +59,12 @@ class Held(NamedTuple):
     rss_mib: float
 
 
-def held_by(pid: int) -> Held:
+def held_by(pids: list[int]) -> Held:
+    """What these processes hold together."""
+    return Held(*map(sum, zip(*map(held_by_one, pids), strict=True)))
+
+
+def held_by_one(pid: int) -> Held:
     folder = Path(f"/proc/{pid}/fd")
     files = [each for each in folder.iterdir() if each.is_symlink()]
     segments = [each for each in files if os.readlink(each).startswith(f"/memfd:{NAME}")]
@@ -116,10 +122,20 @@ class Load:
                     self.ends[reason] = self.ends.get(reason, 0) + 1
 
 
-HEAD = f"{'images':>7} {'/s':>5}" + "".join(
-    f" | {name:>9}: {'files':>5} {'memfd':>5} {'KiB':>7} {'mapped':>7} {'RSS MiB':>8}"
-    for name in ("front end", "core")
-)
+def head(names: list[str]) -> str:
+    columns = (
+        f" | {name:>9.9}: {'files':>5} {'memfd':>5} {'KiB':>7} {'mapped':>7} {'RSS MiB':>8}"
+        for name in names
+    )
+    return f"{'images':>7} {'/s':>5}" + "".join(columns)
+
+
+def processes(core: int) -> dict[str, list[int]]:
+    """The ids of this process, of the core and of text processes."""
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    others = {int(pid) for task in tasks for pid in task.read_text().split()} - {core}
+    found = {"front end": [os.getpid()], "core": [core]}
+    return found | ({"texts": sorted(others)} if others else {})
 
 
 def row(number: int, rate: float, held: list[Held]) -> str:
@@ -131,10 +147,10 @@ def row(number: int, rate: float, held: list[Held]) -> str:
     return f"{number:7} {rate:5.0f}" + "".join(parts)
 
 
-def growth(before: list[Held], after: list[Held]) -> list[str]:
+def growth(names: list[str], before: list[Held], after: list[Held]) -> list[str]:
     """What has grown between two times at which no request was unfinished."""
     found = []
-    for name, old, new in zip(("front end", "core"), before, after, strict=True):
+    for name, old, new in zip(names, before, after, strict=True):
         if new.num_files > old.num_files + MOST_UNREAD:
             found.append(f"{name}: {old.num_files} -> {new.num_files} open files")
         if (
@@ -151,13 +167,16 @@ def endure(llm: LLM, num_images: int, seed: int, device: FakeDevice | None) -> l
     """Send the pictures and print the table. Returns what has grown."""
     engine = llm.llm_engine
     load = Load(engine, random.Random(seed))
-    pids = [os.getpid(), *getattr(engine.session.client, "pids")]  # noqa: B009
-    print(HEAD, flush=True)
+    client = engine.session.client
+    assert isinstance(client, EngineCoreClient)
+    found = processes(*client.pids)
+    names, pids = list(found), list(found.values())
+    print(head(names), flush=True)
     rows: list[list[Held]] = []
     for _ in range(10):
         began = time.monotonic()
         load.run(num_images // 10)
-        rows.append([held_by(pid) for pid in pids])
+        rows.append([held_by(each) for each in pids])
         rate = num_images // 10 / (time.monotonic() - began)
         text = row(load.num_sent, rate, rows[-1])
         if device is not None:
@@ -165,20 +184,20 @@ def endure(llm: LLM, num_images: int, seed: int, device: FakeDevice | None) -> l
             text += f" | device: {len(device.blocks)} blocks, {size // 1024} KiB"
         print(text, flush=True)
     engine.reset_mm_cache()
-    rows.append([held_by(pid) for pid in pids])
+    rows.append([held_by(each) for each in pids])
     print(row(load.num_sent, 0.0, rows[-1]), "after reset_mm_cache")
     stats = engine.stats()
     assert stats is not None
     print("ends:", load.ends)
     shown = ("pixels.", "encoder.")
     print("counters:", {k: v for k, v in stats.counters.items() if k.startswith(shown)})
-    found = growth(rows[0], rows[-2])
-    found += [
+    grown = growth(names, rows[0], rows[-2])
+    grown += [
         f"{each.num_segments} segments are left"
         for each in rows[-1]
         if each.num_segments > MOST_UNREAD
     ]
-    return found + ([] if device is None else device.faults)
+    return grown + ([] if device is None else device.faults)
 
 
 def main() -> None:
@@ -186,6 +205,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     choices = ["default", "cuda_ipc", "cuda_ipc_pool"]
     parser.add_argument("--transport", choices=choices, default="default")
+    parser.add_argument("--processes", type=int, default=0, help="text processes")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parsed = parser.parse_args()
     print(f"METRONOME_SEED={parsed.seed}, {parsed.transport}")
@@ -196,6 +216,7 @@ def main() -> None:
         "log_level": "error",
         "mm_tensor_transport": parsed.transport,
         "mm_tensor_pool_mib": 1,
+        "tokenizer_pool_size": parsed.processes,
         "mm_processor_cache_gb": CACHE_GB,
     }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
