@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.client import CoreClient
@@ -122,11 +122,8 @@ class Contents:
     def deliver(self) -> None:
         """Bring content that has been processed since the last call. Raises
         ``EngineDeadError``."""
-        while True:
-            try:
-                key, future = self._done.get_nowait()
-            except Empty:
-                return
+        while not self._done.empty():
+            key, future = self._done.get_nowait()
             self._num_processing -= 1
             content = self._contents.get(key)
             if content is not None and content.future is future:
