@@ -178,10 +178,10 @@ class DeviceSender:
         with self._lock:
             if self._returns is None:
                 return
+            self._returns.close()  # first, since the reader then reads no more memory
             for lent in self._lent.values():
                 self._end(lent)
             self._lent.clear()
-            self._returns.close()
             self._returns = None
             if self._pool is not None:
                 self._memory.free(self._pool)
@@ -251,11 +251,14 @@ class DeviceReader:
     def open(self, handle: DevicePixels) -> Mapping[str, Any]:
         """The arrays of a handle as tensors on the device. They are valid until ``give_back``.
 
-        Raises ``WireError`` if the handle is invalid, or the device cannot open it."""
+        Raises ``WireError`` if the handle is invalid, its sender has ended, or the device cannot
+        open it."""
         if handle.device != self._memory.name:
             raise WireError(f"pixels are on {handle.device!r:.80}, this is {self._memory.name!r}")
         check_places(handle.arrays, handle.size)
         sender = self._sender(handle.returns)
+        if not sender.returns.has_owner:  # what is still open here may be free there
+            raise WireError("the sender of the pixels has ended")
         try:
             if handle.stays:
                 block = sender.pools.get(handle.memory)

@@ -71,6 +71,20 @@ def test_a_wrong_handle_is_a_fault_of_its_content_alone(store):
     assert store.get("a") == PIXELS
 
 
+@pytest.mark.parametrize("in_pool", [True, False])
+def test_memory_of_a_client_that_has_left_is_not_read(store, sender, in_pool, caplog):
+    """Its requests were dropped, and another client's request has the same picture."""
+    for key in "ab":
+        handle = sender.lend(PIXELS, in_pool=in_pool)
+        store.take(["r"], MediaContent(key, PIXELS, device=handle))
+    assert store.on_device("a") is not None
+    sender.close()
+    assert store.on_device("a") is None, "opened before"
+    assert store.on_device("b") is None
+    assert store.get("a") == store.get("b") == PIXELS
+    assert "has ended" in caplog.text
+
+
 def test_what_was_encoded_is_given_back_and_its_pixels_stay(store, sender):
     """The output may be evicted, and the picture encoded again."""
     store.take(["r"], lent(sender))
