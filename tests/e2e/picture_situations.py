@@ -3,6 +3,7 @@ the model, a tally of tokens, and an empty directory."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -28,7 +29,14 @@ from PIL import Image
 from support import adapter_files
 from support.patience import WAIT_SECONDS
 
-from engine import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from engine import (
+    LLM,
+    AsyncLLMEngine,
+    EngineArgs,
+    LoRARequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from engine.core.replay import replay
 from engine.errors import RequestError
 from engine.frontend.prompt import RequestOptions, Submission
@@ -239,6 +247,15 @@ def chunks(seen: Seen, tally: Tally, root: Path) -> None:
             check(llm, seen, MIXED[:4] if size == 1 else MIXED, tally)
 
 
+@situation("small shares")
+def small_shares(seen: Seen, tally: Tally, root: Path) -> None:
+    """Of each prompt in a step, or beside decodes: less than a picture has tokens."""
+    for limit in ("long_prefill_token_threshold", "max_mixed_prefill_tokens"):
+        for options in ({}, {"disable_chunked_mm_input": True}):
+            with engine(seen, **{limit: 6}, **options) as llm:
+                check(llm, seen, MIXED, tally)
+
+
 @situation("two steps in flight")
 def in_flight(seen: Seen, tally: Tally, root: Path) -> None:
     for options in ({"async_scheduling": True}, {"async_scheduling": False}):
@@ -370,6 +387,34 @@ def aborted(seen: Seen, tally: Tally, root: Path) -> None:
                 for out in core.step():
                     last[out.request_id] = out
             seen.check(last[f"{wait}-3"], Prompt(f"3<image>{wait}<image>", [A, C]), tally)
+
+
+@situation("asynchronous")
+def asynchronous(seen: Seen, tally: Tally, root: Path) -> None:
+    """Requests come while others run, and some are left early."""
+    options = {**SIZES, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    running = AsyncLLMEngine.from_engine_args(EngineArgs(model=seen.path, **options))
+
+    async def run(number: int, prompt: Prompt) -> Any:
+        await asyncio.sleep(0.002 * number)
+        last = None
+        async for output in running.generate(seen.given(prompt), greedy(), str(number)):
+            last = output
+            if number % 4 == 1:
+                break
+        return last
+
+    async def all_of(prompts: Sequence[Prompt]) -> list[Any]:
+        return await asyncio.gather(*(run(n, prompt) for n, prompt in enumerate(prompts)))
+
+    prompts = [*MIXED, *MIXED[::-1]]
+    try:
+        outputs = asyncio.run(all_of(prompts))
+    finally:
+        running.shutdown()
+    for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
+        seen.check(output, prompt, tally)
+        assert output.finished or number % 4 == 1
 
 
 # Sampling

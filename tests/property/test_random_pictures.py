@@ -21,6 +21,7 @@ from engine.errors import RequestError
 
 NUM_MODELS, NUM_RUNS = 2, 3
 Dice = random.Random
+SHARES = ("long_prefill_token_threshold", "max_mixed_prefill_tokens")
 MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK", "1", "I;16")
 WORDS = ("a", " picture", "?", " of many words and more", "\n", "\n\n", " so", "\n\n\n!")
 
@@ -176,9 +177,10 @@ def prompts(dice: Dice, shown: list[Any]) -> list[Prompt]:
 
 def options(dice: Dice, seen: Seen, most: int, longest: int, lengths: list[int]) -> dict[str, Any]:
     """most: tokens of the longest picture; longest: of a prompt and its answer."""
-    budget = dice.choice([most + 1, most + 13, 64, 300])
+    whole = seen.name.startswith("gemma3") or dice.random() < 0.2
+    budget = dice.choice([most + 1, most + 13, 300, 500])
     if not seen.name.startswith("gemma3"):
-        budget = dice.choice([1, 3, 7, 16, 33, budget])
+        budget = 4096 if whole else dice.choice([1, 3, 7, 16, 33, budget])
     chosen: dict[str, Any] = {
         **SIZES,
         "max_num_batched_tokens": max(budget, 1),
@@ -188,9 +190,13 @@ def options(dice: Dice, seen: Seen, most: int, longest: int, lengths: list[int])
         "enable_prefix_caching": dice.random() < 0.8,
         "max_model_len": longest,
     }
-    if dice.random() < 0.6:
+    if budget == 4096:  # which the longest picture of the model has to fit
+        chosen["disable_chunked_mm_input"] = True
+    elif dice.random() < 0.6:
         chosen["encoder_cache_size"] = most * dice.choice([1, 1, 2])
         chosen["max_num_encoder_input_tokens"] = most
+    if dice.random() < 0.3:
+        chosen[dice.choice(SHARES)] = min(longest, dice.choice([1, 6, 30]))
     if budget > 6 and dice.random() < 0.4:
         chosen |= dice.choice([NGRAM, SUFFIX])
     if dice.random() < 0.5:
@@ -202,7 +208,7 @@ def options(dice: Dice, seen: Seen, most: int, longest: int, lengths: list[int])
 
 def taken(llm: LLM, seen: Seen, given: list[Prompt]) -> tuple[list[Prompt], int]:
     """The prompts whose pictures the model takes, and the most tokens of a picture."""
-    kept, most = [], 1
+    kept, most = [], 16 if seen.name.startswith("gemma3") else 1
     for prompt in given:
         try:
             (request,) = submitted(llm, seen, prompt).requests
