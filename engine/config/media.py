@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config.check import check_range, check_types
+from engine.config.check import check_kind, check_range, check_types
 from engine.config.option import BOTH, EXAMPLE, FRONT_END, SEVERAL
 from engine.errors import ConfigError
 
 KINDS = ("image",)
 POOLED = "cuda_ipc_pool"
 MIB = 1 << 20
+MOST_GIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,9 @@ class MediaConfig:
             self, 1, None,
             "max_num_encoder_input_tokens", "encoder_cache_size", "mm_tensor_pool_mib",
         )  # fmt: skip
-        check_range(self, 0, None, "mm_processor_cache_gb")
+        check_range(self, 0, MOST_GIB, "mm_processor_cache_gb")
+        for host in self.allowed_media_domains:
+            check_kind("an entry of allowed_media_domains", host, (str,))
         for kind, most in (self.limit_mm_per_prompt or {}).items():
             if kind not in KINDS or type(most) is not int or most < 0:
                 raise ConfigError(

@@ -181,13 +181,16 @@ def has_media(prompt: Prompt) -> bool:
     return isinstance(prompt, dict) and prompt.get("multi_modal_data") is not None
 
 
-def too_long(length: str, limit: int, num_output: int, before: str = "") -> RequestError:
+def too_long(
+    length: str, limit: int, num_output: int, before: str = "", *, has_pictures: bool = False
+) -> RequestError:
     """The error for a prompt with which ``num_output`` tokens of output do not fit. ``length``: the
     prompt's length as a text ("5000 tokens"); ``before``: words to show in front of ``length``."""
+    cut = "send fewer or smaller pictures" if has_pictures else "set truncate_prompt_tokens=-1"
     together = ", prompt and at least one output token together" if num_output else ""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}{together}; "
-        "shorten the prompt, set truncate_prompt_tokens=-1, or raise max_model_len",
+        f"shorten the prompt, {cut}, or raise max_model_len",
         param="prompt",
         length=length,
         limit=limit,

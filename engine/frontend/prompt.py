@@ -377,8 +377,9 @@ class InputProcessor:
             return None
         if self.pictures is None:
             raise RequestError(
-                "multi_modal_data is given, and this model reads only text, or limit_mm_per_prompt "
-                "is 0: leave it out, or start a model that reads pictures (docs/models.md)",
+                "multi_modal_data is given, and this model reads only text, lacks "
+                "preprocessor_config.json, or limit_mm_per_prompt is 0: leave it out, or start a "
+                "model that reads pictures (docs/models.md)",
                 param="multi_modal_data",
             )
         if num_kept is not None:
@@ -403,7 +404,9 @@ class InputProcessor:
                 param="prompt" if parts.get("prompt_token_ids") is None else "prompt_token_ids",
             )
         if len(token_ids) + num_output > limit:
-            raise too_long(f"{len(token_ids)} tokens", limit, num_output)
+            raise too_long(
+                f"{len(token_ids)} tokens", limit, num_output, has_pictures=has_media(parts)
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         check_params_for_vocab(params, self._limits.vocab_size)

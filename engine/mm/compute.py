@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.ipc.device_pixels import DeviceMemory, DeviceReader
 from engine.layers.batch import Embeds, ForwardBatch, OpenItem
 from engine.messages.media import Pixels
@@ -26,10 +26,12 @@ from engine.pictures.cuda_memory import cuda_memory
 from engine.pictures.families import VisionFamily
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
+from engine.worker.memory import free_host_bytes
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs
 
 logger = logging.getLogger("engine.core")
+GIB = 1 << 30
 
 
 class Run(NamedTuple):
@@ -121,6 +123,12 @@ class Encoder(Feature):
         hidden = model.spec.hidden_size if isinstance(model, NativeDecoder) else int(found)
         self._shape, self._dtype = (1 + num_added, hidden), model.dtype
         self._platform = machine.platform
+        if machine.platform.shares_memory and self.own_bytes > (free := free_host_bytes()):
+            raise ConfigError(
+                f"outputs of {self._cache_tokens} tokens of pictures would need "
+                f"{self.own_bytes / GIB:.4g} GiB, and {free / GIB:.4g} are free: lower "
+                "encoder_cache_size or max_num_encoder_input_tokens"
+            )
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if plan.media is None and not self._runs:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.mm.attention import PACKED
+from engine.models.general_support import read_hf_config
 
 logger = logging.getLogger("engine.mm")
 TEXT_HALVES = ("language_model", "text_model")  # attributes of the model below its output layer
@@ -32,7 +33,7 @@ def load_tower(
     config: ModelConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device
 ) -> Encode:
     """Load everything of a model but its text half. Raises ``ModelError``."""
-    hf = AutoConfig.from_pretrained(info.path, local_files_only=True)
+    hf: Any = read_hf_config(config, info)
     text = hf.get_text_config(decoder=True)
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
@@ -90,6 +91,7 @@ def _made(
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report
     )
     names = [name for name in model.state_dict() if not any(part in name for part in TEXT_TENSORS)]
     modules = {name.rpartition(".")[0] for name in names}
@@ -100,7 +102,7 @@ def _made(
             "supported: use a model whose text half alone is quantized, or the original with "
             'quantization="int8"; limit_mm_per_prompt={"image": 0} leaves the encoder out'
         )
-    needed = [*report["missing_keys"], *map(str, report["mismatched_keys"])]
+    needed = [*report["missing_keys"], *map(_shapes, report["mismatched_keys"])]
     missing = sorted(key for key in needed if not any(part in key for part in TEXT_TENSORS))
     if missing:
         raise ModelError(
@@ -108,6 +110,11 @@ def _made(
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
         )
     return model
+
+
+def _shapes(mismatched: tuple[str, torch.Size, torch.Size]) -> str:
+    name, found, needed = mismatched
+    return f"{name} of {list(needed)} (its shape is {list(found)})"
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import RequestError
+from engine.errors import RequestError, RequestTypeError
 from engine.pictures.sources import DETAILS, Given
 
 KINDS = ("image", "image_url", "image_pil", "input_image")
+PLAIN = (str, int, float, list, tuple, Mapping, type(None))
 UNREAD = ("video", "audio")  # in the types of parts that no model reads here
 
 
@@ -26,6 +27,7 @@ def taken(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
 def _message(message: Any, found: list[Given]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
+        _check_plain(content)
         return message
     parts: list[Any] = []
     for part in content:
@@ -40,8 +42,22 @@ def _message(message: Any, found: list[Given]) -> Any:
                 "reads no videos and no sound",
                 param="messages",
             )
+        _check_plain(part)
         parts.append(part)
     return {**message, "content": parts}
+
+
+def _check_plain(value: Any) -> None:
+    """Raise ``RequestTypeError`` for what a template would leave out or write as Python shows it,
+    such as a picture in a place of its own."""
+    values = value.values() if isinstance(value, Mapping) else [value]
+    for each in values:
+        if not isinstance(each, PLAIN):
+            raise RequestTypeError(
+                f"messages has {each!r:.40} ({type(each).__name__}) in a content, must be texts; "
+                'a picture is a part {"type": "image", "image": ...}',
+                param="messages",
+            )
 
 
 def picture_in(part: Mapping[str, Any], param: str = "messages") -> Given:
@@ -64,7 +80,7 @@ def picture_in(part: Mapping[str, Any], param: str = "messages") -> Given:
         return value
     if value is None or value == "":
         raise RequestError(
-            f"{param} has a part of type {part['type']!r} without a picture: add its URL",
+            f"{param} has a part of type {part['type']!r} without a picture: add it, or its URL",
             param=param,
         )
     if detail is not None and detail not in DETAILS:

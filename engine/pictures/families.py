@@ -17,6 +17,7 @@ from engine.errors import ModelError, RequestError
 
 MOST_RESIZED_PIXELS = 64 << 20
 """Most pixels that a picture may have after it was resized."""
+TRIAL_SIDE = 64  # pixels
 LEAST_SHRUNK = 1.1  # OneVision shrinks tiles only by more; a constant of transformers
 MOST_QWEN_RATIO = 200  # of the sides of a picture; a constant of transformers' processor
 MAX_IDEFICS_SIDE = 4096  # a constant of transformers' processors
@@ -388,8 +389,20 @@ def sees(info: ModelInfo) -> bool:
 
 
 def family_of(info: ModelInfo, settings: Settings) -> VisionFamily:
-    """The family of a model that ``sees``. settings: of its image processor."""
-    return FAMILIES[info.architecture](info.hf, settings)
+    """The family of a model that ``sees``. settings: of its image processor. Raises ``ModelError``
+    if they and config.json do not say how many tokens a picture has."""
+    try:
+        family = FAMILIES[info.architecture](info.hf, settings)
+        counts = family.longest, family.num_embedded(TRIAL_SIDE, TRIAL_SIDE)
+        if min(*counts, family.image_token_id, family.prompt_token_id) < 1:
+            raise ValueError("a picture has no tokens")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"config.json and the settings of the image processor in {info.path} do not give the "
+            f"tokens of a picture ({type(error).__name__}: {error}): correct them, or use the "
+            'model for text only with limit_mm_per_prompt={"image": 0}'
+        ) from error
+    return family
 
 
 def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -86,8 +86,8 @@ def open_picture(given: Given) -> Picture:
         return _shrunk(plain.size, _digest_of(plain), plain, given.detail)
     if not isinstance(value, bytes | bytearray | memoryview):
         raise RequestTypeError(
-            f"a picture is {value!r:.80} ({type(value).__name__}), must be a PIL image or the "
-            "bytes of a picture file",
+            f"a picture is {value!r:.40} ({type(value).__name__}), must be a PIL image "
+            "(PIL.Image.fromarray makes one of an array), the bytes of a file, a URL or a path",
             param="multi_modal_data",
         )
     content = bytes(value)

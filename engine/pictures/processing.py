@@ -23,6 +23,10 @@ TRIAL_SIZES = [
     for side in (64, 224, 336, 448, 512, 768, 1024, 1536, 2048, 4096)
     for across, down in ((1, 1), (1, 2), (2, 1))
 ]
+NO_SETTINGS = (  # arguments of a call, which this engine chooses
+    "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
+    "return_tensors",
+)  # fmt: skip
 UNREAD = ("rows", "cols", "batch_num_images", "num_crops")  # outputs that an encoder does not need
 
 
@@ -39,17 +43,18 @@ class ImageProcessor:
                 f"{info.path} names the image processor {name!r}, which this version of "
                 "transformers cannot compute without torchvision"
             )
+        self._path, self._own = info.path, own or {}
         fixed = _fixed(info, name)
-        self._processor = kind.from_pretrained(info.path, local_files_only=True, **fixed)
-        known = self._processor.to_dict().keys() | kind.valid_kwargs.__annotations__.keys()
-        if unknown := (own or {}).keys() - known:
-            raise ConfigError(
-                f"mm_processor_kwargs has {min(unknown)!r:.80}, which {kind.__name__} does not "
-                f"have; it has {', '.join(sorted(known))}"
-            )
+        self._processor = self._loaded(kind, fixed)
         if own:
-            settings = {**own, **fixed}
-            self._processor = kind.from_pretrained(info.path, local_files_only=True, **settings)
+            known = self._processor.to_dict().keys() | kind.valid_kwargs.__annotations__.keys()
+            if unknown := own.keys() - (known - set(NO_SETTINGS)):
+                raise ConfigError(
+                    f"mm_processor_kwargs has {min(map(str, unknown))!r:.80}, which "
+                    f"{kind.__name__} does not have; it has "
+                    f"{', '.join(sorted(known - set(NO_SETTINGS)))}"
+                )
+            self._processor = self._loaded(kind, {**own, **fixed})
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -65,21 +70,47 @@ class ImageProcessor:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """Dtypes and dimensions of the arrays that it makes of any picture."""
-        return kinds_of(self.pixels(Image.new("RGB", (TRIAL_SIDE, TRIAL_SIDE))))
+        """Dtypes and dimensions of the arrays that it makes of any picture. Raises ``ConfigError``
+        for settings with which it makes none."""
+        try:
+            return kinds_of(self._arrays(Image.new("RGB", (TRIAL_SIDE, TRIAL_SIDE))))
+        except Exception as error:
+            raise self._unusable(error) from error
 
     def pixels(self, image: Image.Image) -> Pixels:
         """The arrays of one picture. Raises ``RequestError`` if it cannot be processed."""
         try:
-            found = self._processor(images=[image], return_tensors="np")
+            return self._arrays(image)
         except Exception as error:
             raise damaged(error) from error
+
+    def _arrays(self, image: Image.Image) -> Pixels:
+        found = self._processor(images=[image], return_tensors="np")
         arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
         return {
             name: PixelArray(value.dtype.str, list(value.shape), value.tobytes())
             for name, value in arrays.items()
             if name not in UNREAD
         }
+
+    def _loaded(self, kind: Any, settings: Mapping[str, Any]) -> Any:
+        try:
+            return kind.from_pretrained(self._path, local_files_only=True, **settings)
+        except Exception as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        why = f"{type(error).__name__}: {error}"
+        if self._own:
+            return ConfigError(
+                f"mm_processor_kwargs is {dict(self._own)!r:.200}, with which the model's image "
+                f"processor fails ({why}): correct the values, or leave them out"
+            )
+        return ModelError(
+            f"the image processor of {self._path} fails with its settings ({why}): correct "
+            "preprocessor_config.json, or use the model for text only with "
+            'limit_mm_per_prompt={"image": 0}'
+        )
 
 
 def largest_picture(

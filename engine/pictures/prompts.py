@@ -73,9 +73,9 @@ class Pictures:
         image = self._family.prompt_token_id
         if (count := token_ids.count(image)) != len(values):
             raise RequestError(
-                f"the prompt has {count} image tokens (id {image}) and multi_modal_data "
-                f"{len(values)} pictures: the numbers must be equal, so put one image token "
-                "where each picture belongs",
+                f"the prompt has {count} image tokens ({self._text([image])!r}, id {image}) and "
+                f"multi_modal_data {len(values)} pictures: the numbers must be equal, so put one "
+                "image token where each picture belongs; in a chat the template does so",
                 param=PARAM,
             )
         waiting = iter([open_picture(self.sources.load(each)) for each in values])

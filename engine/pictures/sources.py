@@ -71,7 +71,7 @@ class MediaSources:
             return given._replace(value=self._from_file(value))
         raise refused(
             f"a picture's URL is {value[:80]!r}, must be a data URL in base64 "
-            '("data:image/png;base64,..."), or begin with http:// or https://'
+            '("data:image/png;base64,..."), or begin with http://, https:// or / (a path)'
         )
 
     def is_slow(self, given: Given) -> bool:
