@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.wire_frames import TO_CLIENT
 from support.wire_samples import frames_of
 
 from engine.errors import WireError
+from engine.ipc.codec import MAX_MESSAGE_BYTES
+from engine.messages.media import MediaContent, PixelArray, SharedPixels
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.messages.stats import SchedulerStats
-from engine.messages.wire import Answer, Failure, Outputs, Refusal, Submitted
+from engine.messages.wire import Answer, Bring, Failure, Outputs, Refusal, Submitted
 from engine.rpc.zmq_client import ClientProtocol, refused
 
 
@@ -81,3 +84,28 @@ def test_a_question_for_statistics_that_was_never_sent_is_asked_again() -> None:
     (part,), _ = link.submit([request("a")])
     link.feed(frames_of([Submitted(part.number, 0.0, [])]))
     assert link.request_stats() is not None and link.request_stats() is None
+
+
+@pytest.mark.parametrize(("namespace", "is_shared"), [("here", True), ("elsewhere", False)])
+def test_pixels_are_sent_to_cores_that_cannot_read_their_handle(
+    namespace: str, is_shared: bool
+) -> None:
+    link = ClientProtocol()
+    link.welcome = msgspec.structs.replace(TO_CLIENT["welcome"], namespace=namespace)
+    pixels = {"pixel_values": PixelArray("|u1", [4], b"1234")}
+    handle = SharedPixels("here", 1, 2, 3, 64, {})
+    sent = decoded(link.bring(["a"], MediaContent("key", pixels, handle)))
+    assert sent.request_ids == ["a"] and sent.content.key == "key"
+    assert sent.content.shared == (handle if is_shared else None)
+    assert bool(sent.content.pixels) != is_shared
+
+
+def test_pixels_that_are_too_large_for_a_message_are_an_error_of_their_requests() -> None:
+    data = PixelArray("|u1", [MAX_MESSAGE_BYTES], bytes(MAX_MESSAGE_BYTES))
+    sent = decoded(ClientProtocol().bring(["a"], MediaContent("key", {"pixel_values": data})))
+    assert sent.request_ids == ["a"] and sent.content.pixels is None
+    assert "the limit is" in sent.content.error and "shrink the picture" in sent.content.error
+
+
+def decoded(frame: bytes) -> Bring:
+    return msgspec.msgpack.decode(frame, type=Bring)
