@@ -10,7 +10,7 @@ from engine.config.check import check_kind, check_range, check_types
 from engine.config.option import BOTH, EXAMPLE, FRONT_END, SEVERAL
 from engine.errors import ConfigError
 
-KINDS = ("image",)
+KIND = "image"
 POOLED = "cuda_ipc_pool"
 MIB = 1 << 20
 MOST_GIB = 1 << 20
@@ -68,7 +68,7 @@ class MediaConfig:
         for host in self.allowed_media_domains:
             check_kind("an entry of allowed_media_domains", host, (str,))
         for kind, most in (self.limit_mm_per_prompt or {}).items():
-            if kind not in KINDS or type(most) is not int or most < 0:
+            if kind != KIND or type(most) is not int or most < 0:
                 raise ConfigError(
                     f"limit_mm_per_prompt has {kind!r:.80}: {most!r:.80}, must have only image and "
                     "a whole number that is not negative"
@@ -83,4 +83,4 @@ class MediaConfig:
     def most_pictures(self) -> int | None:
         """Most pictures in a prompt; ``None``: no limit."""
         limits = self.limit_mm_per_prompt or {}
-        return limits.get(KINDS[0])
+        return limits.get(KIND)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-from engine.errors import RequestError
+from engine.config.media import KIND
 from engine.frontend.encoding import Prompt, TextPrompt, has_media
 from engine.frontend.prompt import InputProcessor
-from engine.pictures.sources import Given, MediaSources, PictureLimits
+from engine.pictures.errors import refused
+from engine.pictures.sources import Given, MediaSources, PictureLimits, pictures_in
 
 P = TypeVar("P", bound=Prompt)
-KIND = "image"
-PARAM = "multi_modal_data"
 NUM_THREADS = 8  # that wait for other machines
 NUM_AT_ONCE = 4  # pictures of one request that are loaded at the same time
 MOST_LOADED_BYTES = 128 << 20  # of one request; the pictures being loaded may exceed it
@@ -46,13 +45,16 @@ class AsyncPictures:
     async def loaded(self, prompt: P) -> P:
         """The prompt with the content of its pictures in place of URLs and paths. Raises
         ``RequestError`` for those that are not allowed, or cannot be loaded within the limits."""
-        given, pictures = _given_in(prompt), self._inputs.pictures
-        if pictures is None or not any(isinstance(_value(each), str) for each in given):
+        pictures = self._inputs.pictures
+        if pictures is None or not has_media(prompt):
+            return prompt
+        parts = cast(TextPrompt, prompt)
+        given = pictures_in(parts["multi_modal_data"])
+        if not any(isinstance(each.value, str) for each in given):
             return prompt
         pictures.check_number(len(given))
-        values = [each if isinstance(each, Given) else Given(each) for each in given]
-        found = await self._load_all(pictures.sources, values)
-        return cast(P, {**cast(TextPrompt, prompt), "multi_modal_data": {KIND: found}})
+        found = await self._load_all(pictures.sources, given)
+        return cast(P, {**parts, "multi_modal_data": {KIND: found}})
 
     async def token_ids(self, prompt: TextPrompt) -> list[int]:
         """The token ids of a prompt that has them, with those of its pictures, of which only the
@@ -73,10 +75,9 @@ class AsyncPictures:
             nonlocal size
             async with gate:
                 if size > MOST_LOADED_BYTES:
-                    raise RequestError(
+                    raise refused(
                         f"the pictures have more than {MOST_LOADED_BYTES} bytes together, the "
-                        "limit: send fewer, or smaller ones",
-                        param=PARAM,
+                        "limit: send fewer, or smaller ones"
                     )
                 # Others that load from data URLs need not wait for slow hosts.
                 threads = self._threads if sources.is_slow(each) else None
@@ -84,9 +85,8 @@ class AsyncPictures:
                     async with asyncio.timeout(SECONDS):
                         found = await loop.run_in_executor(threads, sources.load, each)
                 except TimeoutError:
-                    raise RequestError(
-                        f"a picture cannot be loaded within {SECONDS:g} s: send it as a data URL",
-                        param=PARAM,
+                    raise refused(
+                        f"a picture cannot be loaded within {SECONDS:g} s: send it as a data URL"
                     ) from None
             if isinstance(found.value, bytes):
                 size += len(found.value)
@@ -98,16 +98,3 @@ class AsyncPictures:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-def _given_in(prompt: Prompt) -> list[Any]:
-    """The pictures of a prompt; [] if it has none, or something else in their place."""
-    data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-    value = data.get(KIND) if isinstance(data, dict) else None
-    if isinstance(value, Given) or not isinstance(value, list | tuple):
-        return [] if value is None else [value]
-    return list(value)
-
-
-def _value(given: object) -> object:
-    return given.value if isinstance(given, Given) else given

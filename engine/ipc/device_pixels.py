@@ -173,7 +173,7 @@ class DeviceSender:
         return handle.ticket in self._lent
 
     def close(self) -> None:
-        """End all loans and free the memory, when the reader has ended or been told to forget it. A
+        """End all loans and free the memory, when the reader has ended or is to forget it. A
         second call does nothing."""
         with self._lock:
             if self._returns is None:

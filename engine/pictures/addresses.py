@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import idna
 
 from engine.errors import ConfigError, RequestError
+from engine.pictures.errors import refused
 
 PORTS = {"http": 80, "https": 443}
 MOST_URL_CHARS = 8192
@@ -125,11 +126,6 @@ def is_public(address: Address) -> bool:
         and not address.is_reserved
         and not address.is_unspecified
     )
-
-
-def refused(message: str) -> RequestError:
-    """The error for a picture that is not loaded."""
-    return RequestError(message, param="multi_modal_data")
 
 
 def _entry(text: str) -> tuple[str, int | None]:

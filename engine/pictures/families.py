@@ -13,7 +13,8 @@ from math import ceil, floor, sqrt
 from typing import Any, ClassVar
 
 from engine.config.model import ModelInfo
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError
+from engine.pictures.errors import refused
 
 MOST_RESIZED_PIXELS = 64 << 20
 """Most pixels that a picture may have after it was resized."""
@@ -41,13 +42,13 @@ class VisionFamily:
 
     @property
     def image_token_id(self) -> int:
-        """The token that stands for each embedded token."""
+        """The token in the place of each embedded one."""
         value = self.hf.get("image_token_id", self.hf.get("image_token_index"))
         return int(self._default_image_token if value is None else value)
 
     @property
     def prompt_token_id(self) -> int:
-        """The token that stands for a picture in a prompt."""
+        """The token in the place of a picture in a prompt."""
         return self.image_token_id
 
     @property
@@ -125,10 +126,9 @@ class LlavaOnevision(VisionFamily):
     def layout(self, width: int, height: int) -> Layout:
         best = _best_resolution(width, height, self._resolutions)
         if best is None:
-            raise RequestError(
+            raise refused(
                 f"a picture has {width} x {height} pixels, which is too long for this model: cut "
-                "it into pieces",
-                param="multi_modal_data",
+                "it into pieces"
             )
         side = self._patches_a_side
         rows, columns = (each // self._size * side for each in best)
@@ -283,10 +283,9 @@ class Pixtral(VisionFamily):
             if shrunk > 1:
                 width, height = floor(width / shrunk), floor(height / shrunk)
         if not width or not height:
-            raise RequestError(
+            raise refused(
                 "a picture is so long that it has no pixels in its shorter direction once it was "
-                "resized for this model: cut it into pieces",
-                param="multi_modal_data",
+                "resized for this model: cut it into pieces"
             )
         rows, columns = ceil(height / self._unit), ceil(width / self._unit)
         return (*(columns, self.ROW_END) * (rows - 1), columns, self.END)
@@ -333,10 +332,9 @@ class QwenVL(VisionFamily):
         if not self.settings.get("do_resize", True):
             raise ModelError("do_resize=False is not supported for this model: leave it out")
         if max(width, height) / min(width, height) > MOST_QWEN_RATIO:
-            raise RequestError(
+            raise refused(
                 f"a picture has {width} x {height} pixels, and for this model the longer side may "
-                f"have at most {MOST_QWEN_RATIO} times as many as the other: cut it into pieces",
-                param="multi_modal_data",
+                f"have at most {MOST_QWEN_RATIO} times as many as the other: cut it into pieces"
             )
         unit = self._unit
         least, most = (_side(self.settings, "size", side) for side in self._bounds)
@@ -449,9 +447,8 @@ def _side(settings: Settings, name: str, side: str) -> int:
 
 def _check_resized(width: int, height: int, num_pixels: int) -> None:
     if num_pixels > MOST_RESIZED_PIXELS:
-        raise RequestError(
+        raise refused(
             f"a picture has {width} x {height} pixels, from which the model's image processor "
             f"makes {num_pixels}, and the limit is {MOST_RESIZED_PIXELS}: cut it into pieces that "
-            "are less long",
-            param="multi_modal_data",
+            "are less long"
         )

@@ -13,7 +13,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urljoin
 
 from engine.errors import RequestError
-from engine.pictures.addresses import PORTS, AllowedHosts, Place, place_of, refused
+from engine.pictures.addresses import PORTS, AllowedHosts, Place, place_of
+from engine.pictures.errors import refused
 
 SECONDS = 10.0  # for all of it, redirects included
 CONNECT_SECONDS = 4.0  # for each address

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 
 from engine.errors import RequestError, RequestTypeError
 from engine.messages.text import Decode
+from engine.pictures.errors import PARAM, refused
 from engine.pictures.sources import MAX_BYTES, Given
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -88,19 +89,19 @@ def open_picture(given: Given) -> Picture:
         raise RequestTypeError(
             f"a picture is {value!r:.40} ({type(value).__name__}), must be a PIL image "
             "(PIL.Image.fromarray makes one of an array), the bytes of a file, a URL or a path",
-            param="multi_modal_data",
+            param=PARAM,
         )
     content = bytes(value)
     if len(content) > MAX_BYTES:
-        raise _refused(f"a picture has {len(content)} bytes, the limit is {MAX_BYTES}: shrink it")
+        raise refused(f"a picture has {len(content)} bytes, the limit is {MAX_BYTES}: shrink it")
     if size := _size_of_webp(content):  # Pillow takes the memory when it opens one
         _check_size(*size)
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise _refused(f"a picture is too large ({error}): shrink it") from error
+        raise refused(f"a picture is too large ({error}): shrink it") from error
     except Exception as error:  # readers of headers raise many kinds
-        raise _refused(
+        raise refused(
             f"a picture of {len(content)} bytes cannot be read as {', '.join(FORMATS)}: it is "
             "damaged or of another format; convert it to PNG"
         ) from error
@@ -123,7 +124,7 @@ def picture_of(job: Decode) -> Picture:
 
 def damaged(reason: object) -> RequestError:
     """The error for a picture that cannot be decoded."""
-    return _refused(f"a picture is damaged: {reason}; send it as a whole, or convert it to PNG")
+    return refused(f"a picture is damaged: {reason}; send it as a whole, or convert it to PNG")
 
 
 def _shrunk(
@@ -138,11 +139,11 @@ def _shrunk(
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise _refused(
+        raise refused(
             f"a picture has {width} x {height} pixels, the limit is {MAX_PIXELS}: shrink it"
         )
     if not width or not height:
-        raise _refused(f"a picture has {width} x {height} pixels, must have at least one")
+        raise refused(f"a picture has {width} x {height} pixels, must have at least one")
 
 
 def _size_of_webp(content: bytes) -> tuple[int, int] | None:
@@ -196,7 +197,3 @@ def _digest_of(plain: Image.Image) -> str:
     digest = blake2b(repr(shape).encode(), digest_size=DIGEST_BYTES)
     digest.update(plain.tobytes())
     return digest.hexdigest()
-
-
-def _refused(message: str) -> RequestError:
-    return RequestError(message, param="multi_modal_data")

@@ -15,9 +15,9 @@ from PIL import Image
 from engine.config.model import ModelInfo, read_json
 from engine.errors import ConfigError, ModelError
 from engine.messages.media import Kinds, PixelArray, Pixels, kinds_of
+from engine.pictures.families import TRIAL_SIDE
 from engine.pictures.opening import damaged
 
-TRIAL_SIDE = 64  # pixels
 TRIAL_SIZES = [
     (side * across, side * down)
     for side in (64, 224, 336, 448, 512, 768, 1024, 1536, 2048, 4096)
@@ -35,7 +35,8 @@ class ImageProcessor:
 
     def __init__(self, info: ModelInfo, own: Mapping[str, Any] | None = None) -> None:
         """Load it. own: settings in place of those of the directory. Raises ``ModelError`` if
-        transformers has no such processor, and ``ConfigError`` for unknown settings."""
+        transformers has no such processor, and ``ConfigError`` for settings
+        that it does not have or cannot read."""
         name = _class_name(info)
         kind = getattr(transformers, f"{name}Pil", None)
         if kind is None:

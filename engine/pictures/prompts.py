@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.config.media import MediaConfig
 from engine.config.model import ModelInfo
-from engine.errors import RequestError
 from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
+from engine.pictures.errors import refused
 from engine.pictures.families import Layout, family_of
 from engine.pictures.opening import FORMATS, MAX_PIXELS, Picture, open_picture
 from engine.pictures.processing import ImageProcessor
-from engine.pictures.sources import MAX_BYTES, Given, MediaSources, PictureLimits
+from engine.pictures.sources import MAX_BYTES, MediaSources, PictureLimits, pictures_in
 from engine.text.tokenizer import Tokenizer
 
-KIND = "image"
-PARAM = "multi_modal_data"
 MOST_TOKENS = 1 << 20  # of a prompt with pictures, before the model's own limit is checked
 
 
@@ -72,11 +70,10 @@ class Pictures:
         self.check_number(len(values))
         image = self._family.prompt_token_id
         if (count := token_ids.count(image)) != len(values):
-            raise RequestError(
+            raise refused(
                 f"the prompt has {count} image tokens ({self._text([image])!r}, id {image}) and "
                 f"multi_modal_data {len(values)} pictures: the numbers must be equal, so put one "
-                "image token where each picture belongs; in a chat the template does so",
-                param=PARAM,
+                "image token where each picture belongs; in a chat the template does so"
             )
         waiting = iter([open_picture(self.sources.load(each)) for each in values])
         ids: list[int] = []
@@ -101,10 +98,9 @@ class Pictures:
             item, own = self._place(picture, (before, *layout), len(ids))
             ids += own
             if len(ids) > self._most_tokens:
-                raise RequestError(
+                raise refused(
                     f"the pictures have more than {self._most_tokens} tokens together, the limit: "
-                    "send fewer, or smaller ones",
-                    param=PARAM,
+                    "send fewer, or smaller ones"
                 )
             media.append(item)
             found.setdefault(item.hash, picture)
@@ -116,10 +112,9 @@ class Pictures:
     def check_number(self, number: int) -> None:
         """Raise ``RequestError`` for more pictures than a prompt may have."""
         if self._most is not None and number > self._most:
-            raise RequestError(
+            raise refused(
                 f"multi_modal_data has {number} pictures, and limit_mm_per_prompt allows "
-                f"{self._most}: send fewer, or raise the limit",
-                param=PARAM,
+                f"{self._most}: send fewer, or raise the limit"
             )
 
     def pixels(self, picture: Picture) -> Pixels:
@@ -179,24 +174,8 @@ class Pictures:
         if not text:
             return ()
         if self._tokenizer is None:
-            raise RequestError(
+            raise refused(
                 "pictures of this model need a tokenizer, and the engine has none "
-                "(skip_tokenizer_init): start it without skip_tokenizer_init",
-                param=PARAM,
+                "(skip_tokenizer_init): start it without skip_tokenizer_init"
             )
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def pictures_in(data: object) -> list[Given]:
-    """The pictures in ``multi_modal_data``. Raises ``RequestError`` if it has others."""
-    if not isinstance(data, Mapping) or set(data) - {KIND}:
-        shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise RequestError(
-            f'multi_modal_data has {shown}, must be {{"image": ...}}: a picture or a list of '
-            "pictures; this model reads no other media",
-            param=PARAM,
-        )
-    value = data.get(KIND, [])
-    is_one = isinstance(value, Given) or not isinstance(value, list | tuple)
-    values: list[Any] = [value] if is_one else list(value)
-    return [each if isinstance(each, Given) else Given(each) for each in values]

@@ -7,14 +7,16 @@ import re
 import stat
 from base64 import b64decode
 from binascii import Error as Base64Error
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from engine.config.media import MediaConfig
+from engine.config.media import KIND, MediaConfig
 from engine.errors import ConfigError, RequestError
-from engine.pictures.addresses import PORTS, AllowedHosts, refused
+from engine.pictures.addresses import PORTS, AllowedHosts
+from engine.pictures.errors import refused
 from engine.pictures.fetching import fetch
 
 MAX_BYTES = 64 << 20  # of a file
@@ -103,6 +105,20 @@ class MediaSources:
                 f"a picture at {path[:80]!r} cannot be read: it must be a file in the directory "
                 "of allowed_local_media_path"
             ) from error
+
+
+def pictures_in(data: object) -> list[Given]:
+    """The pictures in ``multi_modal_data``. Raises ``RequestError`` if it has others."""
+    if not isinstance(data, Mapping) or set(data) - {KIND}:
+        shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise refused(
+            f'multi_modal_data has {shown}, must be {{"image": ...}}: a picture or a list of '
+            "pictures; this model reads no other media"
+        )
+    value = data.get(KIND, [])
+    is_one = isinstance(value, Given) or not isinstance(value, list | tuple)
+    values: list[Any] = [value] if is_one else list(value)
+    return [each if isinstance(each, Given) else Given(each) for each in values]
 
 
 def _from_data_url(url: str) -> bytes:

@@ -22,7 +22,7 @@ from engine.messages.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 PREFIX = "pixels."
-"""Of the names of the counters in the statistics."""
+"""With it begin the names of the counters in the statistics."""
 
 
 def find_cuda(name: str) -> DeviceMemory:

@@ -115,7 +115,7 @@ def plain_content(content: Any, param: str = "messages") -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
             kind = part.get("type") if isinstance(part, dict) else part
-            way_out = "send text parts"
+            way_out = "send parts of type text, or image_url for a picture"
             if is_picture(part):
                 way_out = "send pictures in messages of users, and in results of tools"
             raise field_error(
