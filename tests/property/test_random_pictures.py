@@ -18,6 +18,7 @@ from e2e.test_suffix import SUFFIX
 
 from engine import LLM, SamplingParams
 from engine.errors import RequestError
+from engine.sched.policies import POLICIES
 
 NUM_MODELS, NUM_RUNS = 2, 3
 Dice = random.Random
@@ -197,6 +198,11 @@ def options(dice: Dice, seen: Seen, most: int, longest: int, lengths: list[int])
         chosen["max_num_encoder_input_tokens"] = most
     if dice.random() < 0.3:
         chosen[dice.choice(SHARES)] = min(longest, dice.choice([1, 6, 30]))
+    if dice.random() < 0.5:
+        chosen["scheduling_policy"] = dice.choice(sorted(POLICIES))
+    if seen.name.startswith("qwen3.5") and dice.random() < 0.6:
+        chosen["state_snapshot_interval"] = chosen["block_size"] * dice.choice([1, 2, 5])
+        chosen["state_snapshot_policy"] = dice.choice(["cost", "marconi", "interval"])
     if budget > 6 and dice.random() < 0.4:
         chosen |= dice.choice([NGRAM, SUFFIX])
     if dice.random() < 0.5:
