@@ -22,6 +22,7 @@ from engine.ipc.sealed_files import (
     create,
     has_numbers,
     leave_numbers,
+    namespace,
     open_sealed,
     seal,
 )
@@ -87,7 +88,7 @@ def adopt(handle: SharedPixels) -> Segment:
     except OSError:
         os.close(fd)
         raise
-    own = SharedPixels(handle.namespace, os.getpid(), fd, handle.inode, handle.size, handle.arrays)
+    own = SharedPixels(namespace(), os.getpid(), fd, handle.inode, handle.size, handle.arrays)
     return Segment(fd, own)
 
 

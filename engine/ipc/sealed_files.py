@@ -2,8 +2,8 @@
 
 A file that is sealed cannot change its size, so what was checked stays true. It has no name, needs
 no space in ``/dev/shm``, and its memory is freed when the last process that holds or maps it closes
-it or ends. Handles are valid where ``namespace()`` has the same value: in processes of one user and
-one namespace of processes, on one running system.
+it or ends. Handles are valid where ``place()`` is their ``namespace()``: in processes of one user
+and one namespace of processes, on one running system.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ class SealedFile(NamedTuple):
 
 
 def namespace() -> str:
-    """Where this process's handles are valid; "" on systems without anonymous files."""
+    """Where this process's handles are valid; "" if nowhere: on systems without anonymous files, or
+    if others may not look into this process, since it has changed its user or has capabilities."""
+    try:
+        is_open = os.stat("/proc/self/fd").st_uid == os.geteuid()
+    except OSError:
+        return ""
+    return place() if is_open else ""
+
+
+def place() -> str:
+    """Where the handles are valid that this process can open; "" on systems without such files."""
     if sys.platform != "linux":
         return ""
     try:
@@ -55,7 +65,7 @@ def create(name: str, size: int) -> int:
     Raises ``OSError`` if the system has no such files or no memory, or half of the files that this
     process may open are open."""
     if not namespace():
-        raise OSError("this system has no anonymous shared memory")
+        raise OSError("no anonymous shared memory: this system has none, or hides this process's")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         leave_numbers(fd)
@@ -77,10 +87,8 @@ def seal(fd: int, *, can_be_written: bool = False) -> SealedFile:
 def open_sealed(file: SealedFile, name: str, *, to_write: bool = False) -> int:
     """Open a file of another process. ``name``: which it must have been created with. Returns a
     descriptor. Raises ``WireError`` for any other file."""
-    if not file.namespace or file.namespace != namespace():
-        raise WireError(
-            f"shared memory of {file.namespace!r:.80} cannot be opened in {namespace()!r}"
-        )
+    if not file.namespace or file.namespace != place():
+        raise WireError(f"shared memory of {file.namespace!r:.80} cannot be opened in {place()!r}")
     path = f"/proc/{file.pid}/fd/{file.fd}"
     mode = os.O_RDWR if to_write else os.O_RDONLY
     try:

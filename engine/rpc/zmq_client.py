@@ -433,7 +433,7 @@ class ClientProtocol:
         names = list(request_ids)
         if content.shared is not None:
             where = "" if self.welcome is None else self.welcome.namespace
-            is_read = where == content.shared.namespace
+            is_read = where == content.shared.namespace != ""
             content = replace(content, pixels=None) if is_read else replace(content, shared=None)
         try:
             return self._encoder.encode(Bring(names, content))

@@ -18,7 +18,6 @@ from engine.errors import WireError
 from engine.ipc import pixel_segments
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.pixel_segments import Segment, adopt, read, share
-from engine.ipc.sealed_files import namespace
 from engine.messages.media import MediaContent, PixelArray, Pixels, SharedArray, SharedPixels
 
 SENDER = """
@@ -247,15 +246,48 @@ def test_other_files_are_not_even_opened(segment, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_the_memory_of_another_user_is_refused(segment):
-    os.seteuid(65534)
-    try:
-        other = share({"x": array(np.ones(3))})
-    finally:
-        os.seteuid(0)
-    assert other.handle.namespace != namespace()
+    other = share({"x": array(np.ones(3))})
+    os.fchown(other.handle.fd, 65534, -1)
     with pytest.raises(WireError, match="not shared memory of this user"):
-        read(changed(other, namespace=namespace()))
+        read(other.handle)
     other.close()
+
+
+HIDDEN = """
+import ctypes, os
+from engine.ipc.pixel_segments import adopt, share
+from engine.ipc.sealed_files import namespace
+from engine.messages.media import MediaContent, PixelArray, SharedPixels
+from engine.messages.wire import Bring, FromClient
+from engine.ipc.codec import MessageDecoder
+from engine.rpc.zmq_client import ClientProtocol
+
+assert namespace()
+if os.geteuid() == 0:
+    os.setuid(65534)
+can_be_read = ctypes.CDLL(None).prctl
+can_be_read(4, 1, 0, 0, 0)
+pixels = {"x": PixelArray("|u1", [4], b"abcd")}
+segment = share(pixels)
+can_be_read(4, 0, 0, 0, 0)
+try:
+    share(pixels)
+except OSError as error:
+    print(repr(namespace()), error)
+held = adopt(segment.handle)
+frame = ClientProtocol().bring(["r"], MediaContent("a", pixels, held.handle))
+sent = MessageDecoder[FromClient](FromClient).decode([frame]).content
+print(sent.shared, bytes(sent.pixels["x"].data))
+"""
+
+
+def test_a_process_that_is_hidden_from_others_sends_pixels_in_messages():
+    """After a change of its user, or with capabilities of its file, for instance."""
+    run = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True)
+    assert run.stdout.splitlines() == [
+        "'' no anonymous shared memory: this system has none, or hides this process's",
+        "None b'abcd'",
+    ], run.stderr
 
 
 @pytest.mark.parametrize(
