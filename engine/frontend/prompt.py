@@ -38,6 +38,7 @@ from engine.messages.pooling import PoolingParams
 from engine.messages.requests import AddRequest
 from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
 from engine.pictures.chat import taken
+from engine.pictures.errors import NOT_READ, refused
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
@@ -376,12 +377,7 @@ class InputProcessor:
         if data is None:
             return None
         if self.pictures is None:
-            raise RequestError(
-                "multi_modal_data is given, and this model reads only text, lacks "
-                "preprocessor_config.json, or limit_mm_per_prompt is 0: leave it out, or start a "
-                "model that reads pictures (docs/models.md)",
-                param="multi_modal_data",
-            )
+            raise refused(f"multi_modal_data is given, and {NOT_READ}")
         if num_kept is not None:
             raise RequestError(
                 f"truncate_prompt_tokens is {num_kept}, and a prompt with pictures cannot be cut: "

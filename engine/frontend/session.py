@@ -321,8 +321,10 @@ def _pictures(
     info = read_model_info(config.model.model)
     if not sees(info):
         return None
-    from engine.pictures.prompts import Pictures
-
+    try:
+        from engine.pictures.prompts import Pictures
+    except ModuleNotFoundError:  # a core elsewhere may have Pillow; requests name it
+        return None
     return Pictures(info, tokenizer, config.media, sources)
 
 

@@ -18,6 +18,7 @@ from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, ErrorCode, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.pictures.chat import taken
+from engine.pictures.errors import NOT_READ, PARAM
 from engine.pictures.sources import Given
 from engine.server.adapt import Adapter, adapter_of, strictest
 from engine.server.bodies import ChatRequest, copies
@@ -300,11 +301,7 @@ class ChatGeneration:
 def check_pictures(engine: AsyncLLMEngine, pictures: Sequence[Given]) -> None:
     """Raise ``ApiError`` if a conversation has pictures and the model reads none."""
     if pictures and not engine.pictures.are_read:
-        raise field_error(
-            "multi_modal_data",
-            "has a picture, and this model reads only text, or limit_mm_per_prompt is 0: leave it "
-            "out, or serve a model that reads pictures",
-        )
+        raise field_error(PARAM, f"has a picture, and {NOT_READ}")
 
 
 def check_body(body: ChatRequest) -> None:
