@@ -69,11 +69,10 @@ class ManyCoresClient(CoreClient):
         self._paused: tuple[Any, ...] | None = None  # arguments of ``pause``, for restarted cores
         self._loads = AdapterLoads()  # for restarted cores, too
         self._poller = zmq.Poller()
-        self._waker: sockets.Waker | None = None  # needed only while no core is alive
+        self._waker = sockets.Waker()  # since ``take`` clears those of the cores
+        self._poller.register(self._waker.fd, zmq.POLLIN)
         self._restarts: Restarts | None = None
         if start is not None:
-            self._waker = sockets.Waker()
-            self._poller.register(self._waker.fd, zmq.POLLIN)
             self._restarts = Restarts(start, self._waker.wake)
         for index, core in enumerate(self._cores):
             self._watch(index, core)
@@ -123,14 +122,12 @@ class ManyCoresClient(CoreClient):
         batches = self._take()
         if not batches:
             self._poller.poll(round(1000 * STEP_SECONDS))
-            if self._waker is not None:
-                self._waker.clear()
+            self._waker.clear()
             batches = self._take()
         return batches
 
     def wake(self) -> None:
-        if self._waker is not None:
-            self._waker.wake()
+        self._waker.wake()
         for index in self._alive:
             self._cores[index].wake()
 
@@ -185,8 +182,7 @@ class ManyCoresClient(CoreClient):
             self._restarts.close()
         shut_down(self._cores)
         self._at_end()
-        if self._waker is not None:
-            self._waker.close()
+        self._waker.close()
 
     def _by_core(self, request_ids: Sequence[str]) -> dict[int, list[str]]:
         """The ids of unfinished requests, by the number of their core."""

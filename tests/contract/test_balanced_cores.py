@@ -20,7 +20,7 @@ from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.wire import CacheNews, Follow, ToClient
 from engine.rpc.launch import open_core
 from engine.rpc.many_client import ManyCoresClient
-from engine.rpc.zmq_client import ClientProtocol, EngineCoreClient
+from engine.rpc.zmq_client import STEP_SECONDS, ClientProtocol, EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 PROMPT = list(range(1, 200))
@@ -68,6 +68,19 @@ def test_what_one_front_end_left_is_found_by_another(stack: ExitStack) -> None:
         client.add_all([make_request(f"{client.id_prefix}{i}", [*PROMPT, i], 2)])
         drain(client)
         assert [steps_of(core) for core in cores[:2]] == tokens[:2]
+
+
+def test_a_step_that_is_woken_before_it_begins_does_not_wait(stack: ExitStack) -> None:
+    """Something came while the front end was doing other things; the best of several."""
+    client = front_end(stack, hosted(stack, 2))
+    client.step()
+    seconds = []
+    for _ in range(5):
+        client.wake()
+        began = time.monotonic()
+        assert client.step() == []
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < STEP_SECONDS / 2
 
 
 def test_one_front_end_sees_the_load_of_another(stack: ExitStack) -> None:
