@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from engine.messages.media import MediaContent, PixelArray
 from engine.messages.requests import AddRequest, Finished, MediaItem
-from engine.messages.step import MediaPart, NewSeq, StepPlan
+from engine.messages.step import MediaPart, NewSeq, StepPlan, StepResult
 from engine.mm.arrivals import Arrivals
 from engine.mm.decide import EncoderBudget, read_by
 from engine.mm.store import PixelStore
 from engine.sched.request import Request
-from engine.sched.resource import AttachedScheduler, Fit
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse
 from engine.sched.step_state import Step
 from policylab.verify.needs import Answers, Need
 
@@ -31,11 +31,13 @@ class MediaDevice:
         """most_tokens: encoded in a step; cache_tokens: of all outputs; store: has the content."""
         self.num_encoded = self.num_failed = 0
         self.outputs: dict[str, int] = {}  # hash -> number of tokens
-        self.failed: set[str] = set()  # hashes without an output, until the scheduler frees them
+        # Hashes without an output, until the scheduler frees them; True once it knows.
+        self.failed: dict[str, bool] = {}
         self._most_tokens, self._cache_tokens = most_tokens, cache_tokens
         self._store = store
         self._seqs: dict[int, NewSeq] = {}  # by worker slot
         self._media: dict[int, Sequence[MediaItem]] = {}  # by worker slot
+        self._failed_in: dict[int, list[str]] = {}  # by step
         self._reasons: dict[tuple[int, int], str] = {}  # id of a NewSeq and end of a row
 
     def planned(self, plan: StepPlan) -> dict[str, str]:
@@ -50,32 +52,41 @@ class MediaDevice:
         part = MediaPart() if plan.media is None else plan.media
         for key in part.free:
             self.outputs.pop(key, None)
-            self.failed.discard(key)
+            self.failed.pop(key, None)
         self._media |= part.media
         items = [self._media[slot][index] for slot, index in part.encode]
         num_tokens = sum(item.length for item in items)
         assert num_tokens <= self._most_tokens, f"{num_tokens} tokens of media are encoded"
         for item in items:
-            self._encode(item)
+            if not self._encode(item):
+                self._failed_in.setdefault(plan.step, []).append(item.hash)
         kept = sum(self.outputs.values())
         assert kept <= self._cache_tokens, f"{kept} tokens of encoder outputs are kept"
         return self._read(plan)
+
+    def settled(self, plan: StepPlan) -> None:
+        """Note that the scheduler knows which items a plan could not encode."""
+        for key in self._failed_in.pop(plan.step, ()):
+            if key in self.failed:
+                self.failed[key] = True
 
     def reason(self, new: NewSeq, upto: int) -> str | None:
         """Why the row of a sequence that ends at ``upto`` fails; ``None`` if it does not."""
         return self._reasons.pop((id(new), upto), None)
 
-    def _encode(self, item: MediaItem) -> None:
+    def _encode(self, item: MediaItem) -> bool:
+        """Encode an item; False if that fails."""
         key = item.hash
         assert key not in self.outputs, f"{key!r} is encoded, but its output is there"
         assert self._store.get(key) is not None, f"{key!r} is encoded before its content is there"
         self.num_encoded += 1
         if key.endswith(BROKEN) or (key.endswith(FLAKY) and self.num_encoded % 2):
             self.num_failed += 1
-            self.failed.add(key)
+            self.failed[key] = False
         else:
-            self.failed.discard(key)
+            self.failed.pop(key, None)
             self.outputs[key] = item.length
+        return key in self.outputs
 
     def _read(self, plan: StepPlan) -> dict[str, str]:
         failed: dict[str, str] = {}
@@ -85,7 +96,7 @@ class MediaDevice:
                 if item.hash in self.outputs:
                     continue
                 new = self._seqs[slot]
-                assert item.hash in self.failed, (
+                assert not self.failed.get(item.hash, True), (
                     f"{new.request_id} computes tokens of {item.hash!r} without its output"
                 )
                 why = failed[new.request_id] = f"{item.hash!r} cannot be encoded"
@@ -118,6 +129,9 @@ class Pictures(EncoderBudget, Need):
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         answer = super().fit(req, num_tokens, step)
         self.num_refusals += answer.num_tokens < num_tokens
+        if answer.on_refuse is OnRefuse.FAIL:
+            keys = {item.hash for item in req.media if item.hash not in self.cache}
+            assert any(key not in self.arrivals for key in keys), f"all media of {req} are there"
         return answer
 
     def added(self, req: Request) -> None:
@@ -129,6 +143,10 @@ class Pictures(EncoderBudget, Need):
         super().release(req)
         if req.is_finished:
             self._to_come.pop(req.request_id, None)
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        super().settle(plan, result)
+        self.device.settled(plan)
 
     # -- events
 
@@ -158,7 +176,7 @@ class Pictures(EncoderBudget, Need):
         """Apply a new plan to the encoder outputs of the worker."""
         for request_id, why in self.device.planned(plan).items():
             self._errors[request_id][why] = "request_failed"
-        known = self.device.outputs.keys() | self.device.failed
+        known = self.device.outputs.keys() | self.device.failed.keys()
         assert self.cache.entries.keys() == known, (
             f"pictures: {list(self.cache.entries)} are cached, the worker has {known}"
         )
