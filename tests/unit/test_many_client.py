@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,12 @@ class ScriptedCore:
         self.check_alive()
         return self.stats
 
+    def request_end(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
     def latest_stats(self) -> SchedulerStats:
         return self.call("stats")
 
@@ -70,12 +77,30 @@ class ScriptedCore:
         return [CoreOutputs(["a"], [token], None, 0.0) for token in found]
 
 
+Join = Callable[[Sequence[Any]], ManyCoresClient]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """Puts cores after one client, which is shut down after the test."""
+    with ExitStack() as clients:
+
+        def join(cores: Sequence[Any]) -> ManyCoresClient:
+            client = ManyCoresClient(cores)
+            clients.callback(client.shutdown)
+            return client
+
+        yield join
+
+
 @pytest.mark.parametrize("first_to_die", [0, 1])
-def test_the_last_death_is_raised_when_all_that_had_come_was_read(first_to_die: int) -> None:
+def test_the_last_death_is_raised_when_all_that_had_come_was_read(
+    first_to_die: int, join: Join
+) -> None:
     """A look at a core brings what was read before, and only the next one what came since."""
     last = ScriptedCore("last", [[1], [2, 3], EngineDeadError("it fell over, too")])
     dying = ScriptedCore("dying", [EngineDeadError("it fell over")])
-    client = ManyCoresClient([dying, last] if first_to_die == 0 else [last, dying])
+    client = join([dying, last] if first_to_die == 0 else [last, dying])
     tokens: list[int] = []
     for _ in range(2):
         with pytest.raises(
@@ -86,11 +111,11 @@ def test_the_last_death_is_raised_when_all_that_had_come_was_read(first_to_die: 
     assert tokens == [1, 2, 3]
 
 
-def test_counts_of_a_core_that_died_stay_in_the_sums() -> None:
+def test_counts_of_a_core_that_died_stay_in_the_sums(join: Join) -> None:
     """Totals that go back look like a counter that began anew, and rates jump."""
     dying, living = (ScriptedCore(name, []) for name in ("dying", "living"))
     dying.stats, living.stats = stats_of(7, 3), stats_of(5, 2)
-    client = ManyCoresClient([dying, living])
+    client = join([dying, living])
     both = client.call("stats")
     assert both is not None and (both.num_steps, both.num_running) == (12, 5)
     dying.fail(EngineDeadError("it fell over"))
@@ -102,7 +127,7 @@ def test_counts_of_a_core_that_died_stay_in_the_sums() -> None:
     assert latest is not None and latest.num_steps == 13
 
 
-def test_all_cores_are_called_before_one_of_them_is_an_error() -> None:
+def test_all_cores_are_called_before_one_of_them_is_an_error(join: Join) -> None:
     """A core that was started again records no profile, and the others must still end theirs."""
 
     class Fresh(ScriptedCore):
@@ -112,14 +137,14 @@ def test_all_cores_are_called_before_one_of_them_is_an_error() -> None:
     recording = ScriptedCore("recording", [])
     calls: list[tuple[str, ...]] = []
     recording.call = lambda *args: calls.append(args)  # type: ignore[method-assign,assignment]
-    client = ManyCoresClient([Fresh("fresh", []), recording])
+    client = join([Fresh("fresh", []), recording])
     with pytest.raises(ConfigError, match="no profile is being recorded"):
         client.call("profile", "stop")
     assert calls == [("profile", "stop")]
     assert client.num_cores().alive == 2
 
 
-def test_no_core_is_waited_for_before_all_are_called() -> None:
+def test_no_core_is_waited_for_before_all_are_called(join: Join) -> None:
     """Each answers after its step: a call of eight cores would take eight steps in turn."""
     events: list[str] = []
 
@@ -131,14 +156,14 @@ def test_no_core_is_waited_for_before_all_are_called() -> None:
         def end_call(self, name: str, number: tuple[object, ...]) -> None:
             events.append(f"{self.address.data} answers")
 
-    client = ManyCoresClient([Slow(name, []) for name in ("a", "b")])
+    client = join([Slow(name, []) for name in ("a", "b")])
     client.call("pause")
     assert [event.partition(" ")[2] for event in events] == ["is called"] * 2 + ["answers"] * 2
 
 
-def test_content_goes_once_to_each_core_that_has_one_of_the_requests() -> None:
+def test_content_goes_once_to_each_core_that_has_one_of_the_requests(join: Join) -> None:
     cores: list[Any] = [ScriptedCore(str(i), []) for i in range(3)]
-    client = ManyCoresClient(cores)
+    client = join(cores)
     names = list("abcdef")
     for name in names:
         assert not client.add_all([make_request(name, [1] * 8)])
