@@ -1,13 +1,20 @@
 """Phases of a picture in which somebody can die.
 
-decoding    the front end processes it
-travelling  its content is under way to the core
-encoding    the core is about to encode it
-encoded     the core has encoded it, and has computed nothing with it
+    decoding    the front end processes it
+    travelling  its content is under way to the core
+    encoding    the core is about to encode it
+    encoded     the core has encoded it, and has computed nothing with it
+
+    python picture_phases.py MODEL PHASE DIRECTORY [ADDRESS]
+
+runs a front end, of its own core or of the one at an address, that comes to a phase and says so.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,3 +93,28 @@ def come_to(phase: str, engine: Any, directory: Path, gate: DecodingGate | None)
             is_there = (directory / phase).exists()
         if is_there:
             return ended
+
+
+def main(model: str, phase: str, directory: str, address: str = "") -> None:
+    from e2e.test_pictures import GREEDY, SMALL, picture, prompt_of
+
+    from engine import LLM
+
+    gate = DecodingGate() if phase == "decoding" else None
+    policy = {"scheduling_policy": f"{__package__ or 'support'}.picture_phases.Halting"}
+    own = {"multiprocess": True, "tokenizer_pool_size": 1 if phase != "decoding" else 0, **SMALL}
+    own |= {**policy, "policy_options": {"directory": directory, "phase": phase}}
+    llm = LLM(model, **({"core_address": address} if address else own))
+    engine = llm.llm_engine
+    engine.add_request("seeing", prompt_of("a <image>", [picture(*SIZE)]), GREEDY)
+    engine.add_request("reading", "none", GREEDY)
+    come_to(phase, engine, Path(directory), gate)
+    if phase == "travelling":  # at once, perhaps before the core has read it
+        print("ready", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
