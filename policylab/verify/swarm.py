@@ -22,6 +22,7 @@ from policylab.verify.starvation import Waited
 CORPUS = Path(__file__).with_name("corpus.jsonl")
 TWICE_EVERY = 16  # one in this many seeds runs again, and must give the same plans
 NO_CLOCK = ("fcfs", "priority")  # policies that do not depend on the clock
+BY_AGE = "marconi"  # the policy of snapshots that weighs how long each was not used
 
 
 class Broken(NamedTuple):
@@ -154,12 +155,13 @@ class Swarm:
 
 
 def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
-    """Check that the case gives the same plans when it is run again and, if its policy uses no
+    """Check that the case gives the same plans when it is run again and, if its policies use no
     clock, when it is run without clock jumps."""
     again = Simulation(case, every=max(1, outcome.num_steps), halves=halves).run()
     assert again == outcome, "the same case gives different plans"
     setup = case.setup
     reads_clock = setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(setup)
+    reads_clock |= bool(setup.snapshot_blocks) and setup.snapshot_policy == BY_AGE
     # A request that has waited long for an adapter's slot gets one.
     if reads_clock or "adapters" in setup.needs or has_deadlines(case):
         return
