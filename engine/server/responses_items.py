@@ -83,10 +83,12 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _given(action: Any) -> Any:
-    """The arguments of a tool call, without fields that are null."""
+    """The arguments of a tool call, without fields that are null at any depth."""
+    if isinstance(action, list):
+        return [_given(each) for each in action]
     if not isinstance(action, dict):
         return action
-    return {key: value for key, value in action.items() if value is not None}
+    return {key: _given(value) for key, value in action.items() if value is not None}
 
 
 def _add_message(messages: list[Message], item: dict[str, Any]) -> None:
