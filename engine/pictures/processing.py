@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import transformers
+from numpy.typing import NDArray
 from PIL import Image
 
 from engine.config.model import ModelInfo, read_json
@@ -27,6 +28,7 @@ NO_SETTINGS = (  # arguments of a call, which this engine chooses
     "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
     "return_tensors",
 )  # fmt: skip
+MASKS = ("pixel_attention_mask",)  # eight bytes for each bit, as the processors make them
 UNREAD = ("rows", "cols", "batch_num_images", "num_crops")  # outputs that an encoder does not need
 
 
@@ -87,10 +89,9 @@ class ImageProcessor:
 
     def _arrays(self, image: Image.Image) -> Pixels:
         found = self._processor(images=[image], return_tensors="np")
-        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
         return {
-            name: PixelArray(value.dtype.str, list(value.shape), value.tobytes())
-            for name, value in arrays.items()
+            name: _plain(value.astype(np.uint8) if name in MASKS else np.ascontiguousarray(value))
+            for name, value in found.items()
             if name not in UNREAD
         }
 
@@ -112,6 +113,11 @@ class ImageProcessor:
             "preprocessor_config.json, or use the model for text only with "
             'limit_mm_per_prompt={"image": 0}'
         )
+
+
+def _plain(value: NDArray[Any]) -> PixelArray:
+    """An array that is contiguous, without a copy."""
+    return PixelArray(value.dtype.str, list(value.shape), value.reshape(-1).view(np.uint8).data)
 
 
 def largest_picture(
