@@ -1,7 +1,8 @@
 """Measures prompts with pictures: first tokens next to peers, and what pictures cost others.
 
     python benchmarks/pictures.py MODEL_DIR [--parts first,again,prepare,burst] [--rounds 3]
-                                  [--vllm-python V] [--transformers] [--json FILE]
+                                  [--counts 1 8] [--vllm-python V] [--transformers]
+                                  [--json FILE]
 
 Models of `mid`'s size are written by `make_models.py --shapes idefics3-mid,llava-mid --forms bf16`.
 
@@ -80,7 +81,7 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
         pythons["transformers"] = sys.executable
     task = {
         "files": [base64.b64encode(picture(seed)).decode() for seed in range(12)],
-        "prompts": [(0, 1), (1, 1), (2, 1), (3, 1), (4, 8)],
+        "prompts": [(0, 1), (1, 1), (2, 1), (3, 1)] + [(4, 8)] * (8 in options.counts),
         "image": IMAGE,
         "max_len": MAX_LEN,
     }
@@ -92,7 +93,7 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
             runs[engine].append(
                 {
                     count: statistics.median(e["seconds"] for e in found if e["count"] == count)
-                    for count in (1, 8)
+                    for count in options.counts
                 }
             )
             tokens |= {each["count"]: each["tokens"] for each in found}
@@ -100,7 +101,7 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for engine, turns in runs.items():
         kept[engine] = {}
-        for count in (1, 8):
+        for count in options.counts:
             ratios = [
                 theirs[count] / ours[count]
                 for theirs, ours in zip(turns, runs["metronome"], strict=True)
@@ -288,6 +289,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--counts", type=int, nargs="+", default=(1, 8), choices=(1, 8))
     parser.add_argument("--vllm-python")
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--json", type=Path)
