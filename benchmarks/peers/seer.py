@@ -37,7 +37,9 @@ def vllm(model: str, max_len: int) -> See:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, max_model_len=max_len, limit_mm_per_prompt={"image": 8})
+    # Without it, the start encodes the largest pictures, which takes minutes on a CPU.
+    start: Any = {"skip_mm_profiling": True, "limit_mm_per_prompt": {"image": 8}}
+    llm = LLM(model, max_model_len=max_len, **start)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     def see(prompt: str, pictures: list[Any]) -> int:
