@@ -23,6 +23,7 @@ from tools.server_campaign import COMMON, NAME, Drains, drains, outcome_of
 
 SHORT = Shape(NAME, num_prompt=8, num_tokens=16)
 LONG = Shape(NAME, num_prompt=8, num_tokens=600)
+LONGEST = Shape(NAME, num_prompt=8, num_tokens=1000)  # runs while others are refused
 
 
 def requests(load: Load, shape: Shape, num: int, seed: int, *, reads: bool = True) -> list[Row]:
@@ -84,7 +85,7 @@ def test_an_end_refuses_on_open_connections_and_a_second_signal_aborts(
     ):
         kept.request("GET", "/v1/models")
         kept.getresponse().read()
-        rows = requests(load, LONG, 4, seed)
+        rows = requests(load, LONGEST, 4, seed)
         load.run(time.perf_counter() + WAIT_SECONDS, lambda: all(row.times for row in rows))
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
