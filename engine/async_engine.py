@@ -269,11 +269,11 @@ class AsyncLLMEngine(AsyncAdapters, AsyncTexts, AsyncWatching):
         return bool(await self._call(call))
 
     async def reset_encoder_cache(self) -> None:
-        """As ``LLMEngine.reset_encoder_cache``."""
+        """Drop encoder outputs of pictures; running requests keep theirs."""
         await self._call(partial(self._session.client.call, "reset_encoder_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """As ``LLMEngine.reset_mm_cache``."""
+        """Drop processed pictures that no request uses."""
         await self._call(self._session.reset_contents)
 
     async def pause(self, what: PauseScope = "all") -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineDeadError, RequestError, WireError
 from engine.frontend.processing import Processed, ThreadedPictures
-from engine.frontend.text_workers import MAX_DEATHS, TASK_BYTES, Task, TaskQueue
+from engine.frontend.text_workers import MAX_DEATHS, TASK_BYTES, FutureTask, TaskQueue
 from engine.ipc.pixel_segments import adopt, read
 from engine.messages.text import Decoded, Job, Reply
 
@@ -19,18 +19,13 @@ PIXELS_A_BYTE = 8  # pixels that take as long as a byte of text
 FILE_BYTES_A_BYTE = 1024  # bytes of a file that count as one of text, so that few are together
 
 
-class PictureTask(Task):
+class PictureTask(FutureTask):
     """A picture to decode."""
 
     def __init__(self, picture: Picture) -> None:
         size = picture.num_pixels // PIXELS_A_BYTE + picture.num_bytes // FILE_BYTES_A_BYTE
-        super().__init__(TASK_BYTES + size, object())  # not itself, which would keep the picture
-        self.future: Future[Processed] = Future()
+        super().__init__(TASK_BYTES + size)
         self._picture = picture
-
-    def is_wanted(self) -> bool:  # True also marks the future as running: no cancel after it
-        future = self.future
-        return future.running() or (not future.done() and future.set_running_or_notify_cancel())
 
     def job(self, process_number: int) -> Job:
         return self._picture.job()
@@ -47,13 +42,9 @@ class PictureTask(Task):
         raise WireError(f"{reply!r:.80} does not answer the job")
 
     def finish(self, result: Processed | Exception) -> None:
-        if not self.is_wanted():
-            if isinstance(result, Processed):
-                result.close()
-        elif isinstance(result, Exception):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
+        if isinstance(result, Processed) and not self.is_wanted():
+            result.close()
+        super().finish(result)
 
     def death(self, how: str) -> RequestError:
         picture = self._picture

@@ -95,19 +95,32 @@ class Task(ABC):
         ended."""
 
 
-class PromptTask(Task):
-    """A prompt to tokenise or render. ``what``: description of the input for error messages."""
+class FutureTask(Task):
+    """A task whose result is awaited by a future. It may be cancelled until a process has it."""
 
-    def __init__(self, job: Encode | Render, what: object) -> None:
-        text = job.text if isinstance(job, Encode) else job.template
-        super().__init__(TASK_BYTES + len(text), object())  # not itself, which would keep the text
+    def __init__(self, cost: int) -> None:
+        super().__init__(cost, object())  # not itself, which would keep the input
         self.future: Future[Any] = Future()
-        self._job = job
-        self._what = what
 
     def is_wanted(self) -> bool:  # True also marks the future as running: no cancel after it
         future = self.future
         return future.running() or (not future.done() and future.set_running_or_notify_cancel())
+
+    def finish(self, result: Any) -> None:
+        if self.is_wanted():
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+
+
+class PromptTask(FutureTask):
+    """A prompt to tokenise or render. ``what``: description of the input for error messages."""
+
+    def __init__(self, job: Encode | Render, what: object) -> None:
+        super().__init__(TASK_BYTES + len(job.text if isinstance(job, Encode) else job.template))
+        self._job = job
+        self._what = what
 
     def job(self, process_number: int) -> Job:
         return self._job
@@ -119,13 +132,6 @@ class PromptTask(Task):
             case Render(), Rendered(text, token_ids):
                 return Rendering(text, unpack_ids(token_ids))
         raise WireError(f"{reply!r:.80} does not answer the job")
-
-    def finish(self, result: Any) -> None:
-        if self.is_wanted():
-            if isinstance(result, Exception):
-                self.future.set_exception(result)
-            else:
-                self.future.set_result(result)
 
     def death(self, how: str) -> RequestError:
         return RequestError(

@@ -57,7 +57,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
 
 
 class Bring(msgspec.Struct, array_like=True, frozen=True, tag="bring"):
-    """Bring the content of a media item of these requests, or why there is none. Ids of requests
+    """Bring the content of a media item of these requests, or its error. Ids of requests
     that have ended are ignored. Not answered: an error ends the requests that need the content."""
 
     request_ids: list[str]

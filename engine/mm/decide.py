@@ -300,7 +300,7 @@ class EncoderBudget(Resource):
 
     def _awaited(self, req: Request, start: int, upto: int) -> int | None:
         """Offset of the first media item with tokens in [start, upto) that must be encoded, and
-        whose content has not arrived; ``None`` if there is none."""
+        whose content has not arrived; ``None`` if all has."""
         if self._arrivals is None:
             return None
         for _, item in read_by(req.media, start, upto):

@@ -86,6 +86,8 @@ class ItemEncoder:
     def _arrays(self, batch: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
         """The arrays of items, joined along the first dimension, on the device if one is there."""
         contents = [self._tensors(item.hash) for item in batch]
+        if len(contents) == 1:
+            return dict(contents[0])
         devices = [tensor.device for each in contents for tensor in each.values()]
         place = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
         return {

@@ -61,8 +61,8 @@ def _check_plain(value: Any) -> None:
 
 
 def picture_in(part: Mapping[str, Any], param: str = "messages") -> Given:
-    """The picture in a part of a message. Raises ``RequestError`` about the field ``param`` if
-    there is none, or if its detail is unknown."""
+    """The picture in a part of a message. Raises ``RequestError`` about the field ``param`` for
+    a part without a picture, or with an unknown detail."""
     if part.get("file_id") is not None:
         raise RequestError(
             f"{param} has a picture with file_id {part['file_id']!r:.40}, and this server stores "
