@@ -44,8 +44,8 @@ NUM_KNOWN = 8  # pictures that come again
 AGAIN, ABORTED, DAMAGED = 0.2, 0.1, 0.02  # shares
 MOST_UNREAD = 8  # pictures that were being processed when their requests were aborted
 CACHE_GB = 0.002  # full after a few hundred pictures
-SEGMENT_BYTES = 1 << 14  # of a picture, at most
-MOST_GROWTH_MIB = 16.0  # of resident memory, after the first tenth
+SEGMENT_BYTES = 1 << 14  # at most, for a picture
+MOST_GROWTH_MIB = 16.0  # in resident memory, after the first tenth
 PARAMS = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False)
 
 
@@ -55,7 +55,7 @@ class Held(NamedTuple):
     num_files: int
     num_segments: int  # open files of pixels
     segment_bytes: int
-    mapped_bytes: int  # of pixels
+    mapped_bytes: int  # pixels
     rss_mib: float
 
 
@@ -105,7 +105,7 @@ class Load:
         return data
 
     def run(self, number: int) -> None:
-        """Send so many pictures, and wait for all ends."""
+        """Send a number of pictures, and wait for all ends."""
         last = self.num_sent + number
         while self.num_sent < last or self.engine.has_unfinished_requests():
             room = NUM_IN_FLIGHT - self.engine.get_num_unfinished_requests()

@@ -1,4 +1,4 @@
-"""What waiting costs a core that takes pictures, and what wakes it: its turns are counted."""
+"""The cost of waiting for a core that takes pictures, and its wakers: its turns are counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def seeing(name: str, key: str) -> AddRequest:
 def until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_SECONDS
     while not is_so():
-        assert time.monotonic() < end, "it never came to be"
+        assert time.monotonic() < end
         time.sleep(0.001)
 
 
@@ -54,7 +54,7 @@ def turns_of(core: HostedCore, client: EngineCoreClient) -> int:
 
 
 def test_an_idle_core_that_sees_takes_no_more_turns_than_one_that_does_not():
-    """Also after pictures that came in shared memory, late, twice or for nobody."""
+    """Pictures came in shared memory before, late, twice or for no request."""
     turns = []
     for build in (FakeBuild(), SeeingBuild()):
         with HostedCore(build) as core:
@@ -106,8 +106,8 @@ def test_the_turn_that_takes_content_computes_the_request_that_awaits_it():
 
 
 @pytest.mark.parametrize("order", ["abort first", "content first", "no content"])
-def test_aborts_beside_content_are_never_lost(order: str) -> None:
-    """Nor does an unread one keep the core awake."""
+def test_aborts_and_content_at_once_are_never_lost(order: str) -> None:
+    """Content that nobody needs does not keep the core awake either."""
     build = SeeingBuild()
     segments: list[Segment] = []
     with HostedCore(build) as core:

@@ -164,7 +164,7 @@ def attention_is_near(q: torch.Tensor, cache: Cache, chosen: dict) -> None:
 def test_attention_both_ways_after_a_context(
     window: int, kept: torch.dtype, rng: torch.Generator
 ) -> None:
-    """As the tokens of a picture attend to each other and to the text before it."""
+    """Tokens of a picture attend to each other and to the text before it."""
     cache = Cache(((1, 40), (16, 0), (16, 33), (130, 300)), (2, 64), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
     close(*attend_both(q, cache, {"scale": 0.2, "window": window, "causal": False}))

@@ -124,7 +124,7 @@ def test_nothing_is_sent_to_an_address_that_is_not_in_the_list(url: str) -> None
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Let names have these addresses, one list for each call. Returns the names asked for."""
+    """Let names have these addresses, one list for each call. Returns the looked-up names."""
     names: list[str] = []
     found = iter(answers)
 

@@ -1,4 +1,4 @@
-"""Prompts with pictures, and what transformers says to them, computed once in a session."""
+"""Prompts with pictures, and transformers' answers to them, computed once in a session."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What transformers says: the prompt's token ids, new tokens, and where a choice was close."""
+    """transformers' answer: the prompt's token ids, new tokens, and the margin of each choice."""
 
     prompt: list[int]
     tokens: list[int]
@@ -58,7 +58,7 @@ def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def as_read(value: Image.Image | bytes) -> Image.Image:
     """A picture as transformers loads it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, for transparent palettes
+        warnings.simplefilter("ignore")  # Pillow warns of transparent palettes
         if isinstance(value, bytes):
             return load_image(base64.b64encode(value).decode())
         return load_image(value)
@@ -73,7 +73,7 @@ class Seen:
 
     @property
     def mark(self) -> str:
-        """What a picture is in a text for this model; some need tokens around it."""
+        """The text that a picture has in a prompt; some models need tokens around it."""
         if self.name.startswith("gemma3"):
             return START
         return f"<fake_token_around_image>{IMAGE}<end_of_utterance>" if self._is_qwen else IMAGE
@@ -113,7 +113,7 @@ class Seen:
         return {key: found[key] for key in read if key in found}
 
     def answer(self, prompt: Prompt, num_new: int = NUM_NEW, **options: Any) -> Answer:
-        """What transformers says. options: more of ``generate``."""
+        """transformers' answer. options: more of ``generate``."""
         return self.answer_of(None, prompt, num_new, **options)
 
     def answer_of(
@@ -123,7 +123,7 @@ class Seen:
         num_new: int = NUM_NEW,
         **options: Any,
     ) -> Answer:
-        """What a changed model says. change: makes it of the plain one."""
+        """A changed model's answer. change: makes that model of the plain one."""
         contents = [
             each
             if isinstance(each, bytes)
@@ -134,13 +134,13 @@ class Seen:
         if key not in self._answers:
             model = reference(self.path)
             model = model if change is None else change(model)
-            self._answers[key] = said(model, self.inputs(prompt), num_new, **options)
+            self._answers[key] = answered(model, self.inputs(prompt), num_new, **options)
         return self._answers[key]
 
     def check(
         self, output: Any, prompt: Prompt, tally: Tally, *, index: int = 0, **options: Any
     ) -> None:
-        """That an output of the engine has transformers' tokens."""
+        """An output of the engine has transformers' tokens, up to a tie."""
         answer = self.answer(prompt, len(output.outputs[index].token_ids), **options)
         assert output.prompt_token_ids == answer.prompt, prompt.text
         compare_one(answer.tokens, answer.margins, output.outputs[index].token_ids, tally)
@@ -154,7 +154,8 @@ class Seen:
 
 
 @torch.inference_mode()
-def said(model: Any, inputs: dict[str, torch.Tensor], num_new: int, **options: Any) -> Answer:
+def answered(model: Any, inputs: dict[str, torch.Tensor], num_new: int, **options: Any) -> Answer:
+    """transformers' likeliest tokens after the inputs."""
     out = model.generate(
         **inputs,
         **{"eos_token_id": None, **options},

@@ -1,5 +1,5 @@
-"""Situations in which a model that sees has to say what transformers says. Each is a function of
-the model, a tally of tokens, and an empty directory."""
+"""Situations in which a model that reads pictures must answer as transformers does. Each is a
+function of the model, a tally of tokens, and an empty directory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def say(llm: LLM, seen: Seen, prompts: Sequence[Prompt], params: Any, **more: An
 def check(
     llm: LLM, seen: Seen, prompts: Sequence[Prompt], tally: Tally, num_new: int = NUM_NEW
 ) -> list[Any]:
-    """That all prompts at once have transformers' answers. Returns the outputs."""
+    """All prompts at once have transformers' answers. Returns the outputs."""
     outputs = say(llm, seen, prompts, greedy(num_new))
     for output, prompt in zip(outputs, prompts, strict=True):
         seen.check(output, prompt, tally)
@@ -249,7 +249,7 @@ def chunks(seen: Seen, tally: Tally, root: Path) -> None:
 
 @situation("small shares")
 def small_shares(seen: Seen, tally: Tally, root: Path) -> None:
-    """Of each prompt in a step, or beside decodes: less than a picture has tokens."""
+    """A step, or one that also decodes, takes fewer tokens of a prompt than a picture has."""
     for limit in ("long_prefill_token_threshold", "max_mixed_prefill_tokens"):
         for options in ({}, {"disable_chunked_mm_input": True}):
             with engine(seen, **{limit: 6}, **options) as llm:
@@ -272,7 +272,8 @@ def no_prefix_cache(seen: Seen, tally: Tally, root: Path) -> None:
 
 
 def tight(seen: Seen, prompts: Sequence[Prompt], num_new: int, **options: Any) -> dict[str, int]:
-    """Sizes of a pool of blocks for the longest three prompts, but not for all of their answers."""
+    """Options with a pool of blocks that holds the longest three prompts, but not all of their
+    answers."""
     lengths = sorted(len(seen.answer(each, num_new).prompt) for each in prompts)
     longest = lengths[-1] + num_new
     with engine(seen, **options) as llm:
@@ -295,9 +296,9 @@ def preempted(seen: Seen, tally: Tally, root: Path) -> None:
 
 @situation("prefix hits")
 def prefix_hits(seen: Seen, tally: Tally, root: Path) -> None:
-    """That end before, within, after and across pictures."""
+    """Cached prefixes end before, within and after pictures, and reach across some."""
     start = "a text of more than two blocks"
-    asked = [
+    prompts = [
         Prompt(f"{start}<image>", [A]),
         Prompt(f"{start}<image>", [B]),  # before
         Prompt(f"{start}<image> and", [A]),  # within or after
@@ -312,8 +313,8 @@ def prefix_hits(seen: Seen, tally: Tally, root: Path) -> None:
     ]
     for budget in (max(21, seen.least_budget), 400):
         with engine(seen, max_num_batched_tokens=budget, block_size=4) as llm:
-            outputs = [check(llm, seen, [each], tally)[0] for each in asked]
-            check(llm, seen, asked, tally)
+            outputs = [check(llm, seen, [each], tally)[0] for each in prompts]
+            check(llm, seen, prompts, tally)
         cached = [output.num_cached_tokens for output in outputs]
         assert cached[0] == 0 and all(cached[2:8]), cached
         if not seen.name.startswith("qwen3.5"):  # which keeps states at few positions
@@ -323,7 +324,7 @@ def prefix_hits(seen: Seen, tally: Tally, root: Path) -> None:
 
 @situation("encoder cache hits")
 def encoder_hits(seen: Seen, tally: Tally, root: Path) -> None:
-    """The same pictures after other texts, in one batch and later."""
+    """The same pictures come after other texts, in one batch and later."""
     prompts = [Prompt(f"{n} text<image><image>", [A, A] if n % 2 else [A, B]) for n in range(5)]
     with engine(seen, max_num_batched_tokens=64) as llm:
         check(llm, seen, prompts, tally)
@@ -344,13 +345,13 @@ def small_encoder_cache(seen: Seen, tally: Tally, root: Path) -> None:
 
 
 def items_of(seen: Seen, prompt: Prompt) -> list[int]:
-    """Tokens of each picture."""
+    """The number of tokens of each picture."""
     with engine(seen) as llm:
         return [item.length for item in submitted(llm, seen, prompt).requests[0].media]
 
 
 def submitted(llm: LLM, seen: Seen, prompt: Prompt) -> Submission:
-    """The request that the core gets."""
+    """The request as the core gets it."""
     inputs = llm.llm_engine.session.inputs
     return inputs.process("x", seen.given(prompt), greedy(), RequestOptions())
 
@@ -571,7 +572,7 @@ LINEARS = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|down_proj|gat
 
 @situation("adapters")
 def adapters(seen: Seen, tally: Tally, root: Path) -> None:
-    """Of peft, on the text half, beside requests without one and with the same pictures."""
+    """Adapters of peft change the text half, and only in the requests that name them."""
     made = {}
 
     def changed(number: int) -> Callable[[Any], Any]:
@@ -591,14 +592,14 @@ def adapters(seen: Seen, tally: Tally, root: Path) -> None:
         each(reference(seen.path))
     requests = [None, *(LoRARequest(f"a{n}", n, str(root / str(n))) for n in (1, 2))]
     prompts = [MIXED[0], MIXED[3], MIXED[1]]
-    asked = [(prompt, at) for prompt in prompts for at in range(3)]
-    answers = [seen.answer(p) if not at else seen.answer_of(changes[at - 1], p) for p, at in asked]
+    cases = [(prompt, at) for prompt in prompts for at in range(3)]
+    answers = [seen.answer(p) if not at else seen.answer_of(changes[at - 1], p) for p, at in cases]
     assert len({tuple(answer.tokens) for answer in answers}) > 6, [a.tokens for a in answers]
     with engine(seen, enable_lora=True, max_loras=2, max_num_batched_tokens=57) as llm:
         for _ in range(2):
             outputs = say(
-                llm, seen, [p for p, _ in asked], greedy(),
-                lora_request=[requests[at] for _, at in asked],
+                llm, seen, [p for p, _ in cases], greedy(),
+                lora_request=[requests[at] for _, at in cases],
             )  # fmt: skip
             for output, answer in zip(outputs, answers, strict=True):
                 assert output.prompt_token_ids == answer.prompt
@@ -617,7 +618,7 @@ def bits(outputs: Sequence[Any]) -> list[list[tuple[int, str]]]:
 
 @situation("batch invariant")
 def batch_invariant(seen: Seen, tally: Tally, root: Path) -> None:
-    """The same bits alone, in a batch, in chunks, and from the caches."""
+    """Prompts have the same bits alone, in a batch, in chunks, and from the caches."""
     params = greedy(logprobs=0)
     with engine(seen, batch_invariant=True, enable_prefix_caching=False) as llm:
         alone = [bits(say(llm, seen, [each], params))[0] for each in MIXED]
@@ -629,7 +630,8 @@ def batch_invariant(seen: Seen, tally: Tally, root: Path) -> None:
 
 
 def is_near(seen: Seen, bound: float, **options: Any) -> None:
-    """That the log-probabilities of prompts and their pictures are near transformers'."""
+    """Log-probabilities of prompts with pictures are near transformers'. bound: of their mean
+    difference, in standard deviations of transformers'."""
     params = greedy(1, prompt_logprobs=0)
     with engine(seen, max_num_batched_tokens=64, **options) as llm:
         outputs = say(llm, seen, MIXED, params)

@@ -45,7 +45,7 @@ def quantized_copy(
     seen: Seen, root: Path, kind: str, chosen: Callable[[str], bool] = in_text
 ) -> tuple[Path, Any]:
     """A copy of a model's directory in one of the formats, and transformers' model of the numbers
-    that its weights stand for. chosen: names of tensors to quantise."""
+    that its weights represent. chosen: names of tensors to quantise."""
     write, stated = QUANTIZED[kind]
     path = root / kind
     shutil.copytree(seen.path, path)
@@ -60,9 +60,9 @@ def quantized_copy(
         for name in found:
             names.remove(name)
             weight = stored.pop(name).contiguous()
-            tensors, stands_for = write(weight, torch.Generator().manual_seed(1))
+            tensors, represented = write(weight, torch.Generator().manual_seed(1))
             stored |= {f"{name.removesuffix('weight')}{last}": t for last, t in tensors.items()}
-            module.weight.data.copy_(stands_for)
+            module.weight.data.copy_(represented)
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))

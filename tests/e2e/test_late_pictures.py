@@ -207,7 +207,7 @@ CUT = WHOLE[: len(WHOLE) // 2]
 
 
 def test_text_processes_decode_pictures(pooled: LLM, llava: Path) -> None:
-    """Files, and PIL images; damaged ones fail alone."""
+    """They decode files and PIL images; damaged ones fail alone."""
     shown = [picture(64, 40), picture(9, 9, "RGBA"), picture(30, 50, "L")]
     given = [as_file(shown[0]), shown[1], as_file(shown[2])]
     prompts = [prompt_of("<image>", [each]) for each in (given[0], CUT, *given[1:])]

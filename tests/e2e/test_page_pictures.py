@@ -140,7 +140,7 @@ def test_pictures_are_chosen_pasted_and_dropped(
     tab.until(f"{THUMBS} === 1")
     paste(tab, {"blue.jpg": BLUE})
     tab.until(f"{THUMBS} === 2")
-    paste(tab, {"of-a-text.png": RED}, text="a text")  # as programs copy it: the text is pasted
+    paste(tab, {"of-a-text.png": RED}, text="a text")  # programs copy both, and the text is pasted
     drop(tab, {"more.gif": saved("GIF"), "and.webp": saved("WEBP"), "old.bmp": saved("BMP")})
     tab.until(f"{THUMBS} === 5")
     assert tab.run("document.querySelector('#announcer').textContent") == "old.bmp was added."
@@ -174,7 +174,7 @@ def test_pictures_are_chosen_pasted_and_dropped(
 def test_a_file_is_dropped_with_the_pointer(
     tab: Tab, url: str, script: Script, tmp_path: Path
 ) -> None:
-    """And removed by keys alone."""
+    """It is removed with the keyboard alone."""
     file = tmp_path / "red.png"
     file.write_bytes(RED)
     tab.go(url)
@@ -265,7 +265,7 @@ def test_pictures_are_found_again_and_deleted(tab: Tab, url: str, script: Script
 
 
 def test_a_picture_that_is_gone_is_named(tab: Tab, url: str, script: Script) -> None:
-    """And what the database has in its place is not shown."""
+    """What the database has in its place is not shown."""
     tab.go(url)
     drop(tab, {"red.png": RED})
     tab.until(f"{THUMBS} === 1")

@@ -1,5 +1,5 @@
-"""Processes that die, hang or are slow amid a picture: its requests get the right tokens, or an
-error that says what happened; others go on, and nothing is left."""
+"""Processes die, hang or are slow amid a picture: its requests get the right tokens, or an error
+with the reason; others go on, and nothing is left."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_prompts_outlive_a_text_process_amid_a_picture(llava: Path, fault: str) 
             engine.add_request(name, prompt_of("<image>" * len(shown), shown), GREEDY)
         engine.add_request("none", "none", GREEDY)
         outputs: list[Any] = []
-        while not outputs:  # a request without pictures waits for nobody
+        while not outputs:  # a request without pictures does not wait
             outputs += [each for each in engine.step() if each.finished]
         assert [each.request_id for each in outputs] == ["none"]
         if fault == "is slow":

@@ -1,4 +1,4 @@
-"""Every family that sees in every situation says what transformers says."""
+"""Every family that reads pictures answers as transformers does, in every situation."""
 
 from __future__ import annotations
 

@@ -91,14 +91,14 @@ PROMPTS = [
 
 
 def mark_of(name: str) -> str:
-    """What stands for a picture in a text."""
+    """The text that a picture has in a prompt."""
     if name == "gemma3":
         return "<start_of_image>"
     return "<fake_token_around_image><image><end_of_utterance>" if "qwen" in name else "<image>"
 
 
 def prompts_of(name: str) -> list[tuple[str, list[Image.Image]]]:
-    """Those of a model, which may need tokens around each picture."""
+    """``PROMPTS`` for a model, which may need tokens around each picture."""
     mark = mark_of(name)
     prompts = [(text.replace("<image>", mark), pictures) for text, pictures in PROMPTS]
     return [*prompts, (f"\n{mark}\n\n{mark}\n\n\n?", THREE[:2])]
@@ -180,11 +180,11 @@ def test_a_prefix_with_the_same_picture_is_cached(models: Any, smolvlm: LLM) -> 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
 def test_a_cached_prefix_keeps_positions(models: Any, name: str) -> None:
     """Two pictures, of which the first or a part of it is cached, and text models' steps between:
-    decodes after pictures run beside decodes and prompts without any."""
+    decodes after pictures share steps with decodes and prompts without any."""
     path = models(name)
     mark = mark_of(name)
     shown, other, last = (picture(70, 60, seed=seed) for seed in range(3))
-    asked = [
+    prompts = [
         (mark + "a" * 30 + mark, [shown, other]),
         (mark + "a" * 30 + mark, [shown, last]),
         (mark + "a" * 25 + "b", [shown]),
@@ -192,9 +192,9 @@ def test_a_cached_prefix_keeps_positions(models: Any, name: str) -> None:
         (mark + "a" * 30 + mark, [shown, other]),
     ]
     with LLM(path, max_num_batched_tokens=64, block_size=16, **SMALL) as llm:
-        outputs = [llm.generate(prompt_of(*each), GREEDY, use_tqdm=False)[0] for each in asked]
-        together = llm.generate([prompt_of(*each) for each in asked], GREEDY, use_tqdm=False)
-    for output, again, each in zip(outputs, together, asked, strict=True):
+        outputs = [llm.generate(prompt_of(*each), GREEDY, use_tqdm=False)[0] for each in prompts]
+        together = llm.generate([prompt_of(*each) for each in prompts], GREEDY, use_tqdm=False)
+    for output, again, each in zip(outputs, together, prompts, strict=True):
         assert tokens_of(output) == tokens_of(again) == expected(path, name, *each)
     assert all(output.num_cached_tokens for output in (*outputs[1:3], outputs[4]))
 

@@ -60,7 +60,7 @@ def counters(llm: LLM) -> dict[str, int]:
 def test_the_core_reads_pixels_in_the_pool_and_gives_every_chunk_back(
     model, prompts, wanted, tmp_path
 ):
-    """Also those of requests that are aborted at once, and of a core that is killed."""
+    """It does so for requests that are aborted at once, and a killed core's memory is freed."""
     device = FakeDevice(tmp_path)
     options = {"mm_tensor_transport": "cuda_ipc_pool", "mm_tensor_pool_mib": 1, **SMALL}
     with llm_with_fake_device(model, device, **options) as llm:

@@ -28,7 +28,7 @@ psutil = pytest.importorskip("psutil")
 trustme = pytest.importorskip("trustme")
 ALLOWED = "127.0.0.3"
 ONE_PORT = "127.0.0.4"
-"""An address of which the list has one port."""
+"""An address that the list allows with one port."""
 NAMES = {
     "pictures.example": ["127.0.0.2", "10.0.0.1", ALLOWED],
     "loopback.example": ["127.0.0.1", "127.0.0.2"],
@@ -38,12 +38,12 @@ NAMES = {
     "nowhere.example": [],
 }
 """Names that the list has, and their addresses."""
-BODY_BYTES = 48 << 20  # of a request
+BODY_BYTES = 48 << 20  # the limit for a request
 MOST_GROWTH = 500 << 20  # bytes by which all of it may raise the memory of the server
 
 
 class Hosts(NamedTuple):
-    """Servers of pictures, by what they answer, and one that nobody may connect to."""
+    """Servers of pictures by their answers, and some that the list does not allow."""
 
     answers: dict[str, Listener]
     one_port: Listener
@@ -287,7 +287,7 @@ def server(path: Path, hosts: Hosts, folder: Path, authority: Authority) -> Iter
 
 @pytest.fixture(scope="module")
 def places(hosts: Hosts, folder: Path) -> dict[str, Any]:
-    """What URLs have in braces."""
+    """The values for the fields of ``URLS``."""
     found: dict[str, Any] = {name: each.url for name, each in hosts.answers.items()}
     found["page_rest"] = found["page"].removeprefix("http")
     ports = {"closed": hosts.closed.port, "other_port": hosts.other_port.port}
@@ -310,7 +310,7 @@ def answer_to(server: Served, part: Any) -> Any:
 
 
 def problem(server: Served, name: str, part: Any, reasons: str) -> str | None:
-    """What is wrong with the answer to a hostile part; ``None``: it is a 400 with a reason."""
+    """Why the answer to a hostile part is wrong; ``None``: it is a 400 with a reason."""
     answer = answer_to(server, part)
     error = answer.json.get("error", {})
     message = str(error.get("message"))
@@ -322,8 +322,8 @@ def problem(server: Served, name: str, part: Any, reasons: str) -> str | None:
 
 
 def problems(server: Served, cases: dict[str, tuple[Any, str]]) -> list[str]:
-    """What is wrong with the answers to hostile parts, which are sent four at a time while other
-    requests are answered."""
+    """Why answers to hostile parts are wrong. These are sent four at a time, while other requests
+    are answered."""
     healthy = user(shown(data_url(FILE)), text("what?"))
     wanted = chat(server, healthy)["choices"]
     before = peak_of(server)

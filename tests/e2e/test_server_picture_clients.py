@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, host: Listener) -> Iterator
 
 @pytest.fixture(scope="module")
 def answers(server: Served) -> tuple[str, str]:
-    """What is answered about one picture, and about two in one message."""
+    """The texts of the answers about one picture, and about two in one message."""
     one, two = shown(data_url(FILE)), shown(data_url(OTHER))
     found = [chat(server, user(*some, text("what?"))) for some in ([one], [one, two])]
     first, second = (each["choices"][0]["message"]["content"] for each in found)

@@ -42,7 +42,7 @@ from engine.text.tokenizer import load_tokenizer
 
 ALLOWED = "127.0.0.1"
 CLOSED = "127.0.0.2"
-"""An address on which somebody listens, and which the server may not connect to."""
+"""The address of a listener that the server may not connect to."""
 JPEG = as_file(SHOWN, "JPEG")
 
 
@@ -87,7 +87,7 @@ def server(path: Path, folder: Path) -> Iterator[Served]:
 
 
 def test_tokens_equal_those_of_transformers(server: Served, path: Path, hosts: Hosts) -> None:
-    """By each kind of URL, with the number of tokens in usage and of /tokenize."""
+    """URLs of each kind give the same tokens, as many as usage and /tokenize count."""
     wanted = expected(path, "smolvlm", "user: <image>what?a:", [SHOWN])
     for url in (data_url(FILE), f"{hosts.good.url}/a.png"):
         messages = user(shown(url), text("what?"))
@@ -132,7 +132,7 @@ def test_a_stream_has_the_same_text(server: Served) -> None:
 
 
 def test_a_picture_that_cannot_be_decoded_is_a_400_of_streams_too(server: Served) -> None:
-    """This is found when the request has been queued."""
+    """The damage is found when the request has been queued."""
     cut = data_url(JPEG[: len(JPEG) // 2], "image/jpeg")
     messages = user(shown(cut), text("what?"))
     given = [
@@ -171,14 +171,14 @@ def test_low_detail_is_a_smaller_picture(server: Served, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def told(server: Served) -> str:
-    """The answer about the picture."""
+def description(server: Served) -> str:
+    """The text of the answer about the picture."""
     answer = chat(server, user(shown(data_url(FILE)), text("what?")))
     return str(answer["choices"][0]["message"]["content"])
 
 
 def test_a_model_of_text_says_so(hosts: Hosts) -> None:
-    """And loads nothing."""
+    """It loads nothing either."""
     before = len(hosts.good.requests)
     options = ("--served-model-name", "box", "--allowed-media-domains", ALLOWED)
     with forked(*COMMON, *options) as server:
@@ -191,7 +191,7 @@ def test_a_model_of_text_says_so(hosts: Hosts) -> None:
 
 
 def test_the_tokens_of_pictures_are_bounded(path: Path) -> None:
-    """Also where a prompt may be longer than the model's limit, as for /tokenize."""
+    """They are even where a prompt may exceed the model's limit, as for /tokenize."""
     options = MediaConfig()
     tokenizer = load_tokenizer(ModelConfig(model=str(path)))
     about = (read_model_info(str(path)), tokenizer, options, MediaSources(options))
@@ -245,8 +245,8 @@ def test_the_page_learns_which_pictures_the_model_reads(server: Served) -> None:
     }
 
 
-def test_a_slow_host_delays_no_other_request(server: Served, told: str) -> None:
-    """With more requests for its pictures than threads that load any."""
+def test_a_slow_host_delays_no_other_request(server: Served, description: str) -> None:
+    """More requests wait for its pictures than there are threads that load pictures."""
     is_over = threading.Event()
 
     def hold(connection: socket.socket, request: bytes) -> None:
@@ -261,7 +261,7 @@ def test_a_slow_host_delays_no_other_request(server: Served, told: str) -> None:
             chat(server, user(shown(url), text("and?")))
         is_over.set()
         answers = [each.result()["choices"][0]["message"]["content"] for each in waiting]
-    assert answers == [told] * 12
+    assert answers == [description] * 12
 
 
 def test_nothing_is_loaded_or_decoded_on_the_event_loop(

@@ -1,4 +1,4 @@
-"""Chunks of memory, taken and given back at random, beside a map of single units."""
+"""Chunks of memory, taken and given back at random, next to a map of single units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_chunks_never_overlap_and_merge_back_to_one(number):
     rng = random.Random(seed)
     num_units = rng.choice([1, 7, 64, 500])
     chunks = Chunks(num_units * UNIT + rng.randrange(UNIT), UNIT)
-    owners = [0] * num_units  # of each unit; 0: free
+    owners = [0] * num_units  # by unit; 0: free
     held: dict[int, Chunk] = {}
     for name in range(1, 600):
         if held and rng.random() < 0.5:

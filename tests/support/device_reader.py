@@ -1,4 +1,4 @@
-"""A process that reads pixels of a made-up device, and does what it is told by messages.
+"""A process that reads pixels of a made-up device, as messages order it to.
 
 python -m support.device_reader DIRECTORY
 """
@@ -29,7 +29,7 @@ class Order(msgspec.Struct):
 
 
 class ReadingProcess:
-    """The other side of ``main``."""
+    """Sends orders to a process that runs ``main``. Returns what it answers."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process

@@ -130,7 +130,7 @@ class Calls(TorchFunctionMode):
 
 
 def stride_of_copy(x: torch.Tensor) -> tuple[int, ...]:
-    """That of an expanded tensor does not repeat elements."""
+    """Strides that repeat no element, also where the tensor is expanded."""
     is_expanded = any(
         step == 0 and size > 1 for size, step in zip(x.shape, x.stride(), strict=True)
     )

@@ -1,7 +1,7 @@
 """A made-up device whose memory processes pass to one another: files of a directory, mapped.
 
-Copies are queued, and done when the host waits for a mark behind them, as late as a device may do
-them. What is freed is overwritten first, so who still reads it reads nonsense.
+Copies are queued, and done when the host waits for a later mark, as late as a device may do
+them. What is freed is overwritten first, so a late reader reads nonsense.
 """
 
 from __future__ import annotations

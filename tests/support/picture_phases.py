@@ -1,4 +1,4 @@
-"""Phases of a picture in which somebody can die.
+"""Phases of a picture in which a process can die.
 
     decoding    the front end processes it
     travelling  its content is under way to the core
@@ -26,7 +26,7 @@ from engine.sched.policies.fcfs import FCFS
 
 PHASES = ("decoding", "travelling", "encoding", "encoded")
 GO_ON = "go on"
-SIZE = (70, 71)  # of the picture that comes to a phase
+SIZE = (70, 71)  # in pixels, the picture that comes to a phase
 
 
 class Halting(FCFS):

@@ -93,7 +93,7 @@ MESSAGE: tuple[tuple[str, Any, str], ...] = (
     ("content", 5, REFUSED),
     ("role", "wizard", REFUSED),
     ("thinking", "hm", USED),
-    ("images", ["aGk="], REFUSED),  # of an assistant
+    ("images", ["aGk="], REFUSED),  # in an assistant's message
     ("images", [5], REFUSED),
     ("images", None, IDLE),
     ("tool_calls", [CALL], USED),

@@ -22,7 +22,7 @@ from engine.server.responses_items import messages_of as messages_of_items
 from engine.text.plain_specials import render_plainly
 from engine.text.tokenizer import RustBackend, Tokenizer
 
-# As published models have them: the first and the third drop contents that are texts.
+# Templates of published models: the first and the third drop contents that are texts.
 SMOLVLM = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"

@@ -100,7 +100,7 @@ def test_what_was_encoded_is_given_back_and_its_pixels_stay(store, sender):
 
 
 def test_copies_that_nobody_will_read_are_given_back(store, sender):
-    """Of content that is dropped, that is there already, or that has an error."""
+    """The content is dropped, has come before, or has an error."""
     store.take(["r"], lent(sender))
     store.take(["s"], lent(sender))
     assert num_lent(sender) == 1

@@ -146,9 +146,9 @@ def picture(url: str) -> None:
     async def seen(model: Any) -> None:
         sizes = []
         for parts in ([words], [words, shown]):
-            asked = [{"role": "user", "content": parts}]
+            message = [{"role": "user", "content": parts}]
             output = {"type": "function_call_output", "call_id": "c", "output": parts}
-            for items in (asked, [{"role": "user", "content": "look"}, call, output]):
+            for items in (message, [{"role": "user", "content": "look"}, call, output]):
                 result = await Runner.run(agent(model, output_type=Weather), items)
                 sizes.append(result.context_wrapper.usage.input_tokens)
         assert sizes[2] > sizes[0], sizes
