@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from e2e.picture_cases import Seen, maker
-from e2e.picture_situations import IN_PROCESSES, SITUATIONS, SIZES
+from e2e.picture_options import IN_PROCESSES, WITH_OPTIONS
+from e2e.picture_situations import SITUATIONS, SIZES
 from e2e.quantized_seeing import quantized_copy
 from e2e.references import Tally
 from e2e.seeing_models import CASES
@@ -15,13 +16,14 @@ from e2e.seeing_models import CASES
 from engine import LLM
 from engine.errors import ModelError
 
-ALL = {**SITUATIONS, **IN_PROCESSES}
+IN_ONE_PROCESS = {**SITUATIONS, **WITH_OPTIONS}
+ALL = {**IN_ONE_PROCESS, **IN_PROCESSES}
 CELLS = [(name, what) for name in CASES for what in ALL]
 SLOW = {"bfloat16", "small keys and values", "int8 weights", *IN_PROCESSES}
 # In every run: each of the other situations with one family, so that each family has some.
 QUICK = {
     (list(CASES)[index % len(CASES)], what)
-    for index, what in enumerate(sorted(SITUATIONS.keys() - SLOW))
+    for index, what in enumerate(sorted(IN_ONE_PROCESS.keys() - SLOW))
 }
 
 
