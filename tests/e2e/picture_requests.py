@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
-from e2e.test_pictures import as_file, picture
+from e2e.picture_cases import as_file, picture
 from support.served import Served
 
 NAME = "seeing"
@@ -13,6 +14,13 @@ COMMON = ("--num-threads", "1", "--max-num-seqs", "8", "--num-kv-blocks", "400")
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SHOWN = picture(50, 30)
 FILE = as_file(SHOWN)
+
+
+def fill_folder(root: Path) -> Path:
+    """Write the picture to a directory, with a link that leads out of it."""
+    (root / "shown.png").write_bytes(FILE)
+    (root / "out").symlink_to("/etc/passwd")
+    return root
 
 
 def data_url(content: bytes, kind: str = "image/png") -> str:

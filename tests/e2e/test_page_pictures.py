@@ -14,15 +14,15 @@ import pytest
 from e2e.picture_requests import COMMON, NAME
 from e2e.seeing_models import make_seeing_model
 from e2e.test_page_hostile import TRAP, check
-from e2e.test_page_shown import axe, serious
+from e2e.test_page_shown import axe, serious, url
 from support.browser import Tab, browser_path, started_browser
 from support.hostile_markup import HOSTILE
 from support.hostile_pictures import LAUGHS, SVG, png, saved
-from support.page_server import Script, model_data, page_server
+from support.page_server import Script, model_data
 from support.patience import WAIT_SECONDS
 from support.served import served
 
-__all__ = ["axe"]
+__all__ = ["axe", "url"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(browser_path() is None, reason="no Chromium is installed"),
@@ -52,12 +52,6 @@ RED, BLUE = saved("PNG", (40, 30)), saved("JPEG", (30, 40))
 @pytest.fixture
 def script() -> Script:
     return Script(model=model_data(pictures=LIMITS))
-
-
-@pytest.fixture
-def url(script: Script) -> Iterator[str]:
-    with page_server(script) as address:
-        yield address
 
 
 @pytest.fixture
@@ -123,6 +117,17 @@ def parts_of(body: Any, place: int = -1) -> Any:
 
 def answered(tab: Tab, num: int) -> None:
     tab.until(f"document.querySelectorAll('.answer .actions').length === {num}")
+
+
+def begin(tab: Tab, url: str) -> None:
+    """Send a message with a picture, and wait until the answer has come and the picture is kept."""
+    tab.go(url)
+    drop(tab, {"red.png": RED})
+    tab.until(f"{THUMBS} === 1")
+    tab.type("#prompt", "First")
+    tab.press("Enter")
+    answered(tab, 1)
+    until_kept(tab, 1)
 
 
 def picture_part(content: bytes, kind: str) -> dict[str, Any]:
@@ -245,13 +250,7 @@ def test_edit_and_retry_with_pictures(tab: Tab, url: str, script: Script) -> Non
 
 
 def test_pictures_are_found_again_and_deleted(tab: Tab, url: str, script: Script) -> None:
-    tab.go(url)
-    drop(tab, {"red.png": RED})
-    tab.until(f"{THUMBS} === 1")
-    tab.type("#prompt", "First")
-    tab.press("Enter")
-    answered(tab, 1)
-    until_kept(tab, 1)
+    begin(tab, url)
     assert "base64" not in tab.run("JSON.stringify(localStorage)")
     tab.reload()
     tab.until(f"{SHOWN}[0]")
@@ -266,13 +265,7 @@ def test_pictures_are_found_again_and_deleted(tab: Tab, url: str, script: Script
 
 def test_a_picture_that_is_gone_is_named(tab: Tab, url: str, script: Script) -> None:
     """What the database has in its place is not shown."""
-    tab.go(url)
-    drop(tab, {"red.png": RED})
-    tab.until(f"{THUMBS} === 1")
-    tab.type("#prompt", "First")
-    tab.press("Enter")
-    answered(tab, 1)
-    until_kept(tab, 1)
+    begin(tab, url)
     for other in ("https://example.org/x.png", data_url(SVG, "svg+xml"), 5, None):
         tab.run(f"""new Promise((resolve) => {{
           const request = indexedDB.open('metronome');

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.picture_cases import picture
 from e2e.seeing_models import make_seeing_model, reference
-from e2e.test_pictures import GREEDY, SMALL, picture, prompt_of
+from e2e.test_pictures import GREEDY, SMALL, prompt_of
 from safetensors.torch import load_file, save_file
 from support.adapter_files import save, trained
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.picture_cases import picture
 from e2e.seeing_models import make_seeing_model
-from e2e.test_pictures import GREEDY, mark_of, picture, prompt_of
+from e2e.test_pictures import GREEDY, mark_of, prompt_of
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
 

@@ -96,7 +96,8 @@ def come_to(phase: str, engine: Any, directory: Path, gate: DecodingGate | None)
 
 
 def main(model: str, phase: str, directory: str, address: str = "") -> None:
-    from e2e.test_pictures import GREEDY, SMALL, picture, prompt_of
+    from e2e.picture_cases import picture
+    from e2e.test_pictures import GREEDY, SMALL, prompt_of
 
     from engine import LLM
 

@@ -59,6 +59,12 @@ def _what_was_started_is_counted() -> Iterator[None]:
 
 
 @pytest.fixture
+def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if an engine that ran in this process before was given another level."""
+    caplog.set_level("WARNING", "engine")
+
+
+@pytest.fixture
 def gate() -> Iterator[threading.Semaphore]:
     """Steps of the core, let through one by one; at the end all of them."""
     steps = threading.Semaphore(0)

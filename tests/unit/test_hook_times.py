@@ -249,6 +249,7 @@ def test_the_time_of_each_hook_of_a_resource_is_known():
     assert set(told) == {f"SlowResource.{hook}" for hook in RESOURCE_HOOKS}
 
 
+@pytest.mark.usefixtures("warnings_are_logged")
 @pytest.mark.parametrize(("num_hooks", "is_named"), [(7, False), (8, True)])
 def test_a_hook_is_named_from_the_first_second_on_that_all_wait_for_it(num_hooks, is_named, caplog):
     """Each call takes an eighth of a second, and one is made for each request."""

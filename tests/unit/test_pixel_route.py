@@ -16,12 +16,8 @@ from engine.messages.media import DevicePixels, MediaContent, PixelArray, Pixels
 from engine.rpc.launch import without_transport
 from engine.rpc.pixel_route import PixelRoute
 
+pytestmark = pytest.mark.usefixtures("warnings_are_logged")
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING", "engine")
 
 
 @pytest.fixture

@@ -15,12 +15,8 @@ from engine.ipc.pixel_segments import share
 from engine.messages.media import MediaContent, PixelArray, Pixels
 from engine.mm.store import PixelStore
 
+pytestmark = pytest.mark.usefixtures("warnings_are_logged")
 PIXELS: Pixels = {"x": PixelArray("<f4", [3], np.ones(3, "<f4").tobytes())}
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING", "engine")
 
 
 @pytest.fixture
