@@ -1,5 +1,7 @@
 """Media items are encoded together where their arrays allow it, and a bad one fails alone."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -86,5 +88,4 @@ def test_an_item_that_cannot_be_encoded_fails_alone(bad: str, message: str) -> N
     found = encoded(Tower(), ["a", bad, "b"])
     assert set(found.outputs) == {"a", "b"}
     assert set(found.failed) == {bad}
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(found.failed[bad])
+    assert re.search(message, found.failed[bad])

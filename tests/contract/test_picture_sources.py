@@ -7,13 +7,25 @@ import socket
 import threading
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.listeners import Answer, Listener, answered, listening, redirect, sized
+from support.listeners import (
+    Answer,
+    Listener,
+    answered,
+    drip,
+    listening,
+    redirect,
+    silent,
+    sized,
+)
 
 from engine.config.media import MediaConfig
 from engine.errors import ConfigError, RequestError
+from engine.frontend import async_pictures
+from engine.frontend.async_pictures import AsyncPictures
 from engine.pictures.addresses import AllowedHosts, is_public
 from engine.pictures.fetching import fetch
 from engine.pictures.sources import Given, MediaSources
@@ -74,23 +86,11 @@ def test_an_answer_without_a_picture_is_refused(name: str) -> None:
         load(server.url)
 
 
-def drip(connection: socket.socket, request: bytes) -> None:
-    for byte in answered(b"x" * 900):
-        connection.sendall(bytes([byte]))
-        threading.Event().wait(0.05)
-
-
-def silent(connection: socket.socket, request: bytes) -> None:
-    threading.Event().wait(30)
-
-
 @pytest.mark.parametrize("answer", [drip, silent])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_slow_answer_ends(answer: Answer, scheme: str) -> None:
-    with (
-        listening(answer) as (server,),
-        pytest.raises(RequestError, match=r"takes longer than|TLS|SSL"),
-    ):
+    message = "takes longer than" if scheme == "http" else r"takes longer than|TLS|SSL"
+    with listening(answer) as (server,), pytest.raises(RequestError, match=message):
         url = server.url.replace("http", scheme)
         fetch(url, AllowedHosts(["127.0.0.1"]), MOST, seconds=0.3)
 
@@ -170,7 +170,7 @@ PRIVATE = (
     *("0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1"),
     *("192.0.0.1", "192.168.1.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
     *("::", "::1", "fc00::1", "fe80::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1"),
-    *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::"),
+    *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::", "2001::80ff:fffe"),
 )
 
 
@@ -244,3 +244,35 @@ def test_only_files_below_the_directory_are_read(tmp_path: Path) -> None:
         sources.load(Given("file://other/x"))
     with pytest.raises(ConfigError, match="must be a directory that exists"):
         MediaSources(MediaConfig(allowed_local_media_path=str(root / "missing")))
+
+
+async def loaded(sources: Any, *urls: str) -> list[Any]:
+    """The pictures of one request, loaded by tasks of a server."""
+    inputs: Any = SimpleNamespace(
+        pictures=SimpleNamespace(check_number=lambda number: None, sources=sources)
+    )
+    pictures = AsyncPictures(inputs)
+    prompt: Any = {"prompt": "", "multi_modal_data": {"image": list(urls)}}
+    try:
+        found: Any = await pictures.loaded(prompt)
+    finally:
+        pictures.close()
+    return [each.value for each in found["multi_modal_data"]["image"]]
+
+
+async def test_pictures_of_a_request_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_pictures, "MOST_LOADED_BYTES", 5)
+    sources, url = MediaSources(MediaConfig()), "data:;base64,YWJj"
+    assert await loaded(sources, url, url) == [b"abc"] * 2
+    with pytest.raises(RequestError, match="more than 5 bytes together"):
+        await loaded(sources, *[url] * 8)
+
+
+async def test_a_resolver_that_hangs_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch has no limit of its own for the time in which a name is resolved."""
+    is_over = threading.Event()
+    monkeypatch.setattr(async_pictures, "SECONDS", 0.1)
+    sources = SimpleNamespace(is_slow=lambda given: True, load=lambda given: is_over.wait())
+    with pytest.raises(RequestError, match=r"cannot be loaded within 0\.1 s"):
+        await loaded(sources, "http://pictures.example/")
+    is_over.set()

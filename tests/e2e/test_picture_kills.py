@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.picture_cases import picture
 from e2e.seeing_models import make_seeing_model
-from e2e.test_pictures import GREEDY, SMALL, expected, picture, prompt_of, tokens_of
+from e2e.test_late_pictures import finished
+from e2e.test_pictures import GREEDY, SMALL, expected, prompt_of, tokens_of
 from support import picture_phases
 from support.kill_cells import Scene
 from support.live_core import is_running, own_directory, shared_names, wait_until
@@ -75,13 +77,6 @@ def served(llm: LLM) -> Any:
             time.sleep(0.05)
 
 
-def finished(llm: LLM) -> list[Any]:
-    outputs: list[Any] = []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += [each for each in llm.llm_engine.step() if each.finished]
-    return outputs
-
-
 def pid_of(llm: LLM) -> int:
     (pid,) = llm.llm_engine.session.client.pids
     return int(pid)
@@ -110,7 +105,7 @@ def test_a_core_that_dies_amid_a_picture_ends_its_requests_and_is_replaced(
             gate.opened.set()
         outputs = come_to(phase, engine, tmp_path, gate)
         os.kill(pid, signal.SIGKILL)
-        outputs += finished(llm)
+        outputs += finished(engine)
         for output in outputs:
             (end,) = output.outputs
             assert end.code == "core_died" and "core" in str(end.error), output
@@ -123,7 +118,11 @@ def test_a_core_that_dies_amid_a_picture_ends_its_requests_and_is_replaced(
         assert new != pid
         llm.reset_mm_cache()
         assert not len(contents)
-        assert wait_until(lambda: not files_of_pixels(os.getpid()) + files_of_pixels(new))
+
+        def is_closed() -> bool:
+            return not files_of_pixels(os.getpid()) + files_of_pixels(new)
+
+        assert wait_until(is_closed) is not None
     assert wait_until(lambda: not is_running(pid) and not is_running(new)) is not None
 
 
@@ -152,7 +151,7 @@ def test_a_front_end_that_is_killed_amid_a_picture_hurts_no_other_client(
         actor.wait()
         (tmp_path / GO_ON).touch()
         engine.add_request("reading", "none", GREEDY)
-        (output,) = finished(llm)
+        (output,) = finished(engine)
         assert tokens_of(output) == expected(llava, "llava", "none", [])
         assert tokens_of(served(llm)) == expected(llava, "llava", "a <image>", [SHOWN])
         llm.reset_mm_cache()
@@ -201,7 +200,7 @@ def test_prompts_outlive_a_text_process_amid_a_picture(llava: Path, fault: str) 
             os.kill(pid, signal.SIGCONT)
         elif fault == "dies":
             os.kill(pid, signal.SIGKILL)
-        outputs += finished(llm)
+        outputs += finished(engine)
         wanted = {"large": [large], "small": [small], "both": [large, small], "none": []}
         for output in outputs:
             shown = wanted.pop(output.request_id)

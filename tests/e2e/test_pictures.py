@@ -6,36 +6,24 @@ import base64
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from e2e.picture_cases import as_file, picture
 from e2e.seeing_models import CASES, make_seeing_model, processor_of, reference
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, ModelError, RequestError
+from engine.mm import compute
+from engine.mm.encoding import ItemEncoder
+from engine.pictures.processing import ImageProcessor
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 SMALL = {"num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 200}
-
-
-def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    dice = np.random.default_rng([width, height, seed])
-    pixels = Image.fromarray(dice.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    if mode == "RGBA":
-        pixels.putalpha(Image.fromarray(dice.integers(0, 256, (height, width), dtype=np.uint8)))
-    return pixels.convert(mode)
-
-
-def as_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +206,7 @@ def test_preempted_requests_encode_again(models: Any, name: str) -> None:
         assert tokens_of(output)[:count] == expected(path, name, text, pictures)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", [pytest.param("smolvlm", marks=pytest.mark.slow), "qwen2.5-vl"])
 def test_a_core_in_its_own_process_sees(models: Any, name: str) -> None:
     path = models(name)
     text, pictures = prompts_of(name)[1]
@@ -237,7 +225,8 @@ def test_a_recorded_run_is_replayed(models: Any, tmp_path: Path, name: str) -> N
     log, prompts = tmp_path / "steps", prompts_of(name)
     with LLM(models(name), step_log=str(log), max_num_batched_tokens=24, **SMALL) as llm:
         llm.generate([prompt_of(*each) for each in prompts], GREEDY, use_tqdm=False)
-    assert replay(log).num_requests == len(prompts)
+    outcome = replay(log)
+    assert (outcome.difference, outcome.num_requests) == (None, len(prompts))
 
 
 @pytest.mark.parametrize("kind", ["video", "video_url", "input_audio", "audio_url"])
@@ -424,20 +413,62 @@ def test_pictures_are_not_split_over_steps_if_that_is_wished(models: Any) -> Non
         assert tokens_of(output) == expected(path, "llava", *each)
 
 
-def test_pictures_are_encoded_one_by_one_for_the_same_bits(models: Any) -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_pictures_are_encoded_one_by_one_for_the_same_bits(
+    models: Any, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
+) -> None:
+    numbers: list[int] = []  # pictures of each run of the encoder
+    load = compute.load_tower
+
+    def load_tower(*about: Any) -> Any:
+        tower = load(*about)
+
+        def encode(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+            numbers.append(len(arrays["pixel_values"]))
+            return tower(arrays)
+
+        return encode
+
+    monkeypatch.setattr(compute, "load_tower", load_tower)
     path = models("llava")
-    with LLM(path, batch_invariant=True, **SMALL) as llm:
+    with LLM(path, batch_invariant=batch_invariant, **SMALL) as llm:
+        numbers.clear()  # the start measures
         outputs = llm.generate([prompt_of(*each) for each in PROMPTS], GREEDY, use_tqdm=False)
     for output, each in zip(outputs, PROMPTS, strict=True):
         assert tokens_of(output) == expected(path, "llava", *each)
+    assert numbers and (max(numbers) == 1) == batch_invariant
 
 
-def test_pictures_are_read_anew_after_resets(models: Any, smolvlm: LLM) -> None:
+def test_pictures_are_read_anew_after_resets(
+    models: Any, smolvlm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            done.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
     shown = picture(44, 31)
     wanted = expected(models("smolvlm"), "smolvlm", "<image> seen?", [shown])
+    noting(ImageProcessor, "pixels")
+    noting(ItemEncoder, "_batch")
     engine = smolvlm.llm_engine
-    for reset in (engine.reset_mm_cache, engine.reset_encoder_cache, lambda: None):
+    for resets, what in (
+        ([], ["pixels", "_batch"]),
+        ([], []),
+        ([engine.reset_encoder_cache], ["_batch"]),
+        # Without the second one, the request could end before the picture is processed.
+        ([engine.reset_mm_cache, engine.reset_encoder_cache], ["pixels", "_batch"]),
+    ):
+        for reset in resets:
+            reset()
+        assert engine.reset_prefix_cache()
+        done.clear()
         (output,) = smolvlm.generate(prompt_of("<image> seen?", [shown]), GREEDY, use_tqdm=False)
         assert tokens_of(output) == wanted
-        assert engine.reset_prefix_cache()
-        reset()
+        assert done == what

@@ -17,10 +17,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from e2e.picture_requests import COMMON, FILE, GREEDY, NAME, chat, data_url, shown, text, user
+from e2e.picture_requests import (
+    COMMON,
+    FILE,
+    GREEDY,
+    NAME,
+    chat,
+    data_url,
+    fill_folder,
+    shown,
+    text,
+    user,
+)
 from e2e.seeing_models import make_seeing_model
 from support.hostile_pictures import BROKEN, NO_PICTURE, STRANGE, WRONG, black, truncated
-from support.listeners import Listener, answered, redirect, sized
+from support.listeners import Listener, answered, drip, redirect, silent, sized
 from support.made_names import resolve_names
 from support.served import Served, forked, served
 
@@ -263,10 +274,7 @@ def hosts(authority: Authority) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pictures")
-    (root / "shown.png").write_bytes(FILE)
-    (root / "out").symlink_to("/etc/passwd")
-    return root
+    return fill_folder(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")
@@ -294,14 +302,23 @@ def places(hosts: Hosts, folder: Path) -> dict[str, Any]:
     return {**found, **ports, "folder": folder}
 
 
+def processes(server: Served) -> list[Path]:
+    """The directories in /proc of the server's processes."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [Path(f"/proc/{pid}") for pid in (server.process.pid, *(each.pid for each in children))]
+
+
 def peak_of(server: Served) -> int:
     """The largest memory of each of the server's processes so far, in bytes together."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    total = 0
-    for pid in (server.process.pid, *(child.pid for child in children)):
-        status = Path(f"/proc/{pid}/status").read_text()
-        total += int(status.partition("VmHWM:")[2].split()[0]) << 10
-    return total
+    found = [(each / "status").read_text().partition("VmHWM:")[2] for each in processes(server)]
+    return sum(int(each.split()[0]) << 10 for each in found)
+
+
+def forget_peak_of(server: Served) -> int:
+    """Let ``peak_of`` begin anew, since tests before had peaks of their own. Returns it."""
+    for each in processes(server):
+        (each / "clear_refs").write_text("5")
+    return peak_of(server)
 
 
 def answer_to(server: Served, part: Any) -> Any:
@@ -326,7 +343,7 @@ def problems(server: Served, cases: dict[str, tuple[Any, str]]) -> list[str]:
     are answered."""
     healthy = user(shown(data_url(FILE)), text("what?"))
     wanted = chat(server, healthy)["choices"]
-    before = peak_of(server)
+    before = forget_peak_of(server)
     is_over = threading.Event()
 
     def ask_on() -> int:
@@ -369,7 +386,7 @@ def test_urls_and_parts(server: Served, hosts: Hosts, places: dict[str, Any]) ->
 
 
 def test_strange_pictures_are_answered(server: Served) -> None:
-    before = peak_of(server)
+    before = forget_peak_of(server)
     statuses = {
         name: answer_to(server, shown(data_url(file))).status for name, file in STRANGE.items()
     }
@@ -403,12 +420,6 @@ def test_a_body_that_is_too_large_is_refused(server: Served) -> None:
     chat(server, user(shown(data_url(FILE))))
 
 
-def drip(connection: socket.socket, request: bytes) -> None:
-    for byte in answered(FILE * 99):
-        connection.sendall(bytes([byte]))
-        threading.Event().wait(0.05)
-
-
 def endless_trailers(connection: socket.socket, request: bytes) -> None:
     connection.sendall(answered(b"0\r\n", "Transfer-Encoding: chunked"))
     while True:
@@ -418,10 +429,6 @@ def endless_trailers(connection: socket.socket, request: bytes) -> None:
 def endless_promises(connection: socket.socket, request: bytes) -> None:
     while True:
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 99)
-
-
-def silent(connection: socket.socket, request: bytes) -> None:
-    threading.Event().wait(30)
 
 
 @pytest.mark.slow
@@ -448,7 +455,7 @@ def test_hosts_that_never_end_are_left(server: Served) -> None:
 
 @pytest.mark.slow
 def test_the_largest_pictures_are_decoded_one_after_the_other(server: Served) -> None:
-    before = peak_of(server)
+    before = forget_peak_of(server)
     parts = [shown(data_url(black(8000 + i, 8000))) for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(partial(answer_to, server), parts))

@@ -169,7 +169,7 @@ def test_ollama(server: Served, answers: tuple[str, str]) -> None:
         for images, wanted in (([FILE], answers[0]), ([FILE, OTHER], answers[1])):
             message = {"role": "user", "content": "what?", "images": images}
             answer = client.chat(NAME, [message], options=options)
-            assert wanted.startswith(answer.message.content)
+            assert answer.message.content and wanted.startswith(answer.message.content)
             parts = client.chat(NAME, [message], options=options, stream=True)
             assert "".join(each.message.content for each in parts) == answer.message.content
             other = client.generate(NAME, "what?", images=images, options=options)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from e2e.picture_cases import as_file, picture
 from e2e.picture_requests import (
     COMMON,
     FILE,
@@ -21,13 +22,14 @@ from e2e.picture_requests import (
     SHOWN,
     chat,
     data_url,
+    fill_folder,
     ids_of,
     shown,
     text,
     user,
 )
 from e2e.seeing_models import make_seeing_model
-from e2e.test_pictures import as_file, expected, picture
+from e2e.test_pictures import expected
 from PIL import Image
 from support.listeners import Listener, sized
 from support.served import Served, forked
@@ -36,6 +38,7 @@ from engine import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
 from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.errors import RequestError
+from engine.frontend.async_pictures import NUM_THREADS
 from engine.pictures.prompts import Pictures
 from engine.pictures.sources import MediaSources
 from engine.text.tokenizer import load_tokenizer
@@ -72,10 +75,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pictures")
-    (root / "shown.png").write_bytes(FILE)
-    (root / "out").symlink_to("/etc/passwd")
-    return root
+    return fill_folder(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")
@@ -247,21 +247,21 @@ def test_the_page_learns_which_pictures_the_model_reads(server: Served) -> None:
 
 def test_a_slow_host_delays_no_other_request(server: Served, description: str) -> None:
     """More requests wait for its pictures than there are threads that load pictures."""
-    is_over = threading.Event()
+    is_over, number = threading.Event(), NUM_THREADS + 4
 
     def hold(connection: socket.socket, request: bytes) -> None:
         is_over.wait()
         connection.sendall(sized(FILE))
 
     slow = Listener(hold, ALLOWED)
-    with closing(slow), ThreadPoolExecutor(12) as threads:
+    with closing(slow), ThreadPoolExecutor(number) as threads:
         messages = user(shown(slow.url), text("what?"))
-        waiting = [threads.submit(chat, server, messages) for _ in range(12)]
+        waiting = [threads.submit(chat, server, messages) for _ in range(number)]
         for url in (data_url(FILE), data_url(JPEG)):
             chat(server, user(shown(url), text("and?")))
         is_over.set()
         answers = [each.result()["choices"][0]["message"]["content"] for each in waiting]
-    assert answers == [description] * 12
+    assert answers == [description] * number
 
 
 def test_nothing_is_loaded_or_decoded_on_the_event_loop(

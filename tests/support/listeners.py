@@ -74,3 +74,15 @@ def sized(body: bytes) -> bytes:
 
 def redirect(url: str) -> bytes:
     return answered(b"", f"Location: {url}", "Content-Length: 0", status="302 Found")
+
+
+def drip(connection: socket.socket, request: bytes) -> None:
+    """Send an answer for 45 s, and never longer than a fetch allows without a byte."""
+    for byte in answered(b"x" * 900):
+        connection.sendall(bytes([byte]))
+        threading.Event().wait(0.05)
+
+
+def silent(connection: socket.socket, request: bytes) -> None:
+    """Keep a connection for 30 s."""
+    threading.Event().wait(30)
