@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from support.patience import WAIT_SECONDS
+
 Answer = Callable[[socket.socket, bytes], object]
 
 
@@ -24,16 +26,21 @@ class Listener:
         self.answer = answer
         self._tls = tls
         self.requests: list[bytes] = []
+        self._connections: list[socket.socket] = []
         self._socket = socket.create_server((address, port))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"{'http' if tls is None else 'https'}://{address}:{self.port}"
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._threads[0].start()
 
     def _serve(self) -> None:
         with suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
-                threading.Thread(target=self._reply, args=[connection], daemon=True).start()
+                thread = threading.Thread(target=self._reply, args=[connection], daemon=True)
+                self._connections.append(connection)
+                self._threads.append(thread)
+                thread.start()
 
     def _reply(self, connection: socket.socket) -> None:
         with ExitStack() as stack, suppress(OSError):
@@ -50,8 +57,16 @@ class Listener:
                 self.answer(connection, request)
 
     def close(self) -> None:
+        """End all connections, and wait until their threads have ended: later tests may count the
+        open files of this process."""
         self._socket.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
         self._socket.close()
+        for connection in self._connections:
+            with suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT_SECONDS)
 
 
 @contextmanager
@@ -84,5 +99,5 @@ def drip(connection: socket.socket, request: bytes) -> None:
 
 
 def silent(connection: socket.socket, request: bytes) -> None:
-    """Keep a connection for 30 s."""
-    threading.Event().wait(30)
+    """Keep a connection until the client closes it."""
+    connection.recv(1)
