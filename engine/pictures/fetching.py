@@ -39,9 +39,10 @@ def fetch(url: str, hosts: AllowedHosts, most_bytes: int, seconds: float = SECON
         except RequestError:
             raise
         except (OSError, HTTPException, ValueError) as error:  # the last for wrong chunks
-            raise _failed(place, error, is_late=time.monotonic() >= end) from error
+            is_late = time.monotonic() >= end
+            raise _failed(place, seconds if is_late else None, error) from error
         if time.monotonic() >= end:  # the content may have been cut
-            raise _failed(place, None, is_late=True)
+            raise _failed(place, seconds)
         if isinstance(found, bytes):
             return found
         url = found
@@ -152,8 +153,9 @@ def _cut(sockets: list[socket.socket]) -> None:
         socket.socket.shutdown(sockets[-1], socket.SHUT_RDWR)
 
 
-def _failed(place: Place, error: Exception | None, *, is_late: bool) -> RequestError:
-    why = f"it takes longer than {SECONDS:g} s" if is_late else str(error) or "it hangs up"
+def _failed(place: Place, limit: float | None, error: Exception | None = None) -> RequestError:
+    """The error for a host. limit: seconds that were not enough; ``None``: it was not late."""
+    why = str(error) or "it hangs up" if limit is None else f"it takes longer than {limit:g} s"
     return refused(f"a picture cannot be loaded from {place.shown}: {why}; send it as a data URL")
 
 
