@@ -108,8 +108,9 @@ def test_pictures_are_processed_again_only_when_they_were_dropped(
     for text in ("<image> a", "<image> b", "<image> c"):
         if not text.endswith("b"):
             apart.reset_mm_cache()
-            # Else its request could end before the picture is processed.
+            # Else its request could end before the picture is processed: it would need no content.
             apart.llm_engine.reset_encoder_cache()
+            assert apart.reset_prefix_cache()
         apart.generate([prompt_of(text, [shown])], GREEDY, use_tqdm=False)
     assert numbers == [(77, 70)] * 2
 
