@@ -88,6 +88,7 @@ FEATURES = tuple(
 COMPUTES = (
     *("compute", "device_slots", "dora", "files", "placing", "products", "reading"),
     *("attention", "encoding", "tower"),
+    *("peer", "peer_link", "peer_server"),
 )
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)

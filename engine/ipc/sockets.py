@@ -42,9 +42,17 @@ LOST = (
 Socket = zmq.SyncSocket
 
 
-def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:
-    """A listening ROUTER socket. Raises ``ConfigError`` if it cannot listen at the address."""
+def bind(
+    context: zmq.Context[Socket],
+    address: str,
+    secret: str | None,
+    *,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+) -> Socket:
+    """A listening ROUTER socket for frames of at most ``max_bytes``. Raises ``ConfigError`` if it
+    cannot listen at the address."""
     router = _socket(context, zmq.ROUTER)
+    router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected client is an error
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     router.setsockopt(zmq.BACKLOG, MAX_CONNECTIONS)
@@ -78,13 +86,21 @@ def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
 
 
 def connect(
-    context: zmq.Context[Socket], address: str, secret: str | None
+    context: zmq.Context[Socket],
+    address: str,
+    secret: str | None,
+    *,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    queue: int = SEND_QUEUE,
 ) -> tuple[Socket, Socket]:
     """A connected DEALER socket, and a socket that becomes readable when the connection is lost.
 
-    Keep the second socket open, and close it after the first. Raises ``ConfigError`` for an
-    invalid address."""
+    It holds at most ``queue`` unread messages, with frames of at most ``max_bytes``. Keep the
+    second socket open, and close it after the first. Raises ``ConfigError`` for an invalid
+    address."""
     made = dealer(context, secret)
+    made.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    made.setsockopt(zmq.RCVHWM, queue)
     lost = made.get_monitor_socket(LOST)
     try:
         made.connect(address)
