@@ -81,7 +81,9 @@ class EngineArgs(  # fields come from the last base first
                 tokenizer=None if self.tokenizer is None else _spelled(self.tokenizer),
                 download_dir=_absolute("download_dir", self.download_dir),
             ),
-            cache=part(CacheConfig, self),
+            cache=part(
+                CacheConfig, self, kv_offload_dir=_absolute("kv_offload_dir", self.kv_offload_dir)
+            ),
             scheduler=part(SchedulerOptions, self),
             gpu=part(GPUConfig, self),
             lora=part(LoRAConfig, self, adapter_dir=_absolute("adapter_dir", self.adapter_dir)),
@@ -94,6 +96,7 @@ class EngineArgs(  # fields come from the last base first
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
             rank=0,  # whoever starts several cores numbers them
             num_ranks=1,
+            kv_arena=None,
         )
 
     def _check_attached(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.check import check_range, check_types
@@ -13,6 +14,7 @@ EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]{1,5})")
 MAX_EVENTS_PORT = 65534
 MAX_EVENTS_STEPS = 10**9
 MAX_BLOCKS = 2**24  # their free list alone takes half a GiB
+LEAST_GIB, MOST_GIB = 0.001, 2.0**20  # of KV blocks outside the pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,12 @@ class CacheConfig:
     state_snapshot_policy: Any = "cost"
     """Which snapshots of these states are taken and which are dropped: cost, marconi, interval, or
     a SnapshotPolicy class, its dotted path or an instance."""
+    kv_offloading_size: float | None = None
+    """GiB of the host's memory for copies of KV blocks, which stay when the pool needs room for
+    others. The cores of one machine share it. Memory is taken when it is first used."""
+    kv_offload_dir: str | Path | None = None
+    """Directory for copies of KV blocks, which later engines with the same model use, too. Only
+    this user can read its files."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
@@ -73,6 +81,7 @@ class CacheConfig:
         if self.state_snapshot_policy is None:
             raise ConfigError("state_snapshot_policy is None, must name a policy, e.g. 'cost'")
         self._check_events()
+        self._check_tiers()
 
     def _check_events(self) -> None:
         endpoint = self.kv_events_endpoint
@@ -87,3 +96,31 @@ class CacheConfig:
                 "enable_kv_events is True and enable_prefix_caching is False: without the cache "
                 "there are no events; set both or neither"
             )
+
+    def _check_tiers(self) -> None:
+        check_range(self, LEAST_GIB, MOST_GIB, "kv_offloading_size")
+        for name in ("kv_offloading_size", "kv_offload_dir"):
+            if (value := getattr(self, name)) is None:
+                continue
+            what = f"{name} is {value!r:.80}, but"
+            if not self.enable_prefix_caching:
+                raise ConfigError(
+                    f"{what} enable_prefix_caching is False: blocks are found again by the prefix "
+                    f"cache; leave enable_prefix_caching on, or leave {name} out"
+                )
+            if self.prefix_caching_hash_algo != "sha256":
+                raise ConfigError(
+                    f"{what} prefix_caching_hash_algo is {self.prefix_caching_hash_algo!r}, whose "
+                    "hashes differ between processes; set prefix_caching_hash_algo='sha256', or "
+                    f"leave {name} out"
+                )
+
+
+def share_of_cache(cache: CacheConfig, num_cores: int) -> CacheConfig:
+    """The options of each of ``num_cores`` cores on one machine, with an equal share of memory."""
+    size = cache.kv_offloading_size
+    return replace(
+        cache,
+        memory_utilization=cache.memory_utilization / num_cores,
+        kv_offloading_size=None if size is None else max(LEAST_GIB, size / num_cores),
+    )

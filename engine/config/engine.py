@@ -93,6 +93,9 @@ class EngineConfig(EngineOptions):
     """Number of this core among those that were started together."""
     num_ranks: int = 1
     """How many cores were started together."""
+    kv_arena: tuple[str, int, int, int, int] | None = None
+    """Handle of the memory for copies of KV blocks that these cores share. None: each has its own,
+    if any."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
 from engine.ipc.device_pixels import DeviceMemory, DeviceReader
+from engine.ipc.host_memory import free_host_bytes
 from engine.layers.batch import Embeds, ForwardBatch, OpenItem
 from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
@@ -26,7 +27,6 @@ from engine.pictures.cuda_memory import cuda_memory
 from engine.pictures.families import VisionFamily
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import free_host_bytes
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs
 

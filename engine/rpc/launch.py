@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from engine.assets import BOX_MODEL
+from engine.config.cache import share_of_cache
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.core.build import build_core
@@ -23,6 +24,7 @@ from engine.core.client import CoreClient
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.address import Address, Directory, address_of
+from engine.ipc.arena import share_arena
 from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, StartReport, report_to_parent
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
@@ -79,11 +81,13 @@ def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
 
 def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     """Start ``data_parallel_size`` cores, each in a process with its share of the machine or its
-    own GPU. Raises ``ConfigError`` if there are too few GPUs."""
+    own GPU. Raises ``ConfigError`` if there are too few GPUs or too little memory."""
     num_cores = config.core.data_parallel_size
     own = share_of(config, num_cores) if num_cores > 1 else config
     environments = [NO_VALUES] if num_cores == 1 else environments_of(config.device, num_cores)
     num_starts = [count() for _ in range(num_cores)]
+    arena = share_arena(config.cache, num_cores)
+    own = replace(own, kv_arena=arena.handle)
 
     def start(index: int) -> Starting:
         config = started(numbered(own, index, num_cores), next(num_starts[index]))
@@ -91,12 +95,13 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
         return Starting(child, partial(connect, own, child, address))
 
     with ExitStack() as failing:
+        failing.callback(arena.close)
         starting = []
         for index in range(num_cores):  # all load concurrently
             starting.append(start(index))
             failing.callback(starting[-1].child.close)
-        restarts = config.core.on_core_death == "restart"
-        return many(failing, iter(connect_all(starting)), start if restarts else None)
+        restarts = start if config.core.on_core_death == "restart" else None
+        return many(failing, iter(connect_all(starting)), restarts, arena.close)
 
 
 def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
@@ -136,13 +141,9 @@ def many(
 def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
     """The configuration of each of ``num_cores`` cores on one machine, with an equal share of its
     memory and threads."""
-    cache = config.cache
     cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
-    return replace(
-        config,
-        cache=replace(cache, memory_utilization=cache.memory_utilization / num_cores),
-        num_threads=max(1, cores // num_cores),
-    )
+    cache = share_of_cache(config.cache, num_cores)
+    return replace(config, cache=cache, num_threads=max(1, cores // num_cores))
 
 
 def numbered(config: EngineConfig, rank: int, num_ranks: int) -> EngineConfig:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,6 @@ from kernels.pages import own_pages
 from kernels.reference.kv_rows import scale_bytes
 from kernels.reference.quant import FP8
 
-CGROUP = Path("/sys/fs/cgroup")
 LARGE = 1 << 20  # bytes from which a tensor gets its own pages
 PREFAULT_BYTES = 256 << 20  # of the KV pool
 PREFAULT_STATE_BYTES = 1 << 30  # of recurrent states: a step of many requests writes them all
@@ -45,21 +43,6 @@ FP8_NAMES, INT8_NAMES = ("fp8", "fp8_e4m3"), ("int8_per_token_head", "int8")
 logger = logging.getLogger("engine.worker")
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-def free_host_bytes() -> int:
-    """Bytes that this process may still allocate: the machine's free memory, or less if a control
-    group limits it."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
 def choose_kv_dtype(

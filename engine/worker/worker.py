@@ -23,6 +23,7 @@ from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
 from engine.config.pooling import PoolingSpec
 from engine.errors import ConfigError
+from engine.ipc.host_memory import free_host_bytes
 from engine.kv.layout import (
     KVLayout,
     LayerCache,
@@ -50,7 +51,6 @@ from engine.worker.memory import (
     apply_kv_dtype,
     choose_kv_dtype,
     explain_shortage,
-    free_host_bytes,
     make_kv_cache,
     stored_as,
     tensors_of,

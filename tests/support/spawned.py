@@ -20,6 +20,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.core.watching import CoreWatch
 from engine.kv.manager import KVManager
+from engine.kv_transfer.host import host_store_of
+from engine.kv_transfer.stores import StoreIdentity
 from engine.lora.loading import Order
 from engine.messages.step import StepResult
 from engine.sched.plugins.find import make_scheduler
@@ -28,6 +30,7 @@ from engine.sched.scheduler import Scheduler
 from policylab.verify.fake import DigestWorker
 from support.adapters import Copy, FakeReader, FakeReading, digest_of, slots_of
 from support.data_plane import FeatureWorker
+from support.kv_rows import key_of, rows_of
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 16
@@ -92,6 +95,24 @@ class TellingGpus(FakeBuild):
     ) -> InprocClient:
         told = f"{os.environ.get(VISIBLE_GPUS, 'any')} {config.gpu.gpu_memory_utilization}"
         (Path(self.folder) / str(os.getpid())).write_text(told)
+        return super().__call__(config, clock=clock)
+
+
+@dataclass(frozen=True)
+class BlocksOfCores(FakeBuild):
+    """Writes to a file named by its process which of two blocks of KV it has, and then writes the
+    one with its number, in the memory that the cores share."""
+
+    folder: str = ""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        store = host_store_of(config, StoreIdentity("model", 100))
+        assert store is not None
+        found = store.contains([key_of(0), key_of(1)])
+        (Path(self.folder) / str(os.getpid())).write_text(f"{found[0]} {found[1]}")
+        store.write([key_of(config.rank)], rows_of([config.rank], 100))
         return super().__call__(config, clock=clock)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.assets import BOX_MODEL
+from engine.config.cache import share_of_cache
 from engine.config.engine import EngineConfig
 from engine.config.env import NUM_THREADS, core_secret
 from engine.core.build import build_core
@@ -105,12 +106,11 @@ def _of_this_node(order: CoreOrder) -> EngineConfig:
     model = config.model
     if order.has_box_model:
         model = replace(model, model=str(BOX_MODEL))
-    share = config.cache.memory_utilization / order.num_sharing
     secret = core_secret() if order.secret is None else order.secret
     return replace(
         config,
         model=model,
-        cache=replace(config.cache, memory_utilization=share),
+        cache=share_of_cache(config.cache, order.num_sharing),
         core=replace(config.core, core_secret=secret),
     )
 

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config.gpu_memory import MemoryUse
-from engine.worker.memory import free_host_bytes, keep_freed_memory, lazy_zeros
+from engine.ipc.host_memory import free_host_bytes
+from engine.worker.memory import keep_freed_memory, lazy_zeros
 from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
