@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from engine.config.decide import Decided
 from engine.core.client import CoreClient
@@ -15,6 +15,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.polling import Work, parked_seconds
 from engine.errors import EngineDeadError
 from engine.kv.changes import CacheChanges
+from engine.messages.kv_orders import Loaded
 from engine.messages.media import MediaContent
 from engine.messages.requests import (
     AddRequest,
@@ -28,6 +29,13 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
+
+
+class Loads(Protocol):
+    """Loads of KV blocks from outside the pool."""
+
+    def take_reports(self) -> Sequence[Loaded]:
+        """The loads that have ended since the last call."""
 
 
 class InprocClient(CoreClient):
@@ -48,10 +56,12 @@ class InprocClient(CoreClient):
         adapters: AdapterDoor | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
         media: MediaDoor | None = None,
+        loads: Loads | None = None,
     ) -> None:
         """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
         adapters: the feature that knows LoRA adapters, if the core takes any; methods: further
-        functions that clients may call by name; media: keeps the content of media."""
+        functions that clients may call by name; media: keeps the content of media; loads: knows
+        which loads of KV blocks have ended."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
@@ -59,6 +69,7 @@ class InprocClient(CoreClient):
         self._cause: BaseException | None = None
         self._adapters = adapters
         self._media = media
+        self._loads = loads
         self._woken = threading.Event()
         self._idle_since: float | None = None
         self._utilities = Utilities(
@@ -115,6 +126,9 @@ class InprocClient(CoreClient):
         """Run one engine step without sleeping; returns its outputs, keyed by client index."""
         core = self._live()
         try:
+            if self._loads is not None:
+                for report in self._loads.take_reports():
+                    core.scheduler.transferred(report)
             outputs = core.step()
         except BaseException as error:  # the step is incomplete after any error
             self._cause = error

@@ -15,6 +15,7 @@ from engine.errors import RequestError
 from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
@@ -181,6 +182,10 @@ class RecordingScheduler(SchedulerInterface):
     def arrived(self, arrival: Arrival) -> None:
         self.inner.arrived(arrival)
         self._record(lambda times: steplog.ArrivalCall(times, arrival))
+
+    def transferred(self, report: Loaded) -> None:
+        self.inner.transferred(report)
+        self._record(lambda times: steplog.LoadedCall(times, report))
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         answer = self.inner.reset_prefix_cache(reset_running)

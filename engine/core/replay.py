@@ -226,6 +226,8 @@ class Replay:
                 scheduler.wake(record.request_id)
             case steplog.ArrivalCall():
                 scheduler.arrived(record.arrival)
+            case steplog.LoadedCall():
+                scheduler.transferred(record.report)
             case steplog.PauseCall():
                 scheduler.set_pause_state(PauseState(record.state))
             case steplog.ResetCall() | steplog.EncoderResetCall():

@@ -14,11 +14,17 @@ from engine.kv.prefix_watch import PrefixWatch
 class Follower(Protocol):
     """Called for cache keys that enter and leave a prefix cache."""
 
-    def published(self, keys: Sequence[bytes]) -> None: ...
+    def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """These blocks are now cached; some keys may have been before."""
 
-    def lost(self, keys: Iterable[bytes]) -> None: ...
+    def lost(self, keys: Iterable[bytes]) -> None:
+        """No block has these keys any more."""
 
-    def cleared(self) -> None: ...
+    def withdrawn(self, keys: Iterable[bytes]) -> None:
+        """What was cached under these keys is wrong. Those that were cached are also ``lost``."""
+
+    def cleared(self) -> None:
+        """All blocks have left the cache, since their content is not valid any more."""
 
 
 class PrefixCache:
@@ -34,7 +40,7 @@ class PrefixCache:
         self.num_losses = 0  # incremented whenever a block is no longer cached
         self.on_loss: Callable[[bytes], None] | None = None
         self.watch: PrefixWatch | None = None  # called for every hash that appears or disappears
-        self.follower: Follower | None = None  # called for the same, for other processes
+        self.followers: list[Follower] = []  # called for the same, with the blocks
         self.evictions = Evictions(num_blocks)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
@@ -89,8 +95,8 @@ class PrefixCache:
         self.version += 1
         if self.watch is not None:
             self.watch.published(block_hashes)
-        if self.follower is not None:
-            self.follower.published(block_hashes)
+        for follower in self.followers:
+            follower.published(block_hashes, blocks)
 
     def unpublish(self, block: int) -> None:
         """Remove the block from the cache if it is there. Requests that use the block are not
@@ -105,8 +111,8 @@ class PrefixCache:
                 self.on_loss(block_hash)
             if self.watch is not None:
                 self.watch.lost(block_hash)
-            if self.follower is not None:
-                self.follower.lost((block_hash,))
+            for follower in self.followers:
+                follower.lost((block_hash,))
 
     def rename(self, block: int, block_hash: bytes | None) -> None:
         """Cache a cached block under another hash, or no longer (``None``). This is not counted as
@@ -147,8 +153,8 @@ class PrefixCache:
                 lost.append(block_hash)
         if lost:
             self.evictions.add_each(lost)
-            if self.follower is not None:
-                self.follower.lost(lost)
+            for follower in self.followers:
+                follower.lost(lost)
         self.version += 1
         self.num_losses += 1
 
@@ -160,8 +166,8 @@ class PrefixCache:
         self._twins.clear()
         if self.watch is not None:
             self.watch.cleared()
-        if self.follower is not None:
-            self.follower.cleared()
+        for follower in self.followers:
+            follower.cleared()
         self.version += 1
         self.num_losses += 1
 

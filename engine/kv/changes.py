@@ -37,13 +37,16 @@ class CacheChanges:
         """True if there are changes to take."""
         return self._is_cleared or bool(self._is_in)
 
-    def published(self, keys: Sequence[bytes]) -> None:
+    def published(self, keys: Sequence[bytes], blocks: Sequence[int] = ()) -> None:
         """Called for cache keys that are now cached; some may have been before."""
         self._is_in.update(dict.fromkeys(keys, True))
 
     def lost(self, keys: Iterable[bytes]) -> None:
         """Called for cache keys that are no longer cached."""
         self._is_in.update(dict.fromkeys(keys, False))
+
+    def withdrawn(self, keys: Iterable[bytes]) -> None:
+        """Called for keys whose content is wrong; those that were cached are lost as well."""
 
     def cleared(self) -> None:
         """Called when the cache has been emptied."""
@@ -65,7 +68,8 @@ class CacheChanges:
 
     def stop(self) -> None:
         """Collect nothing any more."""
-        self._cache.follower = None
+        if self in self._cache.followers:
+            self._cache.followers.remove(self)
 
     def _mine(self, keys: Iterable[bytes]) -> Iterable[bytes]:
         size, suffix = self._key_bytes, self._suffix

@@ -6,12 +6,13 @@ prefix_index   hashes sequences; finds, publishes and withdraws cached blocks
 prefix_ends    explains why prefix hits end where they do
 snapshots      copies of recurrent states in blocks, for models that have states
 request_states which snapshots requests start from, and which they have made
+promotions     blocks into which copies from outside the pool are loaded
 transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from engine.kv.events import EventLog
 from engine.kv.prefix_ends import CACHING_OFF, NO_SNAPSHOT, NOT_READ, PrefixEnds, is_bare
 from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher
 from engine.kv.prefix_watch import PrefixWatch
+from engine.kv.promotions import Promotion, Promotions, Wanted
 from engine.kv.request_states import RequestStates
-from engine.kv.snapshots import Snapshots
+from engine.kv.snapshots import Snapshots, is_reserved
 from engine.kv.tables import (
     WHOLE,
     Allocation,
@@ -79,6 +81,7 @@ class KVManager:
         chains = Chains(hasher or Sha256Hasher(), block_size)
         self._prefix_index = PrefixIndex(self.cache, groups, chains, events)
         self._prefix_ends = PrefixEnds(self.cache, groups, chains)
+        self._promotions = Promotions(self.pool, groups, block_size)
         self._allocations: dict[int, Allocation] = {}
         self.states: RequestStates | None = None
         """Snapshots of requests' recurrent states; ``None`` for models without states, and without
@@ -334,6 +337,31 @@ class KVManager:
         allocation.num_ready = min(upto, len(req.tokens) - 1)
         self.commit(req, allocation.num_ready)
 
+    def outside_keys(self, req: KVRequest) -> list[bytes]:
+        """Keys of blocks that a request without blocks could use if they were in the pool."""
+        if not (self.caching and req.reads_cache):
+            return []
+        hashes, first = self._prefix_of(req), self.lookup(req).num_tokens // self.block_size
+        return self._promotions.keys_of(hashes, first, self._prefix_index.snapshots)
+
+    def wanted(self, req: KVRequest, outside: Container[bytes]) -> Wanted:
+        """What to load for a request, given the keys of the blocks of which there are copies."""
+        hashes = self._prefix_of(req)
+        return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots)
+
+    def promote(self, wanted: Wanted) -> Promotion:
+        """Take free blocks to load into, until ``promoted``. No step in flight may write them after
+        the next plan's step has begun."""
+        return self._promotions.begin(wanted)
+
+    def promoted(self, promotion: Promotion, is_good: Sequence[bool]) -> None:
+        """Publish the blocks that have been loaded, and free all of the promotion."""
+        self._promotions.end(promotion, is_good, self._prefix_index.snapshots)
+
+    def is_content(self, key: bytes) -> bool:
+        """False for the key of a block that is reserved for a snapshot."""
+        return self._prefix_index.snapshots is None or not is_reserved(key)
+
     def take_failed_loads(self) -> list[KVRequest]:
         """Return the requests whose KV load could not start since the last call. They keep their
         blocks, but only their local prefix hit counts as computed."""
@@ -514,6 +542,12 @@ class KVManager:
         refs = self.pool.num_refs
         revived = sum([[refs[block] for block in table if block].count(0) for table in tables])
         return (entries - len(tables[0])) * self.num_groups + revived
+
+    def _prefix_of(self, req: KVRequest) -> list[bytes]:
+        """The hashes of the blocks that the request could adopt."""
+        num_blocks = (len(req.tokens) - 1) // self.block_size
+        self.lookup(req)  # which computes the hashes
+        return self._allocation(req).chain[:num_blocks]
 
     def _hashes(self, req: KVRequest) -> list[bytes]:
         return self._prefix_index.hashes(req, self._found(req))

@@ -161,12 +161,26 @@ def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
     return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
 
 
+class Finds(Protocol):
+    """Finds cached blocks by key."""
+
+    def find(self, block_hash: bytes, /) -> int | None: ...
+
+    def prefix(self, hashes: Sequence[bytes], /) -> list[int]: ...
+
+
+class FindsDeepest(Protocol):
+    """Finds the last snapshot of a prefix, as ``Snapshots.deepest`` does."""
+
+    def deepest(self, hashes: Sequence[bytes], limit: int) -> int: ...
+
+
 def find_tables(
     groups: Sequence[Group],
-    cache: PrefixCache,
+    cache: Finds,
     hashes: Sequence[bytes],
     block_size: int,
-    snapshots: Snapshots | None = None,
+    snapshots: FindsDeepest | None = None,
 ) -> list[list[int]]:
     """Block tables of the longest prefix that is cached in all groups and, if ``snapshots`` are
     given, ends with a snapshot. Entries outside a group's window are null blocks."""
@@ -291,17 +305,19 @@ class PrefixIndex:
         full = next((g for g, group in enumerate(self._groups) if not group.window), 0)
         hasher = self._chains.hasher
         changes = CacheChanges(self._cache, len(hasher.root), secret=hasher.secret, group=full)
-        self._cache.follower = changes
+        self._cache.followers.append(changes)
         return changes
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
         """Remove all blocks with these hashes from the cache, whichever requests wrote them."""
-        for g in range(len(self._groups)):
-            for key in group_keys(hashes, g):
-                for block in self._cache.find_all(key):
-                    self._cache.unpublish(block)
+        keys = [key for g in range(len(self._groups)) for key in group_keys(hashes, g)]
         if self.snapshots is not None:
-            self.snapshots.withdraw(hashes)
+            keys += [key for each in hashes for key in self.snapshots.keys_of(each)]
+        for key in keys:
+            for block in self._cache.find_all(key):
+                self._cache.unpublish(block)
+        for follower in self._cache.followers:
+            follower.withdrawn(keys)
 
     def clear(self) -> None:
         """Empty the cache."""

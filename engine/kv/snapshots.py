@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.kv.block_pool import BlockPool
 
 MARK = b"state"
+NUMBER_BYTES = 8
 MOST_BRANCHES = 1 << 16
 LEAST_KEPT = 1024  # hashes of published snapshots, before those of evicted ones are dropped
 
@@ -121,7 +122,7 @@ class Snapshots:
     def find(self, block_hash: bytes) -> list[int]:
         """The blocks of the snapshot after the tokens with this hash; [] if it is not cached."""
         find, blocks = self._cache.find, []
-        for key in self._keys(block_hash):
+        for key in self.keys_of(block_hash):
             block = find(key)
             if block is None:
                 return []
@@ -161,7 +162,7 @@ class Snapshots:
         """Reserve free blocks for up to ``most`` snapshots, which the next step may write."""
         size = self.num_blocks
         taken = self._pool.take(min(most, self._pool.num_free // size) * size)
-        keys = [MARK + next(self._numbers).to_bytes(8, "little") for _ in taken]
+        keys = [MARK + next(self._numbers).to_bytes(NUMBER_BYTES, "little") for _ in taken]
         self._cache.publish_each(taken, keys)
         self._pool.release(taken)
         starts = range(0, len(taken), size)
@@ -177,7 +178,7 @@ class Snapshots:
         if is_lost or self.find(block_hash):
             self.discard(written)
             return None
-        keys = self._keys(block_hash)
+        keys = self.keys_of(block_hash)
         for block, key in zip(written.blocks, keys, strict=True):
             self._cache.rename(block, key)
         self.num_published += 1
@@ -189,6 +190,12 @@ class Snapshots:
         if len(self._published) > 2 * self._num_cached + LEAST_KEPT:
             self.count_cached()  # drops the hashes of those that were evicted
         return Snapshot(written.blocks, keys)
+
+    def restore(self, kept: KeptSnapshot) -> None:
+        """Note a snapshot whose blocks have been cached without a step that wrote them."""
+        if self.find(kept.block_hash):
+            kept.last_used = self._cache.evictions.now
+            self._published.setdefault(kept.block_hash, kept)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Empty the blocks of a snapshot that still belong to it; they are the next to be taken."""
@@ -205,7 +212,7 @@ class Snapshots:
     def drop(self, block_hash: bytes) -> None:
         """Empty the blocks of the snapshot with this hash; they are the next to be taken."""
         if blocks := self.find(block_hash):
-            self.discard(Snapshot(blocks, self._keys(block_hash)))
+            self.discard(Snapshot(blocks, self.keys_of(block_hash)))
             del self._published[block_hash]
 
     def use(self, block_hash: bytes) -> None:
@@ -222,19 +229,18 @@ class Snapshots:
             self._pool.adopt(blocks)
             self._pool.release(blocks)
 
-    def withdraw(self, block_hashes: Iterable[bytes]) -> None:
-        """Remove all snapshots with these hashes from the cache, because they are not valid."""
-        for block_hash in block_hashes:
-            for key in self._keys(block_hash):
-                for block in self._cache.find_all(key):
-                    self._cache.unpublish(block)
-
     def _differs(self, block: int, key: bytes) -> bool:
         return self._cache.hash_of(block) != key
 
-    def _keys(self, block_hash: bytes) -> list[bytes]:
+    def keys_of(self, block_hash: bytes) -> list[bytes]:
+        """The keys of the pieces of the snapshot after the tokens with this hash."""
         return [_key(block_hash, index) for index in range(self.num_blocks)]
 
 
 def _key(block_hash: bytes, index: int) -> bytes:
     return block_hash + MARK + index.to_bytes(4, "little")
+
+
+def is_reserved(key: bytes) -> bool:
+    """True for the key of a block that is reserved for a snapshot, which a step is to write."""
+    return key.startswith(MARK) and len(key) == len(MARK) + NUMBER_BYTES

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError, reason_of
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
@@ -87,6 +88,13 @@ class ArrivalCall(msgspec.Struct, array_like=True, tag="arrived"):
 
     times: list[float]
     arrival: Arrival
+
+
+class LoadedCall(msgspec.Struct, array_like=True, tag="loaded"):
+    """A call of ``transferred``, for the end of a load of KV blocks."""
+
+    times: list[float]
+    report: Loaded
 
 
 class PauseCall(msgspec.Struct, array_like=True, tag="pause"):
@@ -161,6 +169,7 @@ Record = (
     | FinishCall
     | WakeCall
     | ArrivalCall
+    | LoadedCall
     | PauseCall
     | ResetCall
     | EncoderResetCall

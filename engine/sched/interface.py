@@ -14,6 +14,7 @@ from engine.messages.step import Masks, StepPlan, StepResult
 if TYPE_CHECKING:
     from engine.kv.changes import CacheChanges
     from engine.kv.connector import KVSource
+    from engine.messages.kv_orders import Loaded
     from engine.sched.predict.headroom import Judgement
 
 StepOutputs = dict[int, CoreOutputs]  # by client index
@@ -97,6 +98,9 @@ class SchedulerInterface(ABC):
     def arrived(self, arrival: Arrival) -> None:
         """Note that the content of a media item has come, or cannot come. Ids of requests that have
         ended are ignored."""
+
+    def transferred(self, report: Loaded) -> None:
+        """Note that a load of KV blocks from outside the pool has ended."""
 
     def get_num_unfinished_requests(self) -> int:
         return sum(self.get_request_counts())

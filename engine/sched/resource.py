@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, ErrorCode
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import RequestCounts
@@ -109,6 +110,9 @@ class Resource:
 
     def arrived(self, arrival: Arrival) -> None:
         """Called between two steps when the content of a media item has come, or cannot come."""
+
+    def transferred(self, report: Loaded) -> None:
+        """Called between two steps when a load of KV blocks from outside the pool has ended."""
 
     def reset(self) -> None:
         """Drop what is cached for later requests. Called between two steps."""

@@ -25,6 +25,7 @@ from engine.config.sched import SchedulerConfig
 from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
@@ -145,6 +146,12 @@ class Scheduler(SchedulerInterface):
     def arrived(self, arrival: Arrival) -> None:
         self.view.now = self._clock()
         self.resources.arrived(arrival)
+
+    @not_reentrant
+    def transferred(self, report: Loaded) -> None:
+        self.view.now = self._clock()
+        self.kv.set_time(self.view.now)
+        self.resources.transferred(report)
 
     def name_adapter(self, req: Request, adapter: str) -> None:
         req.add = replace(req.add, adapter=adapter)

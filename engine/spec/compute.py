@@ -164,6 +164,11 @@ class DraftModel(Feature):
         width = tables.shape[1]
         self._kept = KeptDrafts(len(tables), num_blocks, block_size, width, self._states)
 
+    def block_memory(self, num_blocks: int) -> Sequence[torch.Tensor]:
+        tensors = tensors_of(self._passes.machine.kv)
+        num_all = num_blocks + self._spare.num_blocks
+        return [one[:num_blocks] for one in pool_bytes(tensors, num_all)]
+
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         Runner(self._passes.machine, self._limit).profile_run(num_tokens, num_seqs)
 

@@ -86,6 +86,9 @@ class StateCopies(Feature):
         if is_saved is not None and not is_saved.all():
             result.lost_snapshots = (~is_saved).nonzero()[0].astype(np.int32)
 
+    def filled(self, blocks: Sequence[int], is_state: Sequence[bool]) -> None:
+        self._is_used[blocks] = is_state
+
     # -- helpers
 
     def _load(self, part: SnapshotPart) -> None:

@@ -75,6 +75,15 @@ class Feature:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the feature's memory for this many KV blocks, in place of what it had."""
 
+    def block_memory(self, num_blocks: int) -> Sequence[torch.Tensor]:
+        """What the feature keeps of each of the first ``num_blocks`` KV blocks, as tensors [blocks,
+        bytes] uint8. It is stored and loaded together with a block's KV."""
+        return ()
+
+    def filled(self, blocks: Sequence[int], is_state: Sequence[bool]) -> None:
+        """Called after blocks were loaded from outside the pool, perhaps in another thread.
+        ``is_state``: whether a block has a piece of a snapshot of recurrent states, not KV."""
+
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         """Run what the feature does after a step of this many dummy tokens, to measure its
         memory."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import RequestError
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.plugins import answers
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 HOOKS = (
-    *("objection", "added", "arrived", "reset", "watches", "serializes", "begin_step", "extra"),
+    *("objection", "added", "arrived", "transferred", "reset"),
+    *("watches", "serializes", "begin_step", "extra"),
     *("fit", "seated", "take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
@@ -67,6 +69,9 @@ class Resources:
 
     def arrived(self, arrival: Arrival) -> None:
         self._notify("arrived", arrival)
+
+    def transferred(self, report: Loaded) -> None:
+        self._notify("transferred", report)
 
     def reset(self) -> None:
         self._notify("reset")

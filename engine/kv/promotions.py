@@ -1,0 +1,152 @@
+"""Promotions: blocks of the pool into which copies from outside the pool are loaded.
+
+    the keys that a request could use ──> free blocks are taken; its prefix hit is held as well
+    loaded ──> the blocks are published under their keys and freed: the request's prefix hit has
+               become longer
+
+No request holds these blocks, so a request that ends meanwhile changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.config.kv_groups import Group
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix_index import find_tables, group_keys
+from engine.kv.snapshots import KeptSnapshot, Snapshots
+
+OUTSIDE = -1  # in a block table: the block is not in the pool, but a copy of it is elsewhere
+
+
+class Wanted(NamedTuple):
+    """What a request could load. ``num_tokens``: its prefix hit after that. ``keys``: of the blocks
+    to load; ``held``: blocks of the pool that the hit also needs. ``snapshot``: the snapshot at its
+    end, if pieces of it are among the keys."""
+
+    num_tokens: int
+    keys: list[bytes]
+    held: list[int]
+    snapshot: KeptSnapshot | None = None
+    num_snapshot_keys: int = 0
+    """How many of the keys, the last ones, are of pieces of the snapshot."""
+
+
+@dataclass(slots=True)
+class Promotion:
+    """A load that is in progress, and the blocks that it keeps from being taken."""
+
+    wanted: Wanted
+    blocks: list[int]
+    held: list[int] = field(default_factory=list)
+
+
+class Union:
+    """The prefix cache and the keys of which there are copies elsewhere, seen as one cache."""
+
+    def __init__(self, find: Callable[[bytes], int | None], outside: Container[bytes]) -> None:
+        self._find = find
+        self._outside = outside
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this key; ``OUTSIDE`` if only a copy exists."""
+        block = self._find(key)
+        return OUTSIDE if block is None and key in self._outside else block
+
+    def prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of a sequence of hashes, up to the first that is nowhere."""
+        blocks: list[int] = []
+        for each in hashes:
+            if (block := self.find(each)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
+
+class Promotions:
+    """Finds what could be loaded for a request, and owns the blocks of loads in progress."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
+        self.num_blocks = 0  # that loads in progress fill
+        self._pool = pool
+        self._groups = tuple(groups)
+        self._block_size = block_size
+
+    def keys_of(
+        self, hashes: Sequence[bytes], first: int, snapshots: Snapshots | None
+    ) -> list[bytes]:
+        """All keys outside the pool that a request with these block hashes could use, if its prefix
+        hit has ``first`` blocks."""
+        find = self._pool.cache.find
+        keys = [key for g in range(len(self._groups)) for key in group_keys(hashes[first:], g)]
+        if snapshots is not None:
+            keys += [key for each in hashes[first:] for key in snapshots.keys_of(each)]
+        return [key for key in keys if find(key) is None]
+
+    def wanted(
+        self,
+        hashes: Sequence[bytes],
+        outside: Container[bytes],
+        snapshots: Snapshots | None,
+    ) -> Wanted:
+        """What to load so that the prefix hit is as long as possible. ``hashes``: of the request's
+        full blocks; ``outside``: keys of the blocks of which there are copies."""
+        cache = Union(self._pool.cache.find, outside)
+        deepest = None if snapshots is None else _Deepest(snapshots, cache)
+        tables = find_tables(self._groups, cache, hashes, self._block_size, deepest)
+        num_blocks = len(tables[0])
+        keys, held = [], []
+        for g, table in enumerate(tables):
+            for block, key in zip(table, group_keys(hashes[:num_blocks], g), strict=True):
+                if block == OUTSIDE:
+                    keys.append(key)
+                elif block:
+                    held.append(block)
+        num_tokens, kept = num_blocks * self._block_size, None
+        if snapshots is not None and num_blocks:
+            pieces = snapshots.keys_of(hashes[num_blocks - 1])
+            found = [cache.find(key) for key in pieces]
+            if OUTSIDE in found:
+                kept = KeptSnapshot(hashes[num_blocks - 1], num_tokens, num_saved=num_tokens)
+            keys += [key for key, block in zip(pieces, found, strict=True) if block == OUTSIDE]
+            held += [block for block in found if block is not None and block != OUTSIDE]
+            return Wanted(num_tokens, keys, held, kept, found.count(OUTSIDE))
+        return Wanted(num_tokens, keys, held)
+
+    def begin(self, wanted: Wanted) -> Promotion:
+        """Take blocks to load into. So many must be free, apart from those that it holds."""
+        self._pool.adopt(wanted.held)
+        blocks = self._pool.take(len(wanted.keys))
+        self.num_blocks += len(blocks)
+        return Promotion(wanted, blocks, wanted.held)
+
+    def end(self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None) -> None:
+        """Publish the blocks that have been loaded (``good``), and free all."""
+        cache, wanted = self._pool.cache, promotion.wanted
+        loaded = [
+            (block, key)
+            for block, key, is_good in zip(promotion.blocks, wanted.keys, good, strict=True)
+            if is_good and cache.find(key) is None
+        ]
+        if loaded:
+            cache.publish_each([block for block, _ in loaded], [key for _, key in loaded])
+        if snapshots is not None and wanted.snapshot is not None:
+            snapshots.restore(wanted.snapshot)
+        self.num_blocks -= len(promotion.blocks)
+        # In the order of a block table: the end of a sequence is evicted before its start.
+        self._pool.release([*promotion.held, *promotion.blocks])
+
+
+class _Deepest:
+    """Finds the deepest snapshot in a ``Union``."""
+
+    def __init__(self, snapshots: Snapshots, cache: Union) -> None:
+        self._snapshots = snapshots
+        self._cache = cache
+
+    def deepest(self, hashes: Sequence[bytes], limit: int) -> int:
+        find, keys_of = self._cache.find, self._snapshots.keys_of
+        while limit and any(find(key) is None for key in keys_of(hashes[limit - 1])):
+            limit -= 1
+        return limit

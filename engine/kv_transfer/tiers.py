@@ -1,0 +1,253 @@
+"""Tiers: decides which blocks are loaded from stores outside the pool, and which are stored there.
+
+    published in the prefix cache ──> stored before the next step (``TierCopies`` in the worker)
+    a request could use copies of blocks, and to load them is faster than to compute their tokens
+        ──> it is parked, free blocks are taken and loaded ──> published; the request is queued
+            again and has a longer prefix hit
+    a load fails, or takes too long ──> the request computes its tokens
+
+What stores report comes by ``transferred`` and ``Outside.find``, which step logs record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from engine.kv.manager import KVManager
+from engine.kv.promotions import Promotion, Wanted
+from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
+from engine.messages.step import StepPlan
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.step_state import Step
+
+NOWHERE = -1
+LEAST_SECONDS = 1e-3  # of a load, however small
+
+
+class Outside(Protocol):
+    """The stores, as the scheduler sees them."""
+
+    names: Sequence[str]
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The index of the fastest store that has a copy of each block, or ``NOWHERE``."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """How fast a store is read, in seconds per byte; recent loads weigh most."""
+
+    num_bytes: float
+    seconds: float
+    pending: int = 0  # bytes of loads in progress
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Note a load of this many bytes."""
+        self.num_bytes = self.num_bytes / 2 + num_bytes
+        self.seconds = self.seconds / 2 + seconds
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """Expected seconds until a load of this many bytes ends, after those in progress."""
+        return (self.pending + num_bytes) * self.seconds / self.num_bytes
+
+
+@dataclass(slots=True)
+class Load:
+    """A load in progress. ``req``: the request that waits for it, ``None`` if none does."""
+
+    promotion: Promotion
+    req: Request | None
+    begun: float
+    bytes_by_store: dict[int, int] = field(default_factory=dict)
+
+
+class Tiers(Resource):
+    """Parks requests while blocks that they can use are loaded from stores."""
+
+    name = "kv load"
+    needs = ("kv_transfer",)
+    on_refuse = OnRefuse.PARK
+
+    def __init__(
+        self,
+        outside: Outside,
+        block_bytes: int,
+        *,
+        speeds: Sequence[float],
+        max_seconds: float = 10.0,
+    ) -> None:
+        """outside: the stores. block_bytes: of a block in all ranks. speeds: bytes per second that
+        each store is expected to supply, until it was measured. max_seconds: a request waits no
+        longer for a load, and computes its tokens."""
+        self._outside = outside
+        self._block_bytes = block_bytes
+        self._max_seconds = max_seconds
+        first = 64 * block_bytes
+        self._speeds = [Speed(first, first / speed) for speed in speeds]
+        self._found: dict[int, dict[bytes, int]] = {}  # store of each key, by arrival number
+        self._loads: dict[int, Load] = {}
+        self._orders = KVOrders()
+        self._fresh: dict[bytes, int] = {}  # published in the step that is being planned
+        self._num_loads = 0
+        self._counts: Counter[str] = Counter()
+        self._kv: KVManager
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._kv.cache.followers.append(self)
+
+    # -- what happens in the prefix cache
+
+    def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Note blocks to store. Their content may not be computed before this step has ended."""
+        self._fresh.update(zip(keys, blocks, strict=True))
+
+    def lost(self, keys: Iterable[bytes]) -> None:
+        """Blocks that leave the pool are stored all the same: before the next step, which may
+        overwrite them."""
+
+    def withdrawn(self, keys: Iterable[bytes]) -> None:
+        orders, gone = self._orders, set(keys)
+        for key in gone:
+            self._fresh.pop(key, None)
+        kept = [
+            (key, block)
+            for key, block in zip(orders.store_keys, orders.store_blocks, strict=True)
+            if key not in gone
+        ]
+        orders.store_keys = [key for key, _ in kept]
+        orders.store_blocks = [block for _, block in kept]
+        orders.forget += gone
+
+    def cleared(self) -> None:
+        self._fresh.clear()
+        self._orders = KVOrders(loads=self._orders.loads, clear=True)
+        self._found.clear()
+
+    # -- hooks of the scheduler
+
+    def watches(self, req: Request) -> bool:
+        return False
+
+    def begin_step(self, step: Step) -> None:
+        orders = self._orders
+        is_written = self._kv.is_content  # other keys mark blocks that a step is still to write
+        for key, block in self._fresh.items():
+            if is_written(key):
+                orders.store_keys.append(key)
+                orders.store_blocks.append(block)
+        self._fresh.clear()
+        now = self._scheduler.view.now
+        for load in self._loads.values():
+            if load.req is not None and now - load.begun > self._max_seconds:
+                self._counts["too_slow"] += 1
+                self._end_wait(load)
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if not req.is_waiting or self._kv.held(req) or not self._has_room(req):
+            return Fit(num_tokens)
+        return Fit(num_tokens) if self._wanted(req) is None else Fit(0)
+
+    def parked(self, req: Request) -> None:
+        wanted = self._wanted(req)
+        assert wanted is not None, f"{req}: nothing to load"
+        found = self._found[req.arrival]
+        stores = [found[key] for key in wanted.keys]
+        promotion = self._kv.promote(wanted)
+        self._num_loads += 1
+        load = Load(promotion, req, self._scheduler.view.now)
+        for store in stores:
+            load.bytes_by_store[store] = load.bytes_by_store.get(store, 0) + self._block_bytes
+        for store, num_bytes in load.bytes_by_store.items():
+            self._speeds[store].pending += num_bytes
+        self._loads[self._num_loads] = load
+        self._orders.loads.append(
+            LoadOrder(
+                self._num_loads, wanted.keys, promotion.blocks, stores, wanted.num_snapshot_keys
+            )
+        )
+        self._found[req.arrival] = {}  # it computes what it does not get now
+
+    def transferred(self, report: Loaded) -> None:
+        load = self._loads.pop(report.number, None)
+        if load is None:
+            return
+        good = [bool(each) for each in report.is_good]
+        self._kv.promoted(load.promotion, good)
+        num_bytes = sum(load.bytes_by_store.values())
+        for store, part in load.bytes_by_store.items():
+            self._speeds[store].pending -= part
+            if all(good):
+                self._speeds[store].add(part, report.seconds * part / num_bytes)
+        self._counts["loads"] += 1
+        self._counts["blocks_loaded"] += sum(good)
+        self._counts["blocks_failed"] += len(good) - sum(good)
+        self._end_wait(load)
+
+    def release(self, req: Request) -> None:
+        self._found.pop(req.arrival, None)
+        if req.is_finished:
+            for load in self._loads.values():
+                if load.req is req:
+                    load.req = None
+
+    def describe(self, plan: StepPlan) -> None:
+        if self._orders:
+            plan.kv_transfer = msgspec.msgpack.encode(self._orders)
+            self._counts["blocks_stored"] += len(self._orders.store_keys)
+            self._orders = KVOrders()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    # -- helpers
+
+    def _end_wait(self, load: Load) -> None:
+        req, load.req = load.req, None
+        if req is not None:
+            self._scheduler.wake(req.request_id)
+
+    def _has_room(self, req: Request) -> bool:
+        """True if all blocks of the request are free, so that it could start now."""
+        kv, view = self._kv, self._scheduler.view
+        return kv.num_free - kv.missing(req, req.num_tokens) >= view.headroom_blocks
+
+    def _wanted(self, req: Request) -> Wanted | None:
+        """What to load for a request; ``None`` if computing is faster or nothing is found."""
+        found = self._find(req)
+        if not found:
+            return None
+        hit = self._kv.lookup(req).num_tokens
+        wanted = self._kv.wanted(req, found)
+        num_bytes: dict[int, int] = {}
+        for key in wanted.keys:
+            num_bytes[found[key]] = num_bytes.get(found[key], 0) + self._block_bytes
+        saved = wanted.num_tokens - hit
+        if saved <= 0 or not self._pays(saved, hit, num_bytes):
+            return None
+        return wanted
+
+    def _find(self, req: Request) -> dict[bytes, int]:
+        """The store of each block outside the pool that the request could use."""
+        found = self._found.get(req.arrival)
+        if found is None:
+            keys = self._kv.outside_keys(req)
+            stores = self._outside.find(keys) if keys else []
+            pairs = zip(keys, stores, strict=True)
+            found = {key: store for key, store in pairs if store != NOWHERE}
+            self._found[req.arrival] = found
+        return found
+
+    def _pays(self, num_tokens: int, context: int, num_bytes: dict[int, int]) -> bool:
+        """True if loading takes less time than computing this many tokens after ``context``."""
+        view = self._scheduler.view
+        seconds = LEAST_SECONDS + view.last.seconds  # a request that is parked misses a step
+        for store, part in num_bytes.items():
+            seconds += self._speeds[store].seconds_for(part)
+        return seconds < view.cost.prefill_seconds(num_tokens, context)

@@ -1,0 +1,42 @@
+"""Messages between the two halves of KV tiers: the scheduler's orders, and reports of loads."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoadOrder(msgspec.Struct, array_like=True):
+    """Copy blocks from stores into blocks of the pool.
+
+    ``stores``: index of the store of each key. ``num_states``: how many of the blocks, at the end
+    of the lists, get pieces of a snapshot of recurrent states and not KV."""
+
+    number: int
+    keys: list[bytes]
+    blocks: list[int]
+    stores: list[int]
+    num_states: int = 0
+
+
+class KVOrders(msgspec.Struct, array_like=True):
+    """What the worker's half does before a step: drop ``clear`` (all) or ``forget`` (these keys),
+    copy the blocks to store, begin the loads. In this order, since a load may fill a block that is
+    stored."""
+
+    store_keys: list[bytes] = []
+    store_blocks: list[int] = []
+    loads: list[LoadOrder] = []
+    forget: list[bytes] = []
+    clear: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.store_keys or self.loads or self.forget or self.clear)
+
+
+class Loaded(msgspec.Struct, array_like=True):
+    """The end of a load. ``is_good``: a byte for each key, 1 if its block has been filled.
+    ``seconds``: how long it took, without waiting for earlier ones."""
+
+    number: int
+    is_good: bytes
+    seconds: float
