@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.check import check_range, check_types
+from engine.config.option import EXAMPLE
 from engine.errors import ConfigError
 
 EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]{1,5})")
 MAX_EVENTS_PORT = 65534
 MAX_EVENTS_STEPS = 10**9
 MAX_BLOCKS = 2**24  # their free list alone takes half a GiB
+TIERS = ("kv_offloading_size", "kv_offload_dir", "kv_transfer_config")  # options of KV stores
 LEAST_GIB, MOST_GIB = 0.001, 2.0**20  # of KV blocks outside the pool
 
 
@@ -59,6 +61,14 @@ class CacheConfig:
     kv_offload_dir: str | Path | None = None
     """Directory for copies of KV blocks, which later engines with the same model use, too. Only
     this user can read its files."""
+    kv_offload_dir_gib: float = 16.0
+    """Most GiB of files in kv_offload_dir; the oldest blocks are dropped."""
+    kv_transfer_config: dict[str, Any] | None = field(
+        default=None, metadata={EXAMPLE: {"kv_connector": "pkg.Store"}}
+    )
+    """A further place for copies of KV blocks. kv_connector: an installed BlockStore's name, a
+    class or its dotted path, or a function that makes one; kv_connector_extra_config: its options;
+    kv_role: kv_both, kv_producer (it is only written) or kv_consumer (only read)."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
@@ -97,9 +107,14 @@ class CacheConfig:
                 "there are no events; set both or neither"
             )
 
+    @property
+    def has_tiers(self) -> bool:
+        """True if copies of KV blocks are kept outside the pool."""
+        return any(getattr(self, name) is not None for name in TIERS)
+
     def _check_tiers(self) -> None:
-        check_range(self, LEAST_GIB, MOST_GIB, "kv_offloading_size")
-        for name in ("kv_offloading_size", "kv_offload_dir"):
+        check_range(self, LEAST_GIB, MOST_GIB, "kv_offloading_size", "kv_offload_dir_gib")
+        for name in TIERS:
             if (value := getattr(self, name)) is None:
                 continue
             what = f"{name} is {value!r:.80}, but"

@@ -103,7 +103,7 @@ for _reason, _names in {
     _GRAMMARS: "guided_decoding_backend structured_outputs_config "
     "guided_decoding_disable_fallback guided_decoding_disable_any_whitespace",
     _WEIGHTS_STAY: "swap_space cpu_offload_gb enable_sleep_mode",
-    _NO_REMOTE_KV: "kv_transfer_config kv_offloading_backend ec_transfer_config",
+    _NO_REMOTE_KV: "kv_offloading_backend ec_transfer_config",
     _GPU_ONLY: "compilation_config max_seq_len_to_capture optimization_level cuda_graph_sizes",
     _MODEL_FILES: "hf_overrides hf_config_path config_format rope_scaling rope_theta "
     "disable_sliding_window code_revision disable_cascade_attn tokenizer_mode",

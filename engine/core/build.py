@@ -32,6 +32,7 @@ from engine.ipc.device_pixels import DeviceMemory
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
+from engine.kv_transfer.opening import PlannedStore, namespace_of, opened, planned_stores
 from engine.lora.decide import AdapterSlots
 from engine.lora.library import AdapterLibrary
 from engine.lora.loading import ThreadedReader
@@ -63,6 +64,7 @@ from engine.structured.decide import (
 from engine.structured.guidance import CheckedOnly, fault_of, guidance_of
 
 if TYPE_CHECKING:
+    from engine.kv_transfer.compute import TierCopies
     from engine.worker.feature import Feature
 
 logger = logging.getLogger("engine.core")
@@ -81,6 +83,7 @@ def build_core(
     pixels; by default that of a CUDA device."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
+    stores = planned_stores(config.cache)
     adapters, added = adapter_halves(config)
     chosen = with_adapters(chosen, adapters)
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
@@ -106,18 +109,23 @@ def build_core(
     )
     chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
+    copies, features = with_tier_copies(features, stores)
     worker = make_worker(resolved, info, features, failures, pooling)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
+    chosen = with_tiers(chosen, copies, stores, facts.block_bytes)
     capabilities = parts_of(chosen.resources)
     if pooling is not None:
         capabilities += ("pooling", "only_pooling")
     decided = decide(resolved, info, facts, worker.measure, capabilities)
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
+    if copies is not None:
+        namespace = namespace_of(resolved, facts, drafting)
+        copies.open(decided.num_kv_blocks, partial(opened, stores, namespace))
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
     client = InprocClient(
         core,
@@ -128,6 +136,7 @@ def build_core(
         methods=CoreWatch(core, clock).methods,
         media=store,
     )
+    client.loads = copies
     load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
@@ -243,6 +252,31 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
         return chosen
     policy = find_snapshot_policy(cache.state_snapshot_policy)
     return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
+
+
+def with_tier_copies(
+    features: list[Feature], stores: Sequence[PlannedStore]
+) -> tuple[TierCopies | None, list[Feature]]:
+    """Add the worker's half of KV tiers to the features, if there are stores: it copies blocks
+    before others write to them, and fills blocks after others have read them."""
+    if not stores:
+        return None, features
+    from engine.kv_transfer.compute import TierCopies, TierLoads
+
+    copies = TierCopies()
+    return copies, [copies, *features, TierLoads(copies)]
+
+
+def with_tiers(
+    chosen: Chosen, copies: TierCopies | None, stores: Sequence[PlannedStore], block_bytes: int
+) -> Chosen:
+    """Add the resource for KV tiers, if there are stores."""
+    if copies is None:
+        return chosen
+    from engine.kv_transfer.tiers import Tiers
+
+    tiers = Tiers(copies, block_bytes, speeds=[store.speed for store in stores])
+    return chosen._replace(resources=(*chosen.resources, tiers))
 
 
 def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feature]]:

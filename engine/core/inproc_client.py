@@ -56,12 +56,10 @@ class InprocClient(CoreClient):
         adapters: AdapterDoor | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
         media: MediaDoor | None = None,
-        loads: Loads | None = None,
     ) -> None:
         """Wrap a core. failures: counts the errors of the core's observers, for its statistics;
         adapters: the feature that knows LoRA adapters, if the core takes any; methods: further
-        functions that clients may call by name; media: keeps the content of media; loads: knows
-        which loads of KV blocks have ended."""
+        functions that clients may call by name; media: keeps the content of media."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
@@ -69,7 +67,8 @@ class InprocClient(CoreClient):
         self._cause: BaseException | None = None
         self._adapters = adapters
         self._media = media
-        self._loads = loads
+        self.loads: Loads | None = None
+        """Knows which loads of KV blocks have ended, if blocks are kept outside the pool."""
         self._woken = threading.Event()
         self._idle_since: float | None = None
         self._utilities = Utilities(
@@ -126,8 +125,8 @@ class InprocClient(CoreClient):
         """Run one engine step without sleeping; returns its outputs, keyed by client index."""
         core = self._live()
         try:
-            if self._loads is not None:
-                for report in self._loads.take_reports():
+            if self.loads is not None:
+                for report in self.loads.take_reports():
                     core.scheduler.transferred(report)
             outputs = core.step()
         except BaseException as error:  # the step is incomplete after any error

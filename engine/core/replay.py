@@ -224,15 +224,19 @@ class Replay:
                 scheduler.finish_requests(record.request_ids, record.reason)
             case steplog.WakeCall():
                 scheduler.wake(record.request_id)
-            case steplog.ArrivalCall():
-                scheduler.arrived(record.arrival)
-            case steplog.LoadedCall():
-                scheduler.transferred(record.report)
+            case steplog.ArrivalCall() | steplog.LoadedCall():
+                self._come(record)
             case steplog.PauseCall():
                 scheduler.set_pause_state(PauseState(record.state))
             case steplog.ResetCall() | steplog.EncoderResetCall():
                 self._reset(record)
         return None
+
+    def _come(self, record: steplog.ArrivalCall | steplog.LoadedCall) -> None:
+        if isinstance(record, steplog.ArrivalCall):
+            self.scheduler.arrived(record.arrival)
+        else:
+            self.scheduler.transferred(record.report)
 
     def _reset(self, record: steplog.ResetCall | steplog.EncoderResetCall) -> None:
         if isinstance(record, steplog.ResetCall):

@@ -349,6 +349,10 @@ class KVManager:
         hashes = self._prefix_of(req)
         return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots)
 
+    def can_promote(self, wanted: Wanted) -> bool:
+        """True if enough blocks are free for ``promote``."""
+        return self._promotions.fits(wanted)
+
     def promote(self, wanted: Wanted) -> Promotion:
         """Take free blocks to load into, until ``promoted``. No step in flight may write them after
         the next plan's step has begun."""

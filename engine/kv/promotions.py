@@ -114,8 +114,12 @@ class Promotions:
             return Wanted(num_tokens, keys, held, kept, found.count(OUTSIDE))
         return Wanted(num_tokens, keys, held)
 
+    def fits(self, wanted: Wanted) -> bool:
+        """True if ``begin`` would find enough free blocks."""
+        return len(wanted.keys) + len(wanted.held) <= self._pool.num_free
+
     def begin(self, wanted: Wanted) -> Promotion:
-        """Take blocks to load into. So many must be free, apart from those that it holds."""
+        """Take blocks to load into, and hold those that the prefix hit has in the pool."""
         self._pool.adopt(wanted.held)
         blocks = self._pool.take(len(wanted.keys))
         self.num_blocks += len(blocks)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -172,9 +173,9 @@ class StoreThread:
     def _run(self) -> None:
         while (work := self._next()) is not None:
             if isinstance(work, Load):
-                self._call("read", lambda work=work: self._fill(work, self.store))
+                self._call("read", partial(self._fill, work, self.store))
             else:
-                self._call("write", lambda work=work: self._store(work))
+                self._call("write", partial(self._store, work))
                 with self._wakened:
                     self._num_pending -= work.rows.nbytes
                     if not self._writes:
@@ -238,6 +239,7 @@ class TierCopies(Feature):
     def __init__(self) -> None:
         self._blocks: Blocks
         self._threads: list[StoreThread] = []
+        self._planned: list[LoadOrder] = []
         self._reports: deque[Loaded] = deque()
         self._parts_left: dict[int, int] = {}  # by number of the load
         self._is_good: dict[int, np.ndarray] = {}
@@ -304,9 +306,15 @@ class TierCopies(Feature):
                 thread.forget(orders.forget)
         if orders.store_keys:
             self._store(orders.store_keys, orders.store_blocks)
-        for order in orders.loads:
-            self._load(order)
+        self._planned += orders.loads
         return None
+
+    def begin_loads(self) -> None:
+        """Begin the loads of the newest plan. Its snapshots of states must have been read: a load
+        may fill their blocks."""
+        planned, self._planned = self._planned, []
+        for order in planned:
+            self._load(order)
 
     def shutdown(self) -> None:
         for thread in self._threads:
@@ -382,3 +390,17 @@ class TierCopies(Feature):
             del self._parts_left[number]
             is_good, longest = self._is_good.pop(number), self._begun.pop(number)
         self._reports.append(Loaded(number, is_good.tobytes(), longest))
+
+
+class TierLoads(Feature):
+    """Begins the loads of a plan after all other features have begun the plan's step."""
+
+    part = "kv_transfer"
+    waits_for_part = True
+
+    def __init__(self, copies: TierCopies) -> None:
+        self._copies = copies
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        self._copies.begin_loads()
+        return None

@@ -32,7 +32,9 @@ LEAST_SECONDS = 1e-3  # of a load, however small
 class Outside(Protocol):
     """The stores, as the scheduler sees them."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the stores."""
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The index of the fastest store that has a copy of each block, or ``NOWHERE``."""
@@ -229,9 +231,8 @@ class Tiers(Resource):
         for key in wanted.keys:
             num_bytes[found[key]] = num_bytes.get(found[key], 0) + self._block_bytes
         saved = wanted.num_tokens - hit
-        if saved <= 0 or not self._pays(saved, hit, num_bytes):
-            return None
-        return wanted
+        pays = saved > 0 and self._pays(saved, hit, num_bytes)
+        return wanted if pays and self._kv.can_promote(wanted) else None
 
     def _find(self, req: Request) -> dict[bytes, int]:
         """The store of each block outside the pool that the request could use."""
@@ -247,6 +248,8 @@ class Tiers(Resource):
     def _pays(self, num_tokens: int, context: int, num_bytes: dict[int, int]) -> bool:
         """True if loading takes less time than computing this many tokens after ``context``."""
         view = self._scheduler.view
+        if not view.last.seconds:  # no step was measured, but computing takes longer on most hosts
+            return True
         seconds = LEAST_SECONDS + view.last.seconds  # a request that is parked misses a step
         for store, part in num_bytes.items():
             seconds += self._speeds[store].seconds_for(part)

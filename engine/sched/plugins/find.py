@@ -108,7 +108,7 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     if isinstance(name, Policy):
         _check_class(type(name), Policy, "scheduling_policy")
         return name
-    cls: type[Policy] = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
+    cls: type[Policy] = find_named("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
     _check_kind(cls, Policy, "scheduling_policy", name)
     _check_class(cls, Policy, "scheduling_policy")
     return _make(cls, options, "policy_options")
@@ -133,7 +133,7 @@ def find_plugin(
     if isinstance(name, base):
         _check_class(type(name), base, option)
         return name
-    cls: type[Plugin] = _find(option, name, shipped, group)
+    cls: type[Plugin] = find_named(option, name, shipped, group)
     _check_kind(cls, base, option, name)
     _check_class(cls, base, option)
     try:
@@ -146,7 +146,7 @@ def find_scheduler(name: Any) -> type[Scheduler]:
     """Find a scheduler class by name, dotted path or the class itself. ``None``: ``Scheduler``."""
     if name is None:
         return Scheduler
-    cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)
+    cls: type[Scheduler] = find_named("scheduler_cls", name, {}, SCHEDULERS_GROUP)
     _check_kind(cls, SchedulerInterface, "scheduler_cls", name)
     if missing := getattr(cls, "__abstractmethods__", None):
         raise ConfigError(
@@ -160,7 +160,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
     found: dict[str, type[Policy] | str] = {}
     for entry in entry_points(group=SCHEDULERS_GROUP):
         try:
-            cls = _find("scheduling_policy", entry.name, {}, SCHEDULERS_GROUP)
+            cls = find_named("scheduling_policy", entry.name, {}, SCHEDULERS_GROUP)
         except ConfigError as error:
             found[entry.name] = str(error)
             continue
@@ -169,7 +169,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
     return found
 
 
-def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
+def find_named(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
     """Resolve a name or dotted path; return any value but a string unchanged."""
     if not isinstance(name, str):
         return name

@@ -1,0 +1,167 @@
+"""Opens the stores of KV blocks that the options name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.config.cache import CacheConfig
+from engine.config.decide import ModelFacts
+from engine.config.engine import ResolvedConfig
+from engine.config.model import ModelConfig
+from engine.errors import ConfigError
+from engine.kv_transfer.stores import BlockStore, StoreIdentity
+from engine.sched.plugins.find import find_named
+
+STORES_GROUP = "metronome.kv_stores"
+GIB = 1 << 30
+NAMESPACE_VERSION = 1
+SAMPLED_PLACES = 256  # of a file of weights
+SAMPLED_BYTES = 4096
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
+HOST_SPEED, DISK_SPEED, OTHER_SPEED = 4e9, 1e9, 5e8  # bytes/s that are expected at first
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")
+
+
+class PlannedStore(NamedTuple):
+    """A store to open. ``speed``: bytes per second that it is expected to supply."""
+
+    name: str
+    speed: float
+    open: Callable[[StoreIdentity], BlockStore]
+
+
+def planned_stores(cache: CacheConfig) -> list[PlannedStore]:
+    """The stores that the options name, the fastest first. Raises ``ConfigError``."""
+    plans = []
+    if cache.kv_transfer_config is not None:
+        plans.append(_connector(cache.kv_transfer_config))
+    return plans
+
+
+def opened(stores: Sequence[PlannedStore], namespace: str, block_bytes: int) -> list[BlockStore]:
+    """Open the stores for blocks of this namespace and size. Raises ``ConfigError``."""
+    identity = StoreIdentity(namespace, block_bytes)
+    return [store.open(identity) for store in stores]
+
+
+def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfig | None) -> str:
+    """Hex digest of all that the content of KV blocks depends on, apart from their tokens: model
+    and weights, types, block size and layout, draft model. Engines with equal digests may use each
+    other's blocks."""
+    models = [config.model] if drafting is None else [config.model, drafting]
+    about = {
+        "version": NAMESPACE_VERSION,
+        "models": [_model(model) for model in models],
+        "cache": {
+            "dtype": config.cache.kv_cache_dtype,
+            "states": config.cache.mamba_ssm_cache_dtype,
+            "hash": config.cache.prefix_caching_hash_algo,
+        },
+        "block_size": config.block_size,
+        "block_bytes": facts.block_bytes,
+        "groups": [repr(group) for group in facts.kv_groups],
+        "snapshot_blocks": facts.snapshot_blocks,
+        "device": config.device,
+    }
+    text = json.dumps(about, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    options = {
+        name: value
+        for name, value in asdict(model).items()
+        if name not in ("model", "tokenizer", "hf_token", "download_dir", "generation_config")
+    }
+    return {**options, "files": weights_digest(Path(model.model))}
+
+
+def weights_digest(path: Path) -> str:
+    """Digest of a model's configuration, and of samples of its weights, with the sizes and times of
+    their files: a change of weights changes it, and copying them may."""
+    digest = hashlib.sha256()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        if file.name in ("config.json", "processor_config.json", "preprocessor_config.json"):
+            digest.update(file.read_bytes())
+        elif file.suffix in WEIGHTS:
+            about = file.stat()
+            digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}".encode())
+            with file.open("rb") as stream:
+                for place in range(SAMPLED_PLACES):
+                    stream.seek(about.st_size * place // SAMPLED_PLACES)
+                    digest.update(stream.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _connector(options: Mapping[str, Any]) -> PlannedStore:
+    unknown = [name for name in options if name not in KEYS]
+    if unknown:
+        raise ConfigError(
+            f"kv_transfer_config has {', '.join(map(repr, unknown))}, which is not known; it takes "
+            f"{', '.join(KEYS)}"
+        )
+    role, extra = options.get("kv_role", "kv_both"), options.get("kv_connector_extra_config") or {}
+    if role not in ROLES:
+        raise ConfigError(
+            f"kv_transfer_config: kv_role is {role!r:.80}, must be one of {', '.join(ROLES)}"
+        )
+    if not isinstance(extra, dict):
+        raise ConfigError(
+            f"kv_transfer_config: kv_connector_extra_config is {extra!r:.80}, must be a dict of "
+            "options of the connector"
+        )
+    if (name := options.get("kv_connector")) is None:
+        raise ConfigError(
+            "kv_transfer_config lacks kv_connector: give the name or the dotted path of a "
+            "BlockStore class"
+        )
+    option = "kv_transfer_config: kv_connector"
+    make: Any = find_named(option, name, {}, STORES_GROUP)
+
+    def open_connector(identity: StoreIdentity) -> BlockStore:
+        try:
+            store = make(identity, **extra)
+        except ConfigError:
+            raise
+        except Exception as error:  # the connector's own code
+            raise ConfigError(
+                f"{option} {name!r:.80} cannot be opened: {type(error).__name__}: {error}"
+            ) from error
+        _check(store, option, name)
+        return _WithRole(store, role) if role != "kv_both" else store
+
+    return PlannedStore(str(name), OTHER_SPEED, open_connector)
+
+
+def _check(store: object, option: str, name: object) -> None:
+    methods = ("contains", "read", "write", "forget", "clear", "counts", "close")
+    missing = [each for each in methods if not callable(getattr(store, each, None))]
+    if missing or not isinstance(getattr(store, "name", None), str):
+        what = ", ".join(missing) or "a name (a string)"
+        raise ConfigError(f"{option} {name!r:.80} is no BlockStore: it lacks {what}")
+
+
+class _WithRole:
+    """A store that is only written, or only read."""
+
+    def __init__(self, store: BlockStore, role: str) -> None:
+        self.name = store.name
+        self._store = store
+        self._reads, self._writes = role == "kv_consumer", role == "kv_producer"
+        self.forget, self.clear = store.forget, store.clear
+        self.counts, self.close = store.counts, store.close
+        self.read = store.read
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        # A store that is only read has nothing to write: it is said to have every block.
+        return self._store.contains(keys) if self._reads else [False] * len(keys)
+
+    def write(self, keys: Sequence[bytes], rows: Any) -> list[bool]:
+        return self._store.write(keys, rows) if self._writes else [False] * len(keys)

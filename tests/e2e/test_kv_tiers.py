@@ -1,0 +1,117 @@
+"""KV blocks outside the pool: the same tokens with and without, for each kind of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.general_models import model_and_reference
+from e2e.references import Reference, Tally, compare, engine_for, generate, pool_for, run
+from e2e.test_drafts_everywhere import drafting
+from e2e.tiny_models import TinyModels
+from support.kv_stores import GATES, PLACES, connector, slow_profile
+
+from engine import LLMEngine
+
+NUM_NEW = 8
+PROMPTS = [[(n * k) % 281 + 3 for k in range(90 + 3 * n)] for n in (7, 11, 13, 17, 19)]
+PROMPTS.append(PROMPTS[0][:64] + PROMPTS[1][:40])
+FAMILIES = [
+    *("llama", "gemma3", "mistral-window", "lfm2", "gemma4-shared-kv", "qwen3.5"),
+    *("gemma2", "qwen3-moe-mixed", "granite-hybrid-moe", "mamba2", "jamba-moe", "gpt-oss-sinks"),
+]
+TIGHT = {"num_kv_blocks": "tight", "max_num_seqs": 4, "max_num_batched_tokens": 48}
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "one by one": {},
+    "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 4},
+    "two steps in flight": {"async_scheduling": True},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "draft model": {},
+    "preempted": TIGHT,
+    "preempted, two steps in flight": {**TIGHT, "async_scheduling": True},
+    "8-bit cache": {"kv_cache_dtype": "int8"},
+}
+QUICK = {
+    ("llama", "one by one"),
+    ("llama", "preempted"),
+    ("gemma3", "chunks"),
+    ("gemma3", "preempted, two steps in flight"),
+    ("mistral-window", "draft model"),
+    ("lfm2", "two steps in flight"),
+    ("lfm2", "preempted"),
+    ("lfm2", "n-grams"),
+}
+CASES = [
+    pytest.param(family, situation, marks=() if (family, situation) in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    for situation in SITUATIONS
+    if (family, situation) != ("mamba2", "8-bit cache")  # it has no cache of 8 bits
+]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the path of a model, and what transformers generates for ``PROMPTS``."""
+    known: dict[str, tuple[str, Reference]] = {}
+
+    def get(family: str) -> tuple[str, Reference]:
+        if family not in known:
+            path, model = model_and_reference(family, tiny_models, tmp_path_factory.mktemp("m"))
+            found = [generate(model, prompt, NUM_NEW) for prompt in PROMPTS]
+            tokens, margins = [each for each, _ in found], [each for _, each in found]
+            known[family] = str(path), Reference(PROMPTS, tokens, margins)
+        return known[family]
+
+    return get
+
+
+@pytest.fixture
+def options(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    place = request.node.name
+    yield {
+        "kv_transfer_config": connector(place),
+        "cost_profile": slow_profile(tmp_path / "slow.json"),
+        "max_model_len": 256,
+    }
+    for name in [each for each in PLACES if each.startswith(place)]:
+        del PLACES[name]
+    GATES.pop(place, None)
+
+
+def counters(engine: LLMEngine) -> dict[str, int]:
+    """The counters of loads."""
+    stats = engine.stats()
+    assert stats is not None
+    prefix = "kv load."
+    found = stats.counters.items()
+    return {name[len(prefix) :]: n for name, n in found if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("family", "situation"), CASES)
+def test_tokens_are_the_same_with_a_store(
+    family: str, situation: str, models: Any, options: dict[str, Any], tally: Tally
+) -> None:
+    """Most of the second engine's prompts come from what the first one has stored."""
+    path, reference = models(family)
+    options |= {"block_size": 8, **SITUATIONS[situation]}
+    if situation == "draft model":
+        options |= drafting("draft_model", path)
+    if options.get("num_kv_blocks") == "tight":
+        with engine_for(path, **options | {"num_kv_blocks": 400}) as engine:
+            options["num_kv_blocks"] = pool_for(engine, [len(PROMPTS[-2]) + NUM_NEW] * 2)
+    tallied = tally if situation != "8-bit cache" else Tally()
+    with engine_for(path, **options) as engine:
+        first, _ = run(engine, PROMPTS, NUM_NEW)
+    with engine_for(path, **options) as engine:
+        tokens, cached = run(engine, PROMPTS, NUM_NEW)
+        num_loaded = counters(engine).get("blocks_loaded", 0)
+        has_states = engine.session.client.decided.snapshot_blocks > 0
+    if situation == "8-bit cache":
+        assert tokens == first
+    else:
+        compare(reference, first, tallied)
+        compare(reference, tokens, tallied)
+    if not (has_states and "preempted" in situation):  # a tight pool may have no room for states
+        assert num_loaded > 0 and sum(cached) > 0.4 * sum(map(len, PROMPTS))
