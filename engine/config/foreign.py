@@ -76,7 +76,10 @@ _NO_MEDIA = "pictures come with the request, and have no such option; leave it o
 _FAMILY = "the chat template determines the format of tool calls and thinking; leave it out"
 _GRAMMARS = "each request can choose its grammar library with backend; leave it out"
 _WEIGHTS_STAY = "weights stay in the memory of their device; lower num_kv_blocks to save memory"
-_NO_REMOTE_KV = "KV is not moved between engines, each core has its own prefix cache; leave it out"
+_KV_STORES = (
+    "kv_offloading_size and kv_offload_dir keep KV outside the pool, kv_transfer_config takes "
+    "stores of Metronome; leave it out"
+)
 _GPU_ONLY = "only enforce_eager and cudagraph_capture_sizes control CUDA graphs; leave it out"
 _MODEL_FILES = "the values of the model's config.json apply; change them in a copy of the directory"
 _LOG = (
@@ -103,7 +106,7 @@ for _reason, _names in {
     _GRAMMARS: "guided_decoding_backend structured_outputs_config "
     "guided_decoding_disable_fallback guided_decoding_disable_any_whitespace",
     _WEIGHTS_STAY: "swap_space cpu_offload_gb enable_sleep_mode",
-    _NO_REMOTE_KV: "kv_offloading_backend ec_transfer_config",
+    _KV_STORES: "kv_offloading_backend ec_transfer_config",
     _GPU_ONLY: "compilation_config max_seq_len_to_capture optimization_level cuda_graph_sizes",
     _MODEL_FILES: "hf_overrides hf_config_path config_format rope_scaling rope_theta "
     "disable_sliding_window code_revision disable_cascade_attn tokenizer_mode",

@@ -24,9 +24,8 @@ from engine.kv_transfer.stores import BlockStore, Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.step import StepPlan
-from engine.states.compute import pool_bytes
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import tensors_of
+from engine.worker.memory import pool_bytes, tensors_of
 from engine.worker.slots import LiveSeqs
 
 BATCH_BYTES = 16 << 20  # of blocks that are copied at once

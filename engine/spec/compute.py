@@ -30,7 +30,6 @@ from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
 from engine.spec.kept import DraftWork, KeptDrafts, KeptStates, SpareBlocks, first_group
-from engine.states.compute import pool_bytes
 from engine.worker.batches import (
     NO_PADDING,
     Batches,
@@ -43,7 +42,7 @@ from engine.worker.batches import (
     wanted_rows,
 )
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import apply_kv_dtype, make_kv_cache, stored_as, tensors_of
+from engine.worker.memory import apply_kv_dtype, make_kv_cache, pool_bytes, stored_as, tensors_of
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs

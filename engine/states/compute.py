@@ -13,7 +13,7 @@ from engine.messages.step import SnapshotPart, StepPlan, StepResult
 from engine.models.model import Model
 from engine.worker.batches import PlanRows
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import tensors_of
+from engine.worker.memory import pool_bytes, tensors_of
 from engine.worker.slots import LiveSeqs
 from kernels.bodies import triton_for
 
@@ -173,21 +173,6 @@ def on_host(
 def rows_of_bytes(states: torch.Tensor) -> torch.Tensor:
     """A state tensor as [rows, bytes] uint8."""
     return states.view(len(states), -1).view(torch.uint8)
-
-
-def pool_bytes(kv: Sequence[torch.Tensor], num_blocks: int) -> Iterator[torch.Tensor]:
-    """The memory of the KV pool, as tensors [blocks, bytes of a block] uint8. ``kv``: the tensors
-    of the layers, some of which share memory."""
-    by_memory: dict[int, list[torch.Tensor]] = {}
-    for one in kv:
-        if one.numel():
-            by_memory.setdefault(one.untyped_storage().data_ptr(), []).append(one)
-    for views in by_memory.values():
-        begins = [one.storage_offset() * one.itemsize for one in views]
-        end = max(begin + one.nbytes for begin, one in zip(begins, views, strict=True))
-        begin, storage = min(begins), views[0].untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=views[0].device)
-        yield whole.set_(storage, begin, (end - begin,), (1,)).view(num_blocks, -1)
 
 
 def divide(states: Sequence[torch.Tensor], pool: Sequence[torch.Tensor]) -> Iterator[Piece]:

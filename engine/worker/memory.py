@@ -180,6 +180,21 @@ def tensors_of(caches: LayerCaches) -> list[torch.Tensor]:
     return [one for one in caches if isinstance(one, torch.Tensor)]
 
 
+def pool_bytes(kv: Sequence[torch.Tensor], num_blocks: int) -> Iterator[torch.Tensor]:
+    """The memory of the KV pool, as tensors [blocks, bytes of a block] uint8. ``kv``: the tensors
+    of the layers, some of which share memory."""
+    by_memory: dict[int, list[torch.Tensor]] = {}
+    for one in kv:
+        if one.numel():
+            by_memory.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+    for views in by_memory.values():
+        begins = [one.storage_offset() * one.itemsize for one in views]
+        end = max(begin + one.nbytes for begin, one in zip(begins, views, strict=True))
+        begin, storage = min(begins), views[0].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=views[0].device)
+        yield whole.set_(storage, begin, (end - begin,), (1,)).view(num_blocks, -1)
+
+
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeroed host memory whose pages are allocated only when they are written."""
     num_bytes = dtype.itemsize * math.prod(shape)
