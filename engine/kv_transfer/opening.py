@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,11 @@ class PlannedStore(NamedTuple):
 def planned_stores(cache: CacheConfig) -> list[PlannedStore]:
     """The stores that the options name, the fastest first. Raises ``ConfigError``."""
     plans = []
+    if cache.kv_offloading_size is not None:
+        raise ConfigError("kv_offloading_size is not there yet; use kv_offload_dir")
+    if cache.kv_offload_dir is not None:
+        open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
+        plans.append(PlannedStore("disk", DISK_SPEED, open_disk))
     if cache.kv_transfer_config is not None:
         plans.append(_connector(cache.kv_transfer_config))
     return plans
@@ -98,6 +104,12 @@ def weights_digest(path: Path) -> str:
                     stream.seek(about.st_size * place // SAMPLED_PLACES)
                     digest.update(stream.read(SAMPLED_BYTES))
     return digest.hexdigest()
+
+
+def _open_disk(directory: str, gib: float, identity: StoreIdentity) -> BlockStore:
+    from engine.kv_transfer.disk import open_disk_store
+
+    return open_disk_store(directory, int(gib * GIB), identity)
 
 
 def _connector(options: Mapping[str, Any]) -> PlannedStore:

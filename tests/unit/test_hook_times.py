@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from support.simulate import make_request, make_run
 
+from engine.messages.kv_orders import Loaded
 from engine.messages.requests import Arrival
 from engine.messages.step import EMPTY, MaskPart, Masks
 from engine.sched import Admission, Fit, Limits, OnRefuse, Policy, Resource, Scheduler
@@ -142,6 +143,9 @@ class SlowResource(Resource):
     def arrived(self, arrival):
         self.spend("arrived")
 
+    def transferred(self, report):
+        self.spend("transferred")
+
     def reset(self):
         self.spend("reset")
 
@@ -216,6 +220,7 @@ def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> di
         run.add(make_request(str(index), [index + 1] * 9, 12, priority=-index % 3))
         run.step()
     run.scheduler.arrived(Arrival("picture", ["0"]))
+    run.scheduler.transferred(Loaded(1, b"", 0.0))
     run.scheduler.reset_encoder_cache()
     run.drain()
     run.scheduler.shutdown()
