@@ -32,7 +32,6 @@ from engine.ipc.device_pixels import DeviceMemory
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
-from engine.kv_transfer.opening import PlannedStore, namespace_of, opened, planned_stores
 from engine.lora.decide import AdapterSlots
 from engine.lora.library import AdapterLibrary
 from engine.lora.loading import ThreadedReader
@@ -65,6 +64,7 @@ from engine.structured.guidance import CheckedOnly, fault_of, guidance_of
 
 if TYPE_CHECKING:
     from engine.kv_transfer.compute import TierCopies
+    from engine.kv_transfer.opening import PlannedStores
     from engine.worker.feature import Feature
 
 logger = logging.getLogger("engine.core")
@@ -83,7 +83,7 @@ def build_core(
     pixels; by default that of a CUDA device."""
     chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     find_snapshot_policy(config.cache.state_snapshot_policy)  # the same
-    stores = planned_stores(config.cache)
+    stores = planned_stores(config)  # the same
     adapters, added = adapter_halves(config)
     chosen = with_adapters(chosen, adapters)
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
@@ -116,7 +116,7 @@ def build_core(
     chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
-    chosen = with_tiers(chosen, copies, stores, facts.block_bytes)
+    chosen = with_tiers(chosen, copies, facts.block_bytes)
     capabilities = parts_of(chosen.resources)
     if pooling is not None:
         capabilities += ("pooling", "only_pooling")
@@ -124,8 +124,7 @@ def build_core(
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
     if copies is not None:
-        namespace = namespace_of(resolved, facts, drafting)
-        copies.open(decided.num_kv_blocks, partial(opened, stores, namespace))
+        copies.open(decided.num_kv_blocks, resolved, facts, drafting)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
     client = InprocClient(
         core,
@@ -254,28 +253,36 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
     return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
 
 
+def planned_stores(config: EngineConfig) -> PlannedStores | None:
+    """The stores of KV blocks that the options name; ``None`` if they name none. Raises
+    ``ConfigError``."""
+    if not config.cache.has_tiers:
+        return None
+    from engine.kv_transfer.opening import PlannedStores
+
+    return PlannedStores(config)
+
+
 def with_tier_copies(
-    features: list[Feature], stores: Sequence[PlannedStore]
+    features: list[Feature], stores: PlannedStores | None
 ) -> tuple[TierCopies | None, list[Feature]]:
     """Add the worker's half of KV tiers to the features, if there are stores: it copies blocks
     before others write to them, and fills blocks after others have read them."""
-    if not stores:
+    if stores is None:
         return None, features
     from engine.kv_transfer.compute import TierCopies, TierLoads
 
-    copies = TierCopies()
+    copies = TierCopies(stores)
     return copies, [copies, *features, TierLoads(copies)]
 
 
-def with_tiers(
-    chosen: Chosen, copies: TierCopies | None, stores: Sequence[PlannedStore], block_bytes: int
-) -> Chosen:
+def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> Chosen:
     """Add the resource for KV tiers, if there are stores."""
     if copies is None:
         return chosen
     from engine.kv_transfer.tiers import Tiers
 
-    tiers = Tiers(copies, block_bytes, speeds=[store.speed for store in stores])
+    tiers = Tiers(copies, block_bytes, speeds=copies.planned.speeds)
     return chosen._replace(resources=(*chosen.resources, tiers))
 
 

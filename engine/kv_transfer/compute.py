@@ -20,6 +20,10 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.config.decide import ModelFacts
+from engine.config.engine import ResolvedConfig
+from engine.config.model import ModelConfig
+from engine.kv_transfer.opening import PlannedStores, namespace_of
 from engine.kv_transfer.stores import BlockStore, Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
@@ -235,7 +239,9 @@ class TierCopies(Feature):
     part = "kv_transfer"
     waits_for_part = True
 
-    def __init__(self) -> None:
+    def __init__(self, planned: PlannedStores) -> None:
+        """planned: the stores to open, the fastest first."""
+        self.planned = planned
         self._blocks: Blocks
         self._threads: list[StoreThread] = []
         self._planned: list[LoadOrder] = []
@@ -248,15 +254,21 @@ class TierCopies(Feature):
     def attach(self, machine: Machine) -> None:
         self._machine = machine
 
-    def open(self, num_blocks: int, open_stores: Callable[[int], Sequence[BlockStore]]) -> None:
-        """Begin to use stores, after all memory of the pool's ``num_blocks`` blocks is allocated.
-        ``open_stores``: returns the stores, the fastest first, given the bytes of a block with what
-        features keep of it."""
+    def open(
+        self,
+        num_blocks: int,
+        config: ResolvedConfig,
+        facts: ModelFacts,
+        drafting: ModelConfig | None,
+    ) -> None:
+        """Open the stores, after all memory of the pool's ``num_blocks`` blocks is allocated.
+        ``drafting``: the draft model. Raises ``ConfigError``."""
         pieces = [*pool_bytes(tensors_of(self._machine.kv), num_blocks)]
         for feature in self._machine.features:
             pieces += feature.block_memory(num_blocks)
         self._blocks = Blocks(pieces)
-        stores = open_stores(self._blocks.num_bytes)
+        namespace = namespace_of(config, facts, drafting)
+        stores = self.planned.open(namespace, self._blocks.num_bytes)
         self._threads = [StoreThread(store, self._fill) for store in stores]
 
     @property

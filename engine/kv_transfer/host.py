@@ -59,11 +59,10 @@ def open_host_store(
         raise
 
 
-def host_store_of(config: EngineConfig, identity: StoreIdentity) -> HostStore | None:
-    """Open the store that a core's options want: in the memory that its launcher shares between
-    cores, otherwise in memory of its own. Raises ``ConfigError`` as ``open_host_store`` does."""
-    if config.cache.kv_offloading_size is None:
-        return None
+def open_core_store(config: EngineConfig, identity: StoreIdentity) -> HostStore:
+    """Open the store of a core with ``kv_offloading_size``: in memory that its launcher shares
+    between cores, else in memory of its own. Raises ``ConfigError`` as ``open_host_store`` does."""
+    assert config.cache.kv_offloading_size is not None
     size_bytes = int(config.cache.kv_offloading_size * GIB)
     if config.kv_arena is not None:
         try:

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.config.cache import CacheConfig
 from engine.config.decide import ModelFacts
-from engine.config.engine import ResolvedConfig
+from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
+from engine.kv_transfer.disk import open_disk_store
+from engine.kv_transfer.host import open_core_store
 from engine.kv_transfer.stores import BlockStore, StoreIdentity
 from engine.sched.plugins.find import find_named
 
@@ -37,23 +38,29 @@ class PlannedStore(NamedTuple):
     open: Callable[[StoreIdentity], BlockStore]
 
 
-def planned_stores(cache: CacheConfig) -> list[PlannedStore]:
+class PlannedStores:
     """The stores that the options name, the fastest first. Raises ``ConfigError``."""
-    plans = []
-    if cache.kv_offloading_size is not None:
-        raise ConfigError("kv_offloading_size is not there yet; use kv_offload_dir")
-    if cache.kv_offload_dir is not None:
-        open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
-        plans.append(PlannedStore("disk", DISK_SPEED, open_disk))
-    if cache.kv_transfer_config is not None:
-        plans.append(_connector(cache.kv_transfer_config))
-    return plans
 
+    def __init__(self, config: EngineConfig) -> None:
+        cache, plans = config.cache, []
+        if cache.kv_offloading_size is not None:
+            plans.append(PlannedStore("host", HOST_SPEED, partial(open_core_store, config)))
+        if cache.kv_offload_dir is not None:
+            open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
+            plans.append(PlannedStore("disk", DISK_SPEED, open_disk))
+        if cache.kv_transfer_config is not None:
+            plans.append(_connector(cache.kv_transfer_config))
+        self._plans = plans
 
-def opened(stores: Sequence[PlannedStore], namespace: str, block_bytes: int) -> list[BlockStore]:
-    """Open the stores for blocks of this namespace and size. Raises ``ConfigError``."""
-    identity = StoreIdentity(namespace, block_bytes)
-    return [store.open(identity) for store in stores]
+    @property
+    def speeds(self) -> list[float]:
+        """Bytes per second that each store is expected to supply."""
+        return [plan.speed for plan in self._plans]
+
+    def open(self, namespace: str, block_bytes: int) -> list[BlockStore]:
+        """Open the stores for blocks of this namespace and size. Raises ``ConfigError``."""
+        identity = StoreIdentity(namespace, block_bytes)
+        return [plan.open(identity) for plan in self._plans]
 
 
 def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfig | None) -> str:
@@ -107,8 +114,6 @@ def weights_digest(path: Path) -> str:
 
 
 def _open_disk(directory: str, gib: float, identity: StoreIdentity) -> BlockStore:
-    from engine.kv_transfer.disk import open_disk_store
-
     return open_disk_store(directory, int(gib * GIB), identity)
 
 
