@@ -30,7 +30,8 @@ from policylab.sim.workloads import Workload
 
 SHOWN = (
     *("ttft.mean", "ttft.p99", "tpot.mean", "itl.p99", "e2e.mean", "e2e.p99", "normalised.mean"),
-    *("slowdown.p99", "tokens_per_second", "attainment", "goodput", "jain", "gap", "recomputed"),
+    *("slowdown.p99", "program.mean", "tokens_per_second", "attainment", "goodput", "jain", "gap"),
+    "recomputed",
     *("prompt_tokens.dense", "snapshot_peak", "adapter_loads", "adapter_reads"),
 )
 

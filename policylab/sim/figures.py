@@ -10,6 +10,7 @@ finished normally:
 ``normalised``  ``e2e`` / output tokens
 ``delay``  from arrival to the first step that computed a token of the request
 ``slowdown``  ``e2e`` / ``e2e`` of the request alone on an idle engine with an empty cache
+``program``  from the first arrival of a program (a conversation, an agent) to its last token
 
 Each has a mean, p50, p90 and p99, with confidence intervals. An overloaded run has no latencies,
 since a mean would depend on the length of the run.
@@ -42,7 +43,7 @@ from policylab.sim.run import Run
 from policylab.sim.service import Service, service
 from policylab.sim.steady import OVERLOADED, Window, window
 
-KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown")
+KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown", "program")
 STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 EDGES = (0, 64, 256, 1024, 4096, 16384)
 """Bounds of the size classes of prompts and outputs, in tokens."""
@@ -293,12 +294,29 @@ def _latency(
     columns = {kind: of(run.requests) for kind, of in OF_REQUEST.items() if kind != "itl"}
     if slower is not None:
         columns["slowdown"] = slower
+    columns = {kind: values[counted] for kind, values in columns.items()}
+    if any(run.requests.names["program"]):
+        columns["program"] = program_seconds(run.requests, counted)
     found = _gaps(run.gaps, period)
-    for kind, values in columns.items():
+    for kind, mine in columns.items():
         for name, share in STATISTICS.items():
-            mine = values[counted]
             found[f"{kind}.{name}"] = mean_of(mine) if isnan(share) else quantile_of(mine, share)
     return found
+
+
+def program_seconds(requests: Requests, counted: NDArray[np.bool_]) -> Floats:
+    """Returns the seconds from the first arrival to the last token of each program whose requests
+    all count, in order of the first arrivals."""
+    arrival, last = requests.times("arrival").tolist(), requests.times("last").tolist()
+    first: dict[str, float] = {}
+    end: dict[str, float] = {}
+    for name, came, ended, counts in zip(
+        requests.names["program"], arrival, last, counted.tolist(), strict=True
+    ):
+        if name:
+            first.setdefault(name, came)
+            end[name] = max(end.get(name, ended), ended) if counts else nan
+    return np.array([end[name] - first[name] for name in first if end[name] == end[name]])
 
 
 def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
