@@ -48,8 +48,8 @@ MEMBERS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
         "view.kv",
         KVManager,
         (
-            *("num_free", "num_usable", "num_blocks", "usage", "blocks_for", "held", "missing"),
-            *("cached_prefix", "ready", "peak"),
+            *("num_free", "num_pinned", "num_usable", "num_blocks", "usage", "blocks_for", "held"),
+            *("missing", "cached_prefix", "ready", "peak"),
         ),
     ),
     ("view.lengths", LengthHistory, ("__len__", "mean", "means", "quantile", "sample")),

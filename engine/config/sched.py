@@ -51,6 +51,10 @@ class SchedulerOptions:
         default_factory=dict, metadata={EXAMPLE: {"default_deadline": 5.0}}
     )
     """Keyword arguments of the policy."""
+    cache_policy: Any = None
+    """Which free KV blocks keep their content longest: lru, programs (those of a program during its
+    tool calls), shares (no user more than a share), or a CachePolicy class, its dotted path or an
+    instance. Default: lru, or the scheduling policy's own."""
     max_policy_faults: int = 3
     """Faults of a policy or resource that are tolerated; one more switches it off."""
     resources: list[Any] | tuple[Any, ...] = ()

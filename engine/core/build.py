@@ -156,7 +156,7 @@ def wire(
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
     failures = failures or Failures()
-    kv = make_kv_manager(config, decided, failures=failures, resources=chosen.resources)
+    kv = make_kv_manager(config, decided, failures=failures, chosen=chosen)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
         return make_scheduler(
@@ -543,10 +543,10 @@ def make_kv_manager(
     decided: Decided,
     *,
     failures: Failures,
-    resources: Sequence[Resource] = (),
+    chosen: Chosen,
 ) -> KVManager:
-    """Create the KV manager with the configured block hash and event publisher. ``resources``:
-    among them the one that knows adapters, if there is one."""
+    """Create the KV manager with the configured block hash and event publisher. ``chosen``: its
+    cache policy decides on the pool; among its resources may be the one that knows adapters."""
     cache = config.cache
     events = None
     if cache.enable_kv_events:
@@ -571,11 +571,11 @@ def make_kv_manager(
             block_size=decided.block_size,
             clock=time.time,
             groups=decided.kv_groups,
-            name_of=adapter_names(resources),
+            name_of=adapter_names(chosen.resources),
             rank=config.rank,
         )
     kv = KVManager(
-        decided.num_kv_blocks,
+        chosen.pool(decided.num_kv_blocks),
         decided.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
         groups=decided.kv_groups,

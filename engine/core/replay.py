@@ -161,8 +161,9 @@ class Replay:
         _check_names(CacheConfig, header.cache, "the KV cache")
         _check_objects(header.cache, "give its class when you record")
         cache = CacheConfig(**header.cache)
+        chosen = choose_all(config)
         self.kv = KVManager(
-            header.num_blocks,
+            chosen.pool(header.num_blocks),
             header.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             hasher=make_hasher(cache, header.seed),
@@ -172,7 +173,7 @@ class Replay:
             self.kv.keep_states(header.snapshot_blocks, cache.state_snapshot_interval or 0)
         self._outputs = outputs
         self._clock = ReplayClock()
-        chosen = with_recorded_media(choose_all(config), header.encoder_sizes)
+        chosen = with_recorded_media(chosen, header.encoder_sizes)
         chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)

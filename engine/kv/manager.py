@@ -7,6 +7,7 @@ prefix_ends    explains why prefix hits end where they do
 snapshots      copies of recurrent states in blocks, for models that have states
 request_states which snapshots requests start from, and which they have made
 promotions     blocks into which copies from outside the pool are loaded
+retention      the order in which free blocks lose their content, if a cache policy chooses it
 transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
@@ -29,6 +30,7 @@ from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hashe
 from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.promotions import Promotion, Promotions, Wanted
 from engine.kv.request_states import RequestStates
+from engine.kv.retention import Retention
 from engine.kv.snapshots import Snapshots, is_reserved
 from engine.kv.tables import (
     WHOLE,
@@ -48,12 +50,13 @@ class KVManager:
 
     ``upto`` means the positions [0, upto) of a sequence. Queries (``lookup``, ``fits``,
     ``missing``) change nothing. A table entry takes one block in each group of layers; numbers of
-    blocks are sums over all groups. ``num_held`` and ``num_published`` count table entries by batch
+    blocks are sums over all groups. The blocks are of a new pool with ``num_blocks`` of them, or of
+    a given one. ``num_held`` and ``num_published`` count table entries by batch
     row, for vectorised scheduling."""
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | BlockPool,
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
@@ -72,7 +75,7 @@ class KVManager:
         self.num_groups = len(self.groups)  # a further table entry takes this many blocks
         self.caching = enable_prefix_caching
         self.counts = CacheCounts()
-        self.pool = BlockPool(num_blocks)
+        self.pool = num_blocks if isinstance(num_blocks, BlockPool) else BlockPool(num_blocks)
         self.cache = self.pool.cache
         self.tables = BlockTables(self.pool, groups, block_size)
         self.transfers = None if source is None else Transfers(self.pool, source)
@@ -86,6 +89,7 @@ class KVManager:
         self.states: RequestStates | None = None
         """Snapshots of requests' recurrent states; ``None`` for models without states, and without
         prefix caching."""
+        self.retention: Retention | None = None  # set before any request
 
     def keep_states(self, snapshot_blocks: int, interval: int = 0) -> None:
         """Set up the manager for a model with recurrent states, before any request. With prefix
@@ -111,6 +115,11 @@ class KVManager:
         """Number of free blocks; some may have cached content, which is lost when they are
         taken."""
         return self.pool.num_free
+
+    @property
+    def num_pinned(self) -> int:
+        """Number of free blocks that a cache policy has pinned; they are taken last."""
+        return 0 if self.retention is None else self.retention.pool.num_pinned
 
     @property
     def num_usable(self) -> int:
@@ -431,7 +440,7 @@ class KVManager:
         if allocation is None:
             return
         assert not allocation.loading, f"{req}: a transfer writes into its blocks"
-        self._give_back(allocation)
+        self._give_back(req, allocation)
         allocation.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
@@ -441,10 +450,7 @@ class KVManager:
         Returns the KV transfer parameters for its output, or None."""
         allocation = self._allocations.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
-        if self.transfers is not None:
-            return self.transfers.end(req, allocation)
-        self._give_back(allocation)
-        return None
+        return self._give_back(req, allocation, has_ended=True)
 
     def forget_prefix(self, req: KVRequest) -> None:
         """Forget the block hashes of a request that holds no blocks, because its adapter, salt or
@@ -471,6 +477,8 @@ class KVManager:
         if self.pool.num_free != self.num_usable:
             return False
         self._prefix_index.clear()
+        if self.retention is not None:
+            self.retention.pool.forget_all()
         self.counts.num_resets += 1
         return True
 
@@ -505,13 +513,27 @@ class KVManager:
         """Number of entries in each block table for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def _give_back(self, allocation: Allocation) -> None:
+    def _give_back(
+        self, req: KVRequest, allocation: Allocation, *, has_ended: bool = False
+    ) -> dict[str, Any] | None:
+        """Give back a request's blocks. Returns the KV transfer parameters of one that has ended,
+        or None."""
+        keep = params = None
+        if self.retention is not None and allocation.blocks:
+            keep = self.retention.wish(req, has_ended)
         if self.transfers is None:
             self.tables.release(allocation)
             if self.states is not None:
                 self.states.release(allocation)
+        elif has_ended:
+            params = self.transfers.end(req, allocation)
         else:
             self.transfers.give_back(live_blocks(allocation.tables))
+        if self.retention is not None and keep is not None:
+            snapshots = [] if self.states is None else self.states.blocks_of(allocation)
+            # Snapshots first, which are taken last: the blocks could not be used without them.
+            self.retention.pool.keep([*snapshots, *live_blocks(allocation.tables)], keep)
+        return params
 
     def _empty(self, req: KVRequest) -> Allocation:
         return Allocation([[] for _ in self.groups], req.arrival)

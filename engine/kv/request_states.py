@@ -51,6 +51,12 @@ class RequestStates:
         if allocation.states is not None:
             self.snapshots.touch(allocation.states.deepest_first())
 
+    def blocks_of(self, allocation: Allocation) -> list[int]:
+        """The blocks of the snapshots that a request knows, those after fewest tokens first."""
+        marks = allocation.states
+        hashes = [] if marks is None else marks.deepest_first()[::-1]
+        return [block for block_hash in hashes for block in self.snapshots.find(block_hash)]
+
     def known(self, req: KVRequest) -> list[KeptSnapshot]:
         """The cached snapshots that a request with blocks has used or made, and those before them,
         by number of tokens."""

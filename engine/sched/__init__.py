@@ -5,7 +5,9 @@ The names exported here are all that a custom policy, resource or scheduler need
 
 from __future__ import annotations
 
+from engine.kv.retention import Keep
 from engine.sched.adapters import AdapterPlaces
+from engine.sched.cache_policy import CachePolicy
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.checks import keep_hints, require_positive, require_share, wrong_hints
@@ -35,10 +37,12 @@ __all__ = [
     "Admission",
     "Array",
     "AttachedScheduler",
+    "CachePolicy",
     "Columns",
     "CostModel",
     "Defer",
     "Fit",
+    "Keep",
     "Ledger",
     "LengthHistory",
     "Limits",

@@ -414,13 +414,13 @@ class _SimulatedRun:
         self._max_tokens = workload.max_output
         self._max_model_len = config.max_model_len
         self._clock = VirtualClock()
+        chosen = choose(config)
         self._kv = RepeatingKV(
-            engine.num_blocks,
+            chosen.pool(engine.num_blocks),
             engine.block_size,
             enable_prefix_caching=engine.enable_prefix_caching,
             groups=engine.groups,
         )
-        chosen = choose(config)
         if engine.snapshot_blocks:
             self._kv.keep_states(engine.snapshot_blocks)
         if self._kv.states is not None:

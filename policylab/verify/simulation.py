@@ -16,7 +16,6 @@ from engine.messages.requests import AddRequest
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sched.interface import PauseState
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
-from engine.sched.policy import Policy
 from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
@@ -405,8 +404,9 @@ class Simulation:
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:
         config = setup.config
+        chosen = choose(config)
         kv = KVManager(
-            setup.num_blocks,
+            chosen.pool(setup.num_blocks),
             setup.block_size,
             enable_prefix_caching=setup.caching,
             groups=[make_group(window, setup) for window in setup.windows],
@@ -414,14 +414,13 @@ class Simulation:
         )
         if setup.snapshot_blocks:
             kv.keep_states(setup.snapshot_blocks, setup.snapshot_interval * setup.block_size)
-        chosen = choose(config)
-        policy = chosen.policy
-        if isinstance(config.scheduling_policy, Policy):  # each run uses its own copy
-            policy = copy.deepcopy(policy)
+        policies = (chosen.policy, chosen.cache_policy)
+        if config.scheduling_policy in policies or config.cache_policy in policies:
+            policies = copy.deepcopy(policies)  # each run uses its own
         snapshots = StateSnapshots(find_snapshot_policy(setup.snapshot_policy))
         states = [] if kv.states is None else [snapshots]
         resources = (*self.halves.resources, *chosen.resources, *self.needs, *states)
-        chosen = Chosen(chosen.cls, policy, resources)
+        chosen = Chosen(chosen.cls, policies[0], resources, policies[1])
         scheduler = make_scheduler(
             config, kv, clock=lambda: self.now, seed=setup.seed, chosen=chosen
         )

@@ -35,9 +35,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self._give_back(allocation)\n        allocation.clear()\n",
-        "        self._give_back(allocation)\n"
-        "        self._give_back(allocation)\n        allocation.clear()\n",
+        "        self._give_back(req, allocation)\n        allocation.clear()\n",
+        "        self._give_back(req, allocation)\n"
+        "        self._give_back(req, allocation)\n        allocation.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",

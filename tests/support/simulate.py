@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config.sched import SchedulerConfig
+from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
+from engine.kv.retention import ShelvedPool
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, Finished, Started
 from engine.messages.step import StepPlan
 from engine.sched.interface import StepOutputs
+from engine.sched.plugins.kept import GuardedCachePolicy
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
@@ -43,17 +46,22 @@ def make_scheduler(
 ) -> Scheduler:
     """A scheduler; its clock stands still if none is given. ``snapshot_blocks``: as in
     ``KVManager.keep_states``; 0: the model has no states. ``snapshot_policy``: as the option
-    ``state_snapshot_policy``."""
+    ``state_snapshot_policy``. ``cache_policy``: an object."""
     snapshot_blocks = config.pop("snapshot_blocks", 0)
     snapshot_policy = find_snapshot_policy(config.pop("snapshot_policy", "cost"))
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **config}
-    kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+    cache_policy = config.pop("cache_policy", None)
+    pool = BlockPool if cache_policy is None else ShelvedPool
+    kv = KVManager(pool(num_blocks), block_size, enable_prefix_caching=caching)
     if snapshot_blocks:
         kv.keep_states(snapshot_blocks)
         resources = (*resources, *[StateSnapshots(snapshot_policy)] * caching)
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     sched_config = SchedulerConfig(**config)
-    return scheduler_cls(sched_config, kv, chosen, clock=clock, resources=resources)
+    scheduler = scheduler_cls(sched_config, kv, chosen, clock=clock, resources=resources)
+    if cache_policy is not None:
+        GuardedCachePolicy(cache_policy, scheduler)
+    return scheduler
 
 
 def granted(scheduler: Scheduler, plan: StepPlan) -> dict[str, int]:

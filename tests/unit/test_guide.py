@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support.simulate import expected, make_request, make_run, random_requests
 
-from engine.sched import Policy, Resource, Scheduler
+from engine.sched import CachePolicy, Policy, Resource, Scheduler
 from tools.guide_members import document
 
 GUIDE = Path(__file__).parents[2] / "docs" / "policy-guide.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-KINDS = (Policy, Resource, Scheduler)
+KINDS = (CachePolicy, Policy, Resource, Scheduler)
 
 
 def classes() -> list[Any]:
@@ -49,6 +49,8 @@ def test_everybody_gets_their_tokens(cls: Any, seed: int) -> None:
         options = {"resources": (cls(),)}
     elif issubclass(cls, Scheduler):
         options = {"scheduler_cls": cls}
+    elif issubclass(cls, CachePolicy):
+        options = {"cache_policy": cls()}
     else:
         options = {"length_predictor": cls, "policy": "ltr"}
     sizes = {"num_blocks": 16, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}

@@ -17,8 +17,14 @@ from engine.config.dotted import load_dotted
 from engine.config.near import near_names
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError, PolicyError
+from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
+from engine.kv.retention import ShelvedPool
+from engine.sched.cache_policies import LRU, Programs, Shares
+from engine.sched.cache_policy import CachePolicy
 from engine.sched.interface import SchedulerInterface
+from engine.sched.plugins.checks import require_share
+from engine.sched.plugins.kept import GuardedCachePolicy
 from engine.sched.policies import POLICIES
 from engine.sched.policy import API_VERSION, Policy
 from engine.sched.predict.lengths import look_up_predictor
@@ -29,10 +35,14 @@ logger = logging.getLogger("engine.sched")
 
 SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
 RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
+CACHE_POLICIES_GROUP = "engine.cache_policies"  # entry points: CachePolicy classes
+
+CACHE_POLICIES: dict[str, type[CachePolicy]] = {"lru": LRU, "programs": Programs, "shares": Shares}
 
 KINDS = (  # base classes, and the option in which such a class is given
     (Policy, "a policy: give it as scheduling_policy"),
     (Resource, "a resource: give it in resources"),
+    (CachePolicy, "a cache policy: give it as cache_policy"),
     (SchedulerInterface, "a scheduler: give it as scheduler_cls"),
 )
 
@@ -45,11 +55,18 @@ _deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary() 
 
 
 class Chosen(NamedTuple):
-    """A scheduler class, and the policy and resources to create it with."""
+    """A scheduler class, and the policies and resources to create it with. ``cache_policy``:
+    ``None`` if the content used least recently goes first."""
 
     cls: type[Scheduler]
     policy: Policy
     resources: tuple[Resource, ...] = ()
+    cache_policy: CachePolicy | None = None
+
+    @property
+    def pool(self) -> type[BlockPool]:
+        """The class of the pool of KV blocks, for a ``KVManager``."""
+        return BlockPool if self.cache_policy is None else ShelvedPool
 
 
 def make_scheduler(
@@ -65,16 +82,23 @@ def make_scheduler(
 
     ``chosen``: result of an earlier ``choose`` for this configuration, which is then used.
     """
-    cls, policy, resources = chosen or choose(config)
+    cls, policy, resources, cache_policy = chosen or choose(config)
     scheduler = cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
-    _note_objects((config.scheduling_policy, *config.resources), scheduler)
+    if cache_policy is not None:
+        if not isinstance(scheduler, Scheduler):
+            raise ConfigError(
+                f"cache_policy {type(cache_policy).__name__} reads the view of a Scheduler, but "
+                f"scheduler_cls {cls.__name__} is no subclass of it; leave one of them out"
+            )
+        GuardedCachePolicy(cache_policy, scheduler)
+    _note_objects((config.scheduling_policy, config.cache_policy, *config.resources), scheduler)
     return scheduler
 
 
 def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
     """Warn if a policy or resource object is already used by the scheduler of another engine."""
     for plugin in given:
-        if not isinstance(plugin, Policy | Resource):
+        if not isinstance(plugin, Policy | Resource | CachePolicy):
             continue
         if id(plugin) in _deciding:
             logger.warning(
@@ -95,7 +119,8 @@ def choose(config: SchedulerOptions) -> Chosen:
             type(policy).__name__,
         )
     resources = tuple(find_resource(name) for name in config.resources)
-    return Chosen(find_scheduler(config.scheduler_cls), policy, resources)
+    cache_policy = find_cache_policy(config.cache_policy, policy)
+    return Chosen(find_scheduler(config.scheduler_cls), policy, resources, cache_policy)
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
@@ -112,6 +137,26 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     _check_kind(cls, Policy, "scheduling_policy", name)
     _check_class(cls, Policy, "scheduling_policy")
     return _make(cls, options, "policy_options")
+
+
+def find_cache_policy(name: Any, policy: Policy) -> CachePolicy | None:
+    """Create a cache policy from its name, dotted path or class; return an object unchanged.
+    ``None``: ``policy``, if it is one."""
+    found: CachePolicy | None = None
+    if name is None:
+        found = policy if isinstance(policy, CachePolicy) else None
+    else:
+        found = find_plugin(
+            "cache_policy",
+            name,
+            CachePolicy,  # type: ignore[type-abstract]
+            CACHE_POLICIES,
+            CACHE_POLICIES_GROUP,
+        )
+    if found is not None:
+        check_hooks(type(found), CachePolicy)
+        require_share(max_pinned=found.max_pinned)
+    return found
 
 
 def find_resource(name: Any) -> Resource:
