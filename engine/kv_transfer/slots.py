@@ -42,9 +42,8 @@ class OwnSlots:
         self._oldest = [(int(region.stamps[slot]), slot) for slot in self.slots.values()]
         heapify(self._oldest)
         self._is_queued = [key is not None for key in self._keys]
-        unused = np.setdiff1d(_every(region), list(self.slots.values()))
-        region.withdrawn[row, unused] = region.sequences[unused]
-        self._free: list[int] = unused[::-1].tolist()  # the lowest is taken first
+        free = [slot for slot, key in enumerate(self._keys) if key is None]
+        self._free = free[::-1]  # the lowest is taken first
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that these blocks are in use now. Earlier keys count as more recently used: in a

@@ -36,15 +36,24 @@ def arena_bytes(num_slots: int, num_regions: int = 1) -> int:
     return least_bytes(SIZE, num_regions) + num_regions * (num_slots - 1) * (SIZE + 150)
 
 
+Pair = tuple[HostStore, HostStore]
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[HostStore, HostStore]]:
-    """The stores of two cores."""
+def file() -> Iterator[ArenaFile]:
+    """The memory of two cores."""
     file = ArenaFile(arena_bytes(8, 2), 2)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def pair(file: ArenaFile) -> Iterator[Pair]:
+    """The stores of two cores."""
     stores = open_host_store(0, MODEL, file.handle), open_host_store(0, MODEL, file.handle)
     yield stores
     for each in stores:
         each.close()
-    file.close()
 
 
 def write(store: HostStore, *numbers: int, weights: int = 0) -> list[bool]:
@@ -173,7 +182,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 # Several cores
 
 
-def test_a_core_reads_what_another_has_written(pair: tuple[HostStore, HostStore]) -> None:
+def test_a_core_reads_what_another_has_written(pair: Pair) -> None:
     one, other = pair
     write(one, 1, 2, 3)
     assert has(other, 1, 2, 3, 4) == [True, True, True, False]
@@ -182,7 +191,7 @@ def test_a_core_reads_what_another_has_written(pair: tuple[HostStore, HostStore]
     assert other.counts()["from_others"] == 3
 
 
-def test_blocks_that_another_core_uses_are_kept(pair: tuple[HostStore, HostStore]) -> None:
+def test_blocks_that_another_core_uses_are_kept(pair: Pair) -> None:
     one, other = pair
     room = fill(one)
     assert has(other, room - 1) == [True]  # the end of a chain, which is evicted first
@@ -190,7 +199,7 @@ def test_blocks_that_another_core_uses_are_kept(pair: tuple[HostStore, HostStore
     assert has(one, *range(room)) == [True] * (room - 2) + [False, True]
 
 
-def test_what_one_core_forgets_no_core_serves(pair: tuple[HostStore, HostStore]) -> None:
+def test_what_one_core_forgets_no_core_serves(pair: Pair) -> None:
     one, other = pair
     write(one, 1, 2)
     write(other, 3)
@@ -203,7 +212,7 @@ def test_what_one_core_forgets_no_core_serves(pair: tuple[HostStore, HostStore])
 
 
 def test_after_a_core_has_new_weights_no_blocks_of_others_are_for_it(
-    pair: tuple[HostStore, HostStore],
+    pair: Pair,
 ) -> None:
     one, other = pair
     write(one, 1)
@@ -216,8 +225,7 @@ def test_after_a_core_has_new_weights_no_blocks_of_others_are_for_it(
     assert has(other, 1) == [False]
 
 
-def test_a_slot_that_is_written_while_another_core_reads_it_is_a_miss() -> None:
-    file = ArenaFile(arena_bytes(1, 2), 2)
+def test_a_slot_that_is_written_while_another_core_reads_it_is_a_miss(file: ArenaFile) -> None:
     writer = open_host_store(0, MODEL, file.handle)
     room = fill(writer)
 
@@ -231,9 +239,40 @@ def test_a_slot_that_is_written_while_another_core_reads_it_is_a_miss() -> None:
     assert reader.contains([key_of(1)]) == [True]
     assert reader.read([key_of(1)], np.zeros((1, SIZE), np.uint8)) == [False]
     assert reader.counts()["overtaken"] == 1
-    for each in (writer, reader):
-        each.close()
-    file.close()
+    reader.close()
+    writer.close()
+
+
+def test_a_core_that_gets_new_weights_while_it_reads_has_nothing(file: ArenaFile) -> None:
+    writer = open_host_store(0, MODEL, file.handle)
+    write(writer, 1)
+
+    def copy(to: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        to[:] = source
+        reader.clear()
+
+    reader = HostStore(Arena.shared(file.handle), MODEL, copy=copy)
+    assert reader.contains([key_of(1)]) == [True]
+    assert reader.read([key_of(1)], np.zeros((1, SIZE), np.uint8)) == [False]
+    reader.close()
+    writer.close()
+
+
+def test_a_key_that_moved_to_another_slot_is_forgotten_there(
+    pair: Pair,
+) -> None:
+    one, other = pair
+    write(one, 1)
+    write(one, 2)
+    assert has(other, 1, 2) == [True, True]
+    one.forget([key_of(1)])
+    one.forget([key_of(2)])
+    write(one, 1)  # where 2 was
+    assert has(other, 1, 2) == [True, False]
+    other.forget([key_of(1)])
+    write(one, 7)
+    write(one, 8)  # where 1 was first
+    assert has(other, 1, 2, 7, 8) == [False, False, True, True]
 
 
 def test_a_core_that_starts_again_has_the_blocks_it_had() -> None:
@@ -243,7 +282,8 @@ def test_a_core_that_starts_again_has_the_blocks_it_had() -> None:
     assert has(store, room - 1) == [True]
     store.close()
     store = open_host_store(0, MODEL, file.handle)
-    assert has(store, *range(room)) == [True] * room
+    write(store, 500)  # in place of the least recently used one
+    assert has(store, *range(room)) == [True] * (room - 2) + [False, True]
     store.close()
     store = open_host_store(0, MODEL._replace(namespace="bb"), file.handle)
     assert has(store, *range(room)) == [False] * room and fill(store) == room
