@@ -92,7 +92,10 @@ class Region:
         is_ours = labels.view(np.uint8)[:, :SPACE_BYTES] == np.frombuffer(space, np.uint8)
         fence()
         found = np.flatnonzero(is_ours.all(axis=1) & self.valid(slots, sequences))
-        keys = [_key_of(label.tobytes()) for label in labels[found]]
+        text = labels[found].tobytes()
+        keys = [
+            text[at + 1 : at + 1 + text[at]] for at in range(SPACE_BYTES, len(text), LABEL_BYTES)
+        ]
         return list(zip(keys, slots[found].tolist(), strict=True))
 
     def changed(self, since: int, until: int) -> Words:
@@ -124,11 +127,6 @@ def labels_of(space: bytes, keys: Sequence[bytes]) -> Words:
     """The labels [keys, 8] of keys in a space: space, length of the key, key, zeros."""
     parts = [space + bytes((len(key),)) + key.ljust(MAX_KEY_BYTES, b"\0") for key in keys]
     return np.frombuffer(b"".join(parts), np.int64).reshape(-1, LABEL_BYTES // 8)
-
-
-def _key_of(label: bytes) -> bytes:
-    """The key in a label."""
-    return label[SPACE_BYTES + 1 : SPACE_BYTES + 1 + label[SPACE_BYTES]]
 
 
 def _up(value: int, unit: int) -> int:

@@ -20,7 +20,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.core.watching import CoreWatch
 from engine.kv.manager import KVManager
-from engine.kv_transfer.host import host_store_of
+from engine.kv_transfer.host import open_core_store
 from engine.kv_transfer.stores import StoreIdentity
 from engine.lora.loading import Order
 from engine.messages.step import StepResult
@@ -108,8 +108,7 @@ class BlocksOfCores(FakeBuild):
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
-        store = host_store_of(config, StoreIdentity("model", 100))
-        assert store is not None
+        store = open_core_store(config, StoreIdentity("model", 100))
         found = store.contains([key_of(0), key_of(1)])
         (Path(self.folder) / str(os.getpid())).write_text(f"{found[0]} {found[1]}")
         store.write([key_of(config.rank)], rows_of([config.rank], 100))

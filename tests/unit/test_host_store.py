@@ -21,7 +21,7 @@ from engine.config.args import EngineArgs
 from engine.errors import ConfigError, WireError
 from engine.ipc.arena import Arena, ArenaFile
 from engine.ipc.sealed_files import SealedFile
-from engine.kv_transfer.host import HostStore, host_store_of, open_host_store
+from engine.kv_transfer.host import HostStore, open_core_store, open_host_store
 from engine.kv_transfer.regions import least_bytes
 from engine.kv_transfer.stores import StoreIdentity
 from engine.rpc.launch import share_of
@@ -379,7 +379,6 @@ def test_a_core_without_the_arena_of_its_launcher_has_memory_of_its_own(
     config = EngineArgs(kv_offloading_size=0.001).create_config()
     file = ArenaFile(arena_bytes(4), 1)
     file.close()
-    store = host_store_of(replace(config, kv_arena=file.handle), MODEL)
-    assert store is not None and fill(store) == 100
+    store = open_core_store(replace(config, kv_arena=file.handle), MODEL)
+    assert fill(store) == 100
     assert "not shared with other cores" in caplog.text
-    assert host_store_of(EngineArgs().create_config(), MODEL) is None
