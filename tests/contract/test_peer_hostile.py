@@ -358,6 +358,13 @@ def test_a_consumer_that_frees_nothing_holds_at_most_its_window_and_is_refused()
     server.close()
 
 
+def test_only_slots_that_were_freed_are_used_again(server: BlockServer, raw: Raw) -> None:
+    assert raw.ask(raw.join(4))[0] == "joined"
+    assert raw.ask(Pull(1, KEYS))[2:4] == [0, [True] * 4]
+    assert raw.ask(Free(1))[2:4] == [4, [True]]
+    assert raw.ask(Free(3))[2:4] == [5, [True]]
+
+
 def test_when_there_are_too_many_consumers_the_idle_ones_go() -> None:
     awaited: set[bytes] = set()
     server = BlockServer(
@@ -410,9 +417,11 @@ def test_nothing_is_left_of_a_consumer_that_is_killed(kind: str, phase: str) -> 
     reader = Blocks(None if phase == "amid blocks" else set(), on_read=on_read)
     limits = ServerLimits(Pace(0.5), sweep_seconds=0.02)
     server = BlockServer(reader, identity_of(), limits=limits)
-    wait_seconds = "0.4" if phase == "waiting" else "0"
+    wait_seconds = WAIT_SECONDS if kind == "shared" else 0.4  # by its memory, or by its time
+    if phase == "amid blocks":
+        wait_seconds = 0.0
     process = subprocess.run(
-        [sys.executable, "-c", DYING, server.address, kind, wait_seconds],
+        [sys.executable, "-c", DYING, server.address, kind, str(wait_seconds)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=WAIT_SECONDS,
     )

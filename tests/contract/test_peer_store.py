@@ -301,6 +301,18 @@ def test_blocks_of_another_model_or_layout_are_refused(
     assert store.counts()["refused"] == 1
 
 
+def test_repeated_failures_are_counted_and_logged_once(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = opened(BlockServer, Blocks(), identity_of("b"))
+    store = store_of(opened, "shared", PATIENT._replace(pause_seconds=0.0))
+    for _ in range(3):
+        store.announce(server.address, keys_of(2))
+        assert store.read(keys_of(2), empty_rows(2)) == [False] * 2
+    assert store.counts()["refused"] == server.counts()["refused"] == 3
+    assert caplog.text.count("requests compute it") == 1
+
+
 def test_a_wrong_secret_gets_nothing(opened: Opened) -> None:
     keys = keys_of(2)
     server = opened(BlockServer, Blocks(), identity_of(), address_of("tcp"), secret=SECRET)
