@@ -151,9 +151,10 @@ def _mapped(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
             f"{error}; lower kv_offloading_size, or raise the limit of the process's memory "
             "(ulimit -v)"
         ) from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
-        with suppress(AttributeError, OSError):  # not on every system
-            memory.madvise(getattr(mmap, advice))
+    # No huge pages: copies of whole blocks gain nothing from them, and where memory is fragmented
+    # the first write to one may take 10 times as long.
+    with suppress(AttributeError, OSError):  # not on every system
+        memory.madvise(mmap.MADV_DONTDUMP)
     return memory
 
 
