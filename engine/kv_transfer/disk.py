@@ -5,8 +5,8 @@
     read  ──> by an index in memory, checked by checksums
 
 The files are described in ``disk_files.py``. The index is made from their tables at the start, and
-follows what other processes add, remove and withdraw: by looking at intervals, and, for withdrawn
-blocks, at each read. Nothing is synced to the disk except withdrawals: what a failure of power
+follows what other processes add, remove and withdraw by looking at intervals; a withdrawn block is
+also noticed when it is read. Only withdrawals are synced to the disk: what a failure of power
 leaves unwritten is found by its checksum."""
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 
 import numpy as np
 
 from engine.errors import ConfigError
 from engine.kv_transfer.disk_files import (
-    DAMAGED,
-    EMPTY,
-    GONE,
     MAX_KEY_BYTES,
     MAX_RUN_BLOCKS,
-    Entry,
+    Lack,
     Row,
     Segment,
     SegmentName,
@@ -46,7 +43,8 @@ SEGMENTS = 32  # in a full directory, if all processes have the same bound
 MAX_SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 4
 MAX_RUN_BYTES = 64 << 20
-COPY_BYTES = 8 << 20  # memory for blocks that are copied out of a segment before it is removed
+COPY_BYTES = 8 << 20  # memory for blocks that are copied to a new segment
+MOST_COPIED_BYTES = 64 << 20  # to a segment, while other processes may wait
 
 
 def open_disk_store(
@@ -87,11 +85,12 @@ class DiskStore:
         self._index = DiskIndex()
         most_bytes = min(files.most_bytes // SEGMENTS, MAX_SEGMENT_BYTES)
         self._shape = Shape.within(most_bytes, block_bytes)
-        # Held by whoever changes files, or follows what others change; guards the next three.
+        # Held by whoever changes files, or follows what others change; guards the next four.
         self._changing = threading.RLock()
         self._active: tuple[Known, Segment] | None = None
         self._ignored: set[SegmentName] = set()
         self._may_shrink = True
+        self._last_withdrawal = files.last_withdrawal()
         # Guards the next four; never held during input or output.
         self._use = threading.Condition()
         self._counts = dict.fromkeys(("evicted", "copied", "damaged", "refused", "errors"), 0)
@@ -143,20 +142,22 @@ class DiskStore:
         return kept
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        with self._changing:
+        with self._changing, self._locked_if_possible():
             self.refresh()  # other processes may have written copies
             places = self._index.find_all(keys)
             for known, slots in places:
                 self._index.lose(known, slots)
-            for known, slots in places:
                 try:
                     self._withdraw(known, slots)
                 except OSError as error:
                     self._failed(error)
                     self._remove(known.name)
+            if places:
+                with suppress(OSError):
+                    self._files.note_withdrawal()
 
     def clear(self) -> None:
-        with self._changing:
+        with self._changing, self._locked_if_possible():
             if self._is_closed:
                 return
             self._finish_active()
@@ -183,6 +184,7 @@ class DiskStore:
                 return
             try:
                 unfinished = self._list()
+                self._follow_withdrawals()
             except OSError as error:
                 self._failed(error)
                 return
@@ -252,12 +254,12 @@ class DiskStore:
                     return done
                 for run in _runs(wanted, self._run_of(MAX_RUN_BYTES)):
                     first = run[0][0]
-                    entries = segment.fetch(first, [rows[position].data for _, position in run])
-                    for (slot, position), entry in zip(run, entries, strict=True):
-                        if entry.key == keys[position]:
+                    fetched = segment.fetch(first, [rows[position].data for _, position in run])
+                    for (slot, position), key in zip(run, fetched, strict=True):
+                        if key == keys[position]:
                             done.append(position)
                         else:
-                            self._lose(known, segment, slot, entry)
+                            self._lose(known, segment, slot, key)
                     self._mark(known, segment, first, len(run))
         except FileNotFoundError:  # another process has removed it
             self._index.drop(known)
@@ -266,10 +268,10 @@ class DiskStore:
             self._index.lose(known, [slot for slot, _ in wanted])
         return done
 
-    def _lose(self, known: Known, segment: Segment, slot: int, entry: Entry) -> None:
+    def _lose(self, known: Known, segment: Segment, slot: int, key: bytes | Lack) -> None:
         """Drop a block that is damaged, or that another process has withdrawn."""
         self._index.lose(known, [slot])
-        if entry is not GONE:
+        if key is not Lack.WITHDRAWN:
             self._damaged(1)
             with suppress(OSError):
                 segment.withdraw(slot)
@@ -284,6 +286,17 @@ class DiskStore:
                 segment.mark(slot, count)
 
     # What follows is called with `_changing` held.
+
+    @contextmanager
+    def _locked_if_possible(self) -> Iterator[None]:
+        """Hold the directory's lock, so that no other process copies blocks meanwhile."""
+        with ExitStack() as held:
+            if not self._is_closed:
+                try:
+                    held.enter_context(self._files.locked())
+                except OSError as error:
+                    self._failed(error)
+            yield
 
     def _make_slots(self) -> int:
         """Number of blocks that can be appended next: at least one."""
@@ -300,22 +313,22 @@ class DiskStore:
         known, segment = self._active
         start = known.num_seen
         segment.append(start, keys, rows)
-        self._index.enter(known, enumerate(keys, start), start + len(keys))
+        self._index.enter(known, dict(enumerate(keys, start)), start + len(keys))
         self._may_shrink = True
 
     def _start_segment(self) -> None:
         """Begin the next segment. The oldest ones are removed for it; of their blocks, those that
-        have been read are copied, which may take half of it."""
+        have been read are copied, which may take half of it, but not long."""
         self._finish_active()
         removed: list[tuple[SegmentName, int]] = []
         try:
             with self._files.locked():
                 self._files.make_room(self._shape.num_bytes, removed)
                 name, segment = self._files.create(self._shape)
-            self._active = Known(name, self._shape.num_slots), segment
-            self._index.enter(self._active[0], (), 0)
-            for old, fd in removed:
-                self._copy_read_blocks(old, fd)
+                self._active = Known(name, self._shape.num_slots), segment
+                self._index.enter(self._active[0], {}, 0)
+                for old, fd in removed:
+                    self._copy_read_blocks(old, fd)
         finally:
             for old, fd in removed:
                 os.close(fd)
@@ -325,20 +338,25 @@ class DiskStore:
     def _copy_read_blocks(self, name: SegmentName, fd: int) -> None:
         segment = self._files.segment(name, fd)
         assert self._active is not None
-        room = self._shape.num_slots // 2 - self._active[0].num_seen
+        most = min(self._shape.num_slots // 2, MOST_COPIED_BYTES // self._shape.block_bytes)
+        room = most - self._active[0].num_seen
         if segment is None or room <= 0:
             return
-        marks, entries = segment.marks(), segment.entries(0, segment.shape.num_slots)
+        marks, keys = segment.marks(), segment.entries(0, segment.shape.num_slots).keys
         slots = [
             (slot, slot)
-            for slot, entry in enumerate(entries)
-            if entry.key and marks[slot] and not self._index.is_elsewhere(entry.key, name)
+            for slot, key in enumerate(keys)
+            if isinstance(key, bytes) and marks[slot] and not self._index.is_elsewhere(key, name)
         ]
         for run in _runs(slots[:room], self._run_of(COPY_BYTES)):
             rows = np.empty((len(run), self._shape.block_bytes), np.uint8)
-            found = segment.fetch(run[0][0], [row.data for row in rows])
-            good = [index for index, entry in enumerate(found) if entry.key]
-            self._append([found[index].key for index in good], [rows[index].data for index in good])
+            fetched = segment.fetch(run[0][0], [row.data for row in rows])
+            good = {
+                key: row.data
+                for key, row in zip(fetched, rows, strict=True)
+                if isinstance(key, bytes)
+            }
+            self._append(list(good), list(good.values()))
             self._count("copied", len(good))
 
     def _finish_active(self) -> None:
@@ -406,6 +424,17 @@ class DiskStore:
                 self._index.drop(known)
         return unfinished
 
+    def _follow_withdrawals(self) -> None:
+        """Drop blocks that other processes have withdrawn since the last time."""
+        now = self._files.last_withdrawal()
+        if now == self._last_withdrawal:
+            return
+        self._last_withdrawal = now
+        for known in self._index.segments():
+            with suppress(FileNotFoundError), self._files.opened(known.name) as segment:
+                if segment is not None:
+                    self._index.lose(known, segment.withdrawn(known.num_seen))
+
     def _scan(self, name: SegmentName, is_finished: bool) -> None:
         """Read the entries of a segment that are not known yet."""
         with self._files.opened(name) as segment:
@@ -415,31 +444,33 @@ class DiskStore:
                     self._remove(name)
                 return
             known = self._index.segment(name) or Known(name, segment.shape.num_slots)
-            entries = segment.entries(known.num_seen, known.num_slots)
+            keys = segment.entries(known.num_seen, known.num_slots).keys
             if is_finished:
-                if not self._finish(known, segment, entries):
+                if not self._finish(known, segment, keys):
                     return
-            else:  # the owner may be writing the next one
-                entries = list(takewhile(lambda entry: entry not in (EMPTY, DAMAGED), entries))
-            keys = [
-                (slot, entry.key) for slot, entry in enumerate(entries, known.num_seen) if entry.key
-            ]
-            self._index.enter(known, keys, known.num_seen + len(entries))
+            else:  # the owner may be writing the next entry
+                ends = (Lack.UNUSED, Lack.DAMAGED)
+                keys = list(takewhile(lambda key: key not in ends, keys))
+            found = {
+                slot: key for slot, key in enumerate(keys, known.num_seen) if isinstance(key, bytes)
+            }
+            self._index.enter(known, found, known.num_seen + len(keys))
 
-    def _finish(self, known: Known, segment: Segment, entries: list[Entry]) -> bool:
+    def _finish(self, known: Known, segment: Segment, keys: list[bytes | Lack]) -> bool:
         """Note that nothing will be appended to a segment, and drop what a crash has left: entries
-        of incomplete blocks, and bytes that were reserved. Returns whether any block is left."""
+        of incomplete blocks, and bytes that were reserved. ``keys``: in the slots that are not yet
+        known. Returns whether any block is left."""
         known.is_finished = True
         shape, num_bytes = segment.shape, os.fstat(segment.fd).st_size
+        num_whole = (num_bytes - shape.blocks_at) // shape.block_bytes
         num_used = known.num_seen
-        for index, entry in enumerate(entries):
-            slot = known.num_seen + index
-            if entry.key and shape.end_of(slot + 1) > num_bytes:
-                entry = entries[index] = DAMAGED
-            if entry is DAMAGED:
-                self._lose(known, segment, slot, entry)
-            if entry is not EMPTY:
-                num_used = slot + 1
+        for slot, key in enumerate(keys, known.num_seen):
+            if key is Lack.UNUSED:
+                continue
+            num_used = slot + 1
+            if key is Lack.DAMAGED or (slot >= num_whole and key is not Lack.WITHDRAWN):
+                keys[slot - known.num_seen] = Lack.DAMAGED
+                self._lose(known, segment, slot, Lack.DAMAGED)
         if not num_used:
             self._remove(known.name)
         elif num_bytes > shape.end_of(num_used):

@@ -1,8 +1,10 @@
 """Segments of KV blocks on disk, and the directory that holds them.
 
     DIRECTORY/
-        lock                       held while segments are made and removed
-        IDENTITY.use               held, shared, by each process that uses blocks of this identity
+        lock                       held while segments are made and removed, and while blocks are
+                                   copied and withdrawn, so that no copy is missed
+        IDENTITY.use               held, shared, by each process that uses blocks of this identity;
+                                   its time changes when blocks are withdrawn
         IDENTITY-NUMBER.kv         a segment, locked by the process that appends to it
 
 A segment is filled once, from front to back, and its size on disk is reserved from the start:
@@ -29,10 +31,12 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from engine.errors import ConfigError
@@ -45,12 +49,14 @@ FORMAT = 1
 PAGE = 4096
 HEADER_BYTES = PAGE
 ENTRY = struct.Struct("<BB6x64s16s8s")
-CHECKED_BYTES = ENTRY.size - 8  # of an entry, all but its checksum
+KEY_AT = 8
+CONTENT_AT = KEY_AT + 64
+CHECKED_BYTES = CONTENT_AT + 16
 LIVE = 1
 WITHDRAWN = b"\x02".ljust(ENTRY.size, b"\0")
 MAX_KEY_BYTES = 64
 MAX_RUN_BLOCKS = 512  # of one call of the operating system, which takes at most 1024
-LOCK_SECONDS = 2.0  # the lock is held for about a millisecond
+LOCK_SECONDS = 3.0  # the lock is held for about a millisecond, longer while blocks are copied
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\.kv")
 USE = re.compile(r"([0-9a-f]{32})\.use")
 
@@ -87,16 +93,19 @@ class Shape(NamedTuple):
         return self.blocks_at + num_slots * self.block_bytes
 
 
-class Entry(NamedTuple):
-    """An entry of the table: the key of a block and the checksum of its content."""
+class Lack(Enum):
+    """Why an entry of the table has no key."""
 
-    key: bytes
-    content: bytes
+    UNUSED = 1
+    WITHDRAWN = 2
+    DAMAGED = 3
 
 
-EMPTY = Entry(b"", b"")
-GONE = Entry(b"", b"gone")  # withdrawn
-DAMAGED = Entry(b"", b"damaged")
+class Entries(NamedTuple):
+    """Consecutive entries of the table: keys of blocks, and checksums of their contents."""
+
+    keys: list[bytes | Lack]
+    contents: list[bytes]
 
 
 class Segment:
@@ -119,27 +128,41 @@ class Segment:
         if written != len(keys) * (self.shape.block_bytes + ENTRY.size):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def fetch(self, slot: int, rows: Sequence[Row]) -> list[Entry]:
-        """Read the blocks of the slots from ``slot`` on into ``rows``. Returns their entries;
-        ``DAMAGED`` also if an entry's checksum is not that of the block."""
-        entries = self.entries(slot, slot + len(rows))
+    def fetch(self, slot: int, rows: Sequence[Row]) -> list[bytes | Lack]:
+        """Read the blocks of the slots from ``slot`` on into ``rows``. Returns their keys; a block
+        is ``DAMAGED`` also if its checksum is not that in its entry."""
+        keys, contents = self.entries(slot, slot + len(rows))
         num_read = os.preadv(self.fd, rows, self.shape.end_of(slot))
-        for index, (entry, row) in enumerate(zip(entries, rows, strict=True)):
+        for index, row in enumerate(rows):
             is_whole = (index + 1) * self.shape.block_bytes <= num_read
-            if entry.key and not (is_whole and xxh3_128_digest(row) == entry.content):
-                entries[index] = DAMAGED
-        return entries
+            if isinstance(keys[index], bytes) and not (
+                is_whole and xxh3_128_digest(row) == contents[index]
+            ):
+                keys[index] = Lack.DAMAGED
+        return keys
 
-    def entries(self, start: int, end: int) -> list[Entry]:
+    def entries(self, start: int, end: int) -> Entries:
         """Entries of the slots ``start`` to ``end``, which is not included."""
         num_bytes = (end - start) * ENTRY.size
         read = os.pread(self.fd, num_bytes, self.shape.entry_at(start)).ljust(num_bytes, b"\0")
-        entries = [EMPTY] * (end - start)
-        table = np.frombuffer(read, np.uint8).reshape(-1, ENTRY.size)
-        for index in np.flatnonzero(table.any(axis=1)).tolist():
-            at = index * ENTRY.size
-            entries[index] = self._parsed(start + index, read[at : at + ENTRY.size])
-        return entries
+        keys: list[bytes | Lack] = [Lack.UNUSED] * (end - start)
+        contents = [b""] * (end - start)
+        first = self.number + start
+        for index in np.flatnonzero(_table(read).any(axis=1)).tolist():  # up to a million
+            entry = read[index * ENTRY.size : (index + 1) * ENTRY.size]
+            if entry[CHECKED_BYTES:] == xxh3_64_digest(entry[:CHECKED_BYTES], first + index):
+                keys[index] = entry[KEY_AT : KEY_AT + entry[1]]
+                contents[index] = entry[CONTENT_AT:CHECKED_BYTES]
+            else:
+                keys[index] = Lack.WITHDRAWN if entry == WITHDRAWN else Lack.DAMAGED
+        return Entries(keys, contents)
+
+    def withdrawn(self, end: int) -> list[int]:
+        """Slots before ``end`` whose blocks have been withdrawn."""
+        read = os.pread(self.fd, end * ENTRY.size, HEADER_BYTES)
+        kinds = _table(read[: len(read) // ENTRY.size * ENTRY.size])[:, 0]
+        slots: list[int] = np.flatnonzero(kinds == WITHDRAWN[0]).tolist()
+        return slots
 
     def marks(self) -> bytes:
         """A byte per slot: 1 if the block has been read."""
@@ -156,14 +179,6 @@ class Segment:
     def _entry(self, slot: int, key: bytes, content: bytes) -> bytes:
         entry = ENTRY.pack(LIVE, len(key), key, content, b"")
         return entry[:CHECKED_BYTES] + xxh3_64_digest(entry[:CHECKED_BYTES], self.number + slot)
-
-    def _parsed(self, slot: int, entry: bytes) -> Entry:
-        if entry == WITHDRAWN:
-            return GONE
-        if entry[CHECKED_BYTES:] != xxh3_64_digest(entry[:CHECKED_BYTES], self.number + slot):
-            return DAMAGED
-        _, length, key, content, _ = ENTRY.unpack(entry)
-        return Entry(key[:length], content)
 
 
 class SegmentName(NamedTuple):
@@ -193,12 +208,13 @@ class StoreDirectory:
         self._about = identity._asdict() | {"namespace": identity.namespace[:200]}
         self._fd = _open_directory(path)
         self._held = [self._fd]
+        self._depth = 0
         try:
             self._lock = self._held_file("lock")
             with self.locked():
                 self._remove_unused_names()
-                used = self._held_file(f"{self.identity}.use")
-                fcntl.flock(used, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self._used = self._held_file(f"{self.identity}.use")
+                fcntl.flock(self._used, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 self._shrink()
         except OSError as error:
             self.close()
@@ -206,17 +222,20 @@ class StoreDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory, which other processes need to make and remove segments.
+        """Hold the lock of the directory, for one thread at a time; it may be taken again inside.
         Raises ``TimeoutError`` if another process does not release it."""
         end = time.monotonic() + LOCK_SECONDS
         while not _lock(self._lock):
             if time.monotonic() > end:
                 raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
             time.sleep(0.001)
+        self._depth += 1
         try:
             yield
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._depth -= 1
+            if not self._depth:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def names(self) -> list[SegmentName]:
         """The segments of all identities."""
@@ -300,6 +319,16 @@ class StoreDirectory:
         with suppress(FileNotFoundError):
             os.unlink(str(name), dir_fd=self._fd)
 
+    def last_withdrawal(self) -> int:
+        """When blocks of this identity were last withdrawn, in nanoseconds. Only good to compare
+        for equality: clocks may be set."""
+        return os.fstat(self._used).st_mtime_ns
+
+    def note_withdrawal(self) -> None:
+        """Let other processes know that blocks have been withdrawn."""
+        now = time.time_ns()
+        os.utime(self._used, ns=(now, now))
+
     def sync(self) -> None:
         """Make removals survive a failure of power."""
         os.fsync(self._fd)
@@ -363,6 +392,10 @@ class StoreDirectory:
         if (about["identity"], about["number"]) != (self.identity, number):
             return None
         return Shape(about["num_slots"], about["block_bytes"])
+
+
+def _table(read: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(read, np.uint8).reshape(-1, ENTRY.size)
 
 
 def _digest(identity: StoreIdentity) -> str:

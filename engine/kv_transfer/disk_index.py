@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_transfer.disk_files import SegmentName
@@ -78,16 +78,17 @@ class DiskIndex:
             ]
         return [(known, slots) for known, slots in found if slots]
 
-    def enter(self, known: Known, keys: Iterable[tuple[int, bytes]], num_seen: int) -> None:
-        """Add slots and their keys, and the segment itself if it is new."""
+    def enter(self, known: Known, keys: Mapping[int, bytes], num_seen: int) -> None:
+        """Add keys, by slot, and the segment itself if it is new."""
+        number, places = known.name.number, self._places
         with self._lock:
             self._segments[known.name] = known
             known.num_seen = num_seen
-            for slot, key in keys:
-                known.keys[slot] = key
-                place = self._places.get(key)
-                if place is None or place[0].name.number <= known.name.number:
-                    self._places[key] = (known, slot)
+            known.keys.update(keys)
+            for slot, key in keys.items():
+                place = places.get(key)
+                if place is None or place[0].name.number <= number:
+                    places[key] = (known, slot)
 
     def lose(self, known: Known, slots: Iterable[int]) -> int:
         """Remove blocks. Returns how many keys are no longer in the index."""
