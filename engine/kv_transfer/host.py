@@ -187,18 +187,18 @@ class HostStore:
                     self._writing[key].dropped.add(key)
             for slots in self._all:
                 slots.withdraw([key for key in dict.fromkeys(keys) if key in slots.slots])
-            self._own.region.header[NUM_WITHDRAWALS] += 1
+            self._announce_withdrawals()
 
     def clear(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
             self._space = _space_of(self._identity, os.urandom(16))
-            for key, writing in self._writing.items():
-                writing.dropped.add(key)
+            for writing in self._writing.values():
+                writing.dropped.update(writing.keys)
             for slots in self._all:
                 slots.clear(self._space)
-            self._own.region.header[NUM_WITHDRAWALS] += 1
+            self._announce_withdrawals()
 
     def counts(self) -> Mapping[str, int]:
         with self._lock:
@@ -221,6 +221,10 @@ class HostStore:
 
     # -- with the lock
 
+    def _announce_withdrawals(self) -> None:
+        fence()
+        self._own.region.header[NUM_WITHDRAWALS] += 1
+
     def _follow(self) -> None:
         """Take into account what other processes have written and withdrawn."""
         for other in self._others:
@@ -228,6 +232,7 @@ class HostStore:
         count = sum(int(header[NUM_WITHDRAWALS]) for header in self._headers)
         if count != self._num_withdrawals:
             self._num_withdrawals = count
+            fence()
             for slots in self._all:
                 slots.drop_withdrawn()
 
