@@ -25,9 +25,10 @@ import zmq
 from engine.errors import ConfigError
 from engine.ipc import sockets
 from engine.ipc.address import IPC, address_of, tcp_address
-from engine.kv_transfer.peer_link import LinkError, PeerLink, Wanted
+from engine.kv_transfer.peer_link import LinkError, Offer, PeerLink, Wanted
 from engine.kv_transfer.peer_messages import MAX_KEYS, MAX_WAIT_SECONDS, Pace
 from engine.kv_transfer.stores import Rows, StoreIdentity
+from engine.kv_transfer.transports import Transport
 
 COUNTED = ("loaded", "missing", "damaged", "lost", "late", "refused")
 MAX_PAUSE_SECONDS = 30.0
@@ -65,14 +66,16 @@ class PeerStore:
         secret: str | None = None,
         allowed: Collection[str] | None = None,
         shares_memory: bool = True,
+        transport: Transport | None = None,
         limits: PeerLimits = LIMITS,
     ) -> None:
         """secret: of addresses ``tcp://``. allowed: the addresses that may be announced; ``None``:
-        any. shares_memory: get blocks of engines on this machine through shared memory."""
+        any. shares_memory: get blocks of engines on this machine through shared memory.
+        transport: for other blocks, of engines that have it, too; the caller closes it."""
         self._identity = identity
         self._secret = secret
         self._allowed = allowed
-        self._shares_memory = shares_memory
+        self._offer = Offer(limits.window_bytes, shares_memory, transport)
         self._limits = limits
         self._lock = threading.Condition()
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # the oldest first
@@ -181,19 +184,14 @@ class PeerStore:
         try:
             if address.startswith(IPC):
                 _check_private(Path(address.removeprefix(IPC)).parent)
+            where = address_of(address, self._secret)
             link = PeerLink(
-                self._context,
-                address_of(address, self._secret),
-                self._identity,
-                window_bytes=self._limits.window_bytes,
-                is_given_up=lambda: self._is_closed,
+                self._context, where, self._identity, self._offer, lambda: self._is_closed
             )
         except ConfigError as error:
             raise LinkError("lost", str(error)) from error
         try:
-            name = f"process {os.getpid()}"
-            deadline = min(deadline, time.monotonic() + self._limits.join_seconds)
-            link.join(name, deadline, shares_memory=self._shares_memory)
+            link.join(min(deadline, time.monotonic() + self._limits.join_seconds))
         except BaseException:
             link.close()
             raise

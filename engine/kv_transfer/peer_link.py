@@ -32,12 +32,14 @@ from engine.kv_transfer.peer_messages import (
     Join,
     Joined,
     Leave,
+    LentSlots,
     Pull,
     Refused,
     Sent,
     num_slots_of,
 )
 from engine.kv_transfer.stores import Rows, StoreIdentity
+from engine.kv_transfer.transports import Transport
 
 POLL_SECONDS = 0.05  # between two looks whether the transfer was given up
 MAX_REASON = 400  # characters of a server's reason
@@ -82,6 +84,40 @@ class SharedSlots:
         self.rows: Rows = np.frombuffer(memory, np.uint8).reshape(num_slots, block_bytes)
 
 
+class FetchedSlots:
+    """Slots of a server, which a transport copies to ``rows`` [num_slots, block_bytes]."""
+
+    def __init__(self, transport: Transport, lent: LentSlots, shape: tuple[int, int]) -> None:
+        """Raises ``OSError`` if the transport has no memory."""
+        self._transport = transport
+        self._lent = lent
+        self.rows: Rows = transport.lend(shape[0] * shape[1]).data.reshape(shape)
+
+    def fetch(self, first: int, count: int, is_over: Callable[[], bool]) -> bool:
+        """Copy slots, from ``first`` modulo their number on. False if it fails or is over."""
+        num_slots, block_bytes = self.rows.shape
+        begin = first % num_slots
+        runs = ((begin, min(begin + count, num_slots)), (0, max(0, begin + count - num_slots)))
+        return all(
+            self._transport.read(
+                self._lent.session,
+                self._lent.address + start * block_bytes,
+                self.rows[start:end].reshape(-1),
+                is_over,
+            )
+            for start, end in runs
+            if end > start
+        )
+
+
+class Offer(NamedTuple):
+    """How a consumer can get blocks. ``window_bytes``: that the server sends ahead."""
+
+    window_bytes: int
+    shares_memory: bool
+    transport: Transport | None
+
+
 class PeerLink:
     """Pulls blocks from one server. For one thread at a time. After a ``LinkError`` the link can
     only be closed."""
@@ -91,16 +127,16 @@ class PeerLink:
         context: zmq.Context[sockets.Socket],
         address: Address,
         identity: StoreIdentity,
-        *,
-        window_bytes: int,
+        offer: Offer,
         is_given_up: Callable[[], bool],
     ) -> None:
-        """window_bytes: of blocks that the server sends ahead. is_given_up: whether to end, which
-        is looked at while waiting. Raises ``ConfigError`` for an invalid address."""
+        """is_given_up: whether to end, which is looked at while waiting. Raises ``ConfigError`` for
+        an invalid address."""
         self._identity = identity
+        self._offer = offer
         self._is_given_up = is_given_up
-        self._num_slots = num_slots_of(identity.block_bytes, window_bytes)
-        self._slots: SharedSlots | None = None
+        self._num_slots = num_slots_of(identity.block_bytes, offer.window_bytes)
+        self._slots: SharedSlots | FetchedSlots | None = None
         self._number = 0
         self._is_sound = False
         self._decoder: MessageDecoder[FromServer] = MessageDecoder(FromServer)
@@ -117,27 +153,38 @@ class PeerLink:
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._lost, zmq.POLLIN)
 
-    def join(self, name: str, deadline: float, *, shares_memory: bool = True) -> None:
-        """Be accepted by the server. name: for its log. deadline: by the monotonic clock.
-        shares_memory: offer to. Raises ``LinkError``."""
-        slots = None
-        if shares_memory:
+    def join(self, deadline: float) -> None:
+        """Be accepted by the server. deadline: by the monotonic clock. Raises ``LinkError``."""
+        shared, transport = None, self._offer.transport
+        if self._offer.shares_memory:
             with suppress(OSError):
-                slots = SharedSlots(self._num_slots, self._identity.block_bytes)
-        memory = None if slots is None else slots.handle
+                shared = SharedSlots(self._num_slots, self._identity.block_bytes)
         self._send(
-            Join(PROTOCOL_VERSION, self._token, self._identity, self._num_slots, memory, name)
+            Join(
+                PROTOCOL_VERSION,
+                self._token,
+                self._identity,
+                self._num_slots,
+                None if shared is None else shared.handle,
+                "" if transport is None else transport.name,
+            )
         )
         joined, frames = self._receive(deadline)
-        if (
-            not isinstance(joined, Joined)
-            or frames
-            or joined.num_slots > self._num_slots
-            or (joined.shares_memory and (slots is None or joined.num_slots < self._num_slots))
-        ):
+        if not isinstance(joined, Joined) or frames or joined.num_slots > self._num_slots:
             raise LinkError("damaged", f"it did not accept this engine, but sent {joined!r:.200}")
+        if joined.shares_memory:
+            if shared is None or joined.num_slots < self._num_slots:
+                raise LinkError("damaged", "it shares memory that was not offered")
+            self._slots = shared
+        elif joined.lent is not None:
+            if transport is None:
+                raise LinkError("damaged", "it uses a transport that was not offered")
+            shape = joined.num_slots, self._identity.block_bytes
+            try:
+                self._slots = FetchedSlots(transport, joined.lent, shape)
+            except OSError as error:
+                raise LinkError("lost", str(error)) from error
         self._num_slots = joined.num_slots
-        self._slots = slots if joined.shares_memory else None
         self._is_sound = True
 
     def pull(self, wanted: Wanted, wait_seconds: float, deadline: float) -> int:
@@ -156,7 +203,7 @@ class PeerLink:
             end = num_done + len(sent.found)
             if end > len(wanted.keys) or len(sent.sums) != sum(sent.found):
                 raise LinkError("damaged", f"it sent {end} blocks of {len(wanted.keys)}")
-            num_damaged += _copy(sent, self._sources(sent, frames), wanted)
+            num_damaged += _copy(sent, self._sources(sent, frames, deadline), wanted)
             self._send(Free(len(sent.found)))
             num_done = end
         self._is_sound = True
@@ -173,11 +220,13 @@ class PeerLink:
 
     # -- helpers
 
-    def _sources(self, sent: Sent, frames: list[zmq.Frame]) -> list[Rows]:
+    def _sources(self, sent: Sent, frames: list[zmq.Frame], deadline: float) -> list[Rows]:
         """The blocks that were found, where they have arrived."""
         if self._slots is not None:
             if frames or len(sent.found) > self._num_slots:
-                raise LinkError("damaged", "it sent blocks that are not in shared memory")
+                raise LinkError("damaged", "it sent blocks that are not in its slots")
+            if isinstance(self._slots, FetchedSlots) and sent.sums:
+                self._fetch(self._slots, sent, deadline)
             slots = self._slots.rows
             return [
                 slots[(sent.first + index) % len(slots)]
@@ -189,6 +238,15 @@ class PeerLink:
             got = [len(frame) for frame in frames[:2]]
             raise LinkError("damaged", f"it sent frames of {got} bytes for {shape[0]} blocks")
         return list(np.frombuffer(frames[0].buffer, np.uint8).reshape(shape))
+
+    def _fetch(self, slots: FetchedSlots, sent: Sent, deadline: float) -> None:
+        def is_over() -> bool:
+            return time.monotonic() > deadline or self._is_given_up()
+
+        if not slots.fetch(sent.first, len(sent.found), is_over):
+            raise LinkError(
+                "late" if is_over() else "lost", "the transport did not read its blocks"
+            )
 
     def _send(self, message: FromConsumer) -> None:
         try:

@@ -10,10 +10,13 @@
 
 The server answers the keys of a pull in their order, in one or more messages ``sent``. Each key
 takes a slot from then until the consumer frees it: the key with index i takes slot i modulo
-``num_slots``. So no side holds more than ``num_slots`` blocks of the other. With shared memory the
-slots are a sealed file of the consumer, into which the server writes. Without, the blocks that were
-found are the second frame of ``sent``. A consumer sends ``pull`` when the previous one is complete
-and all slots are free.
+``num_slots``. So no side holds more than ``num_slots`` blocks of the other. The slots are one of
+
+* a sealed file of the consumer, into which the server writes;
+* memory of the server, which the consumer reads with a ``Transport`` that both have;
+* messages: the blocks that were found are the second frame of ``sent``.
+
+A consumer sends ``pull`` when the previous one is complete and all slots are free.
 
 The server answers what it cannot serve with ``refused``, and knows the consumer no longer.
 """
@@ -50,14 +53,14 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
 class Join(msgspec.Struct, array_like=True, frozen=True, tag="join"):
     """The first message of a consumer. ``identity``: of the blocks that it wants. ``num_slots``:
     how many blocks it can take before it frees any. ``memory``: its slots, if it has shared
-    memory."""
+    memory. ``transport``: name of its transport, "" for none."""
 
     version: int
     token: bytes
     identity: StoreIdentity
     num_slots: Count
     memory: SealedFile | None = None
-    name: str = ""  # for the server's log
+    transport: str = ""
 
 
 class Pull(msgspec.Struct, array_like=True, frozen=True, tag="pull"):
@@ -79,12 +82,21 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     """The consumer will send nothing more."""
 
 
+class LentSlots(NamedTuple):
+    """Slots in memory of the server. ``session``: the process, as its transport names it."""
+
+    session: str
+    address: int
+
+
 class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
     """``num_slots``: how many slots are used, at most those that were offered. ``shares_memory``:
-    whether the server writes into the consumer's shared memory."""
+    whether the server writes into the consumer's shared memory. ``lent``: slots that the consumer
+    reads with its transport."""
 
     num_slots: Count
     shares_memory: bool
+    lent: LentSlots | None = None
 
 
 class Sent(msgspec.Struct, array_like=True, frozen=True, tag="sent"):

@@ -1,8 +1,8 @@
 """BlockServer: gives the KV blocks of this engine to others, by key.
 
 One thread serves all consumers in turn, a chunk of blocks each. It reads blocks with a
-``BlockReader`` into the consumer's shared memory, or sends them as frames of at most
-``window_bytes`` that the consumer has not freed. ``peer_messages`` describes the protocol.
+``BlockReader`` into the consumer's slots, or sends them as messages of at most ``window_bytes``
+that the consumer has not freed. ``peer_messages`` describes the protocol.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import zmq
 
 from engine.errors import ConfigError, WireError
 from engine.ipc import sockets
-from engine.ipc.address import Directory, tcp_address
+from engine.ipc.address import Address, Directory
 from engine.ipc.codec import MessageDecoder, MessageEncoder, plain_text
 from engine.ipc.sealed_files import SealedFile, is_there, open_sealed
 from engine.kv_transfer.peer_messages import (
@@ -39,6 +39,7 @@ from engine.kv_transfer.peer_messages import (
     Join,
     Joined,
     Leave,
+    LentSlots,
     Pace,
     Pull,
     Refused,
@@ -48,6 +49,7 @@ from engine.kv_transfer.peer_messages import (
     num_slots_of,
 )
 from engine.kv_transfer.stores import Rows, StoreIdentity
+from engine.kv_transfer.transports import Lent, Transport
 from engine.observe.logs import Throttle
 
 RETRY_SECONDS = 0.01  # between two looks for a block that may still be computed
@@ -57,8 +59,9 @@ logger = logging.getLogger("engine.kv_transfer")
 
 
 class ServerLimits(NamedTuple):
-    """``pace``: how slow transfers may be. ``window_bytes``: of frames that a consumer has not
-    freed. ``sweep_seconds``: between two searches for consumers that have ended or are slow."""
+    """``pace``: how slow transfers may be. ``window_bytes``: of blocks for a consumer, in
+    messages or lent memory. ``sweep_seconds``: between two searches for consumers that have ended
+    or are slow."""
 
     pace: Pace = Pace()
     window_bytes: int = 8 << 20
@@ -81,12 +84,14 @@ class BlockReader(Protocol):
 
 @dataclass
 class Consumer:
-    """An engine that has joined. ``memory``, ``rows``: its slots, if they are shared memory."""
+    """An engine that has joined. ``rows``: its slots, ``None`` if it gets messages. ``memory``: of
+    these, if it shares them. ``lent``: memory of this engine that they are in."""
 
     identity: bytes
     num_slots: int
-    memory: SealedFile | None
     rows: Rows | None
+    memory: SealedFile | None
+    lent: Lent | None
     last_at: float
     """When its last message came."""
     pull: Pull | None = None
@@ -115,16 +120,16 @@ class BlockServer:
         self,
         reader: BlockReader,
         identity: StoreIdentity,
-        address: str = "",
+        address: Address | None = None,
         *,
-        secret: str | None = None,
         coming: Callable[[bytes], bool] | None = None,
+        transport: Transport | None = None,
         limits: ServerLimits = LIMITS,
     ) -> None:
-        """address: ``tcp://HOST:PORT`` with the secret that consumers need, or "" for a socket file
-        that only this user can open. coming: whether a block that the reader lacks may still come;
-        by default a consumer waits as long as it has asked to. Raises ``ConfigError`` if the
-        address is invalid or in use, or blocks are too large to be sent."""
+        """address: as of ``tcp_address``; ``None`` for a socket file that only this user can open.
+        coming: whether a block that the reader lacks may still come; by default a consumer waits as
+        long as it likes. transport: for consumers that have it, too; the caller closes it. Raises
+        ``ConfigError`` if the address is in use, or blocks are too large to be sent."""
         if not 0 < identity.block_bytes <= MAX_BLOCK_BYTES:
             raise ConfigError(
                 f"a block has {identity.block_bytes} bytes, the limit for sending it to another "
@@ -135,11 +140,13 @@ class BlockServer:
         self._coming = coming
         self._limits = limits
         self._num_slots = num_slots_of(identity.block_bytes, limits.window_bytes)
-        self._directory = None if address else Directory.create()
-        if self._directory is not None:
-            self._where = self._directory.address
-        else:
-            self._where = tcp_address(address, secret)
+        self._transport = transport
+        self._lent: list[Lent] = []  # that no consumer uses
+        self._directory = None
+        if address is None:
+            self._directory = Directory.create()
+            address = self._directory.address
+        self._where = address
         self._consumers: dict[bytes, Consumer] = {}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._buffer: Rows = np.empty(
@@ -256,14 +263,34 @@ class BlockServer:
         ):
             if wanted != own:
                 raise WireError(f"blocks have {name} {own!r}, not {plain_text(repr(wanted)):.80}")
+        self._drop(identity)  # which may have joined before
         self._make_room()
-        num_slots, rows = join.num_slots, self._map(join)
+        num_slots, rows, lent = join.num_slots, self._map(join), None
+        memory = None if rows is None else join.memory
         if rows is None:
             num_slots = min(num_slots, self._num_slots)
-        memory = None if rows is None else join.memory
-        self._consumers[identity] = Consumer(identity, num_slots, memory, rows, now)
-        joined = Joined(num_slots, rows is not None)
-        self._send_frames(identity, [self._encoder.encode(joined)])
+            lent = self._lend(join.transport)
+            rows = None if lent is None else lent.data.reshape(self._num_slots, -1)[:num_slots]
+        self._consumers[identity] = Consumer(identity, num_slots, rows, memory, lent, now)
+        slots = None
+        if lent is not None and self._transport is not None:
+            slots = LentSlots(self._transport.session, lent.address)
+        self._send_frames(
+            identity, [self._encoder.encode(Joined(num_slots, memory is not None, slots))]
+        )
+
+    def _lend(self, transport: str) -> Lent | None:
+        """Slots for a consumer with this transport; ``None`` if this engine has another one, or
+        no memory."""
+        if self._transport is None or transport != self._transport.name:
+            return None
+        if self._lent:
+            return self._lent.pop()
+        try:
+            return self._transport.lend(self._num_slots * self._identity.block_bytes)
+        except OSError as error:
+            self._complain("a consumer gets messages: %s", str(error))
+            return None
 
     def _make_room(self) -> None:
         """Drop the consumer that was idle for longest if there are too many. Raises ``WireError``
@@ -388,12 +415,17 @@ class BlockServer:
     def _refuse(self, identity: bytes, reason: str) -> None:
         self._counts["refused"] += 1
         self._complain("a consumer of blocks was refused: %s", reason)
-        self._consumers.pop(identity, None)
+        self._drop(identity)
         self._send_frames(identity, [self._encoder.encode(Refused(plain_text(reason)))])
 
     def _lose(self, consumer: Consumer) -> None:
         self._counts["lost"] += consumer.is_busy
-        self._consumers.pop(consumer.identity, None)
+        self._drop(consumer.identity)
+
+    def _drop(self, identity: bytes) -> None:
+        consumer = self._consumers.pop(identity, None)
+        if consumer is not None and consumer.lent is not None:
+            self._lent.append(consumer.lent)
 
     def _complain(self, message: str, why: str) -> None:
         if (more := self._complaints.admit()) is not None:

@@ -329,14 +329,14 @@ def test_shared_memory_that_is_not_what_it_must_be_is_not_written(
             right.handle._replace(pid=1 << 40),
             right.handle._replace(namespace="another machine"),
         ):
-            assert raw.ask(raw.join(memory=memory)) == ["joined", 4, False]
+            assert raw.ask(raw.join(memory=memory)) == ["joined", 4, False, None]
     finally:
         os.close(named_otherwise)
         os.close(loose)
     answer = raw.ask(raw.join(num_slots=5, memory=right.handle))
     assert answer[0] == "refused"
     assert not right.rows.any()
-    assert raw.ask(raw.join(memory=right.handle)) == ["joined", 4, True]
+    assert raw.ask(raw.join(memory=right.handle)) == ["joined", 4, True, None]
     assert raw.ask(Pull(1, KEYS))[:3] == ["sent", 1, 0]
     assert np.array_equal(right.rows[3], block_of(KEYS[3]))
 
@@ -346,7 +346,7 @@ def test_a_consumer_that_frees_nothing_holds_at_most_its_window_and_is_refused()
     limits = ServerLimits(Pace(0.2), window_bytes=3 * BLOCK_BYTES, sweep_seconds=0.02)
     server = BlockServer(reader, identity_of(), limits=limits)
     slow = Raw(server.address)
-    assert slow.ask(slow.join(num_slots=1000)) == ["joined", 3, False]
+    assert slow.ask(slow.join(num_slots=1000)) == ["joined", 3, False, None]
     assert slow.ask(Pull(1, keys_of(50)))[0] == "sent"
     answer = slow.ask()
     assert answer[0] == "refused"
@@ -391,15 +391,16 @@ DYING = """
 import os, signal, sys, time
 import zmq
 from engine.ipc.address import address_of
-from engine.kv_transfer.peer_link import PeerLink, Wanted
+from engine.kv_transfer.peer_link import Offer, PeerLink, Wanted
 from support.peers import empty_rows, identity_of, keys_of
 
 link = PeerLink(
-    zmq.Context(), address_of(sys.argv[1], None), identity_of(), window_bytes=1,
-    is_given_up=lambda: os.kill(os.getpid(), signal.SIGKILL),
+    zmq.Context(), address_of(sys.argv[1], None), identity_of(),
+    Offer(1, sys.argv[2] == "shared", None),
+    lambda: os.kill(os.getpid(), signal.SIGKILL),
 )
 end = time.monotonic() + 300
-link.join("dying", end, shares_memory=sys.argv[2] == "shared")
+link.join(end)
 link.pull(Wanted(keys_of(9), range(9), empty_rows(9), [False] * 9), float(sys.argv[3]), end)
 """
 

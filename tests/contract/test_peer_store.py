@@ -27,6 +27,7 @@ from support.peers import (
 from support.served import free_port
 
 from engine.errors import ConfigError
+from engine.ipc.address import Address, tcp_address
 from engine.kv_transfer.peer import PeerLimits, PeerStore
 from engine.kv_transfer.peer_messages import MAX_BLOCK_BYTES, SEGMENT, Pace
 from engine.kv_transfer.peer_server import BlockServer, ServerLimits
@@ -52,8 +53,12 @@ def opened() -> Iterator[Opened]:
         yield make
 
 
-def address_of(kind: str) -> str:
-    return f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else ""
+def own_address(kind: str) -> Address | None:
+    return tcp_address(f"tcp://127.0.0.1:{free_port()}", SECRET) if kind == "tcp" else None
+
+
+def text_of(address: Address | None) -> str:
+    return "" if address is None else address.data
 
 
 def store_of(opened: Opened, kind: str, limits: PeerLimits = PATIENT) -> PeerStore:
@@ -72,7 +77,7 @@ def segments() -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_process_gives_its_blocks(kind: str, opened: Opened) -> None:
     keys, rows = keys_of(40), empty_rows(40)
-    with another_process(address_of(kind), "", "") as (_, address):
+    with another_process(text_of(own_address(kind)), "", "") as (_, address):
         store = store_of(opened, kind, FEW_SLOTS)
         assert store.contains(keys) == [False] * 40
         store.announce(address, keys[:30])
@@ -103,8 +108,7 @@ def test_random_reads_of_many_threads_get_what_is_there(
                 BlockServer,
                 readers[-1],
                 identity,
-                address_of(kind),
-                secret=SECRET,
+                own_address(kind),
                 limits=server_limits,
             )
         )
@@ -235,7 +239,7 @@ def test_blocks_of_an_engine_that_is_killed_are_not_found(
     kind: str, at: int, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys, rows = keys_of(12), empty_rows(12)
-    with another_process(address_of(kind), "SIGKILL", at) as (process, address):
+    with another_process(text_of(own_address(kind)), "SIGKILL", at) as (process, address):
         store = store_of(opened, kind, FEW_SLOTS)
         store.announce(address, keys)
         found = store.read(keys, rows)
@@ -265,11 +269,11 @@ def test_an_engine_that_hangs_is_given_up_after_the_time_for_the_transfer(opened
 
 def test_a_restarted_engine_is_read_again(opened: Opened) -> None:
     keys = keys_of(5)
-    address = address_of("tcp")
+    address = own_address("tcp")
     store = store_of(opened, "shared")
     for _ in range(2):
-        server = BlockServer(Blocks(), identity_of(), address, secret=SECRET)
-        store.announce(address, keys)
+        server = BlockServer(Blocks(), identity_of(), address)
+        store.announce(server.address, keys)
         assert store.read(keys, empty_rows(5)) == [True] * 5
         server.close()
     assert store.counts()["lost"] == 0
@@ -287,14 +291,14 @@ def test_blocks_of_another_model_or_layout_are_refused(
     other: StoreIdentity, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of(5)
-    address = address_of("tcp")
+    address = own_address("tcp")
     store = store_of(opened, "shared")
-    server = BlockServer(Blocks(), identity_of(), address, secret=SECRET)
-    store.announce(address, keys)
+    server = BlockServer(Blocks(), identity_of(), address)
+    store.announce(text_of(address), keys)
     assert all(store.read(keys, empty_rows(5)))
     server.close()
-    opened(BlockServer, Blocks(), other, address, secret=SECRET)
-    store.announce(address, keys)
+    opened(BlockServer, Blocks(), other, address)
+    store.announce(text_of(address), keys)
     assert store.read(keys, empty_rows(5)) == [False] * 5
     name = next(n for n in other._fields if getattr(other, n) != getattr(identity_of(), n))
     assert f"blocks have {name} {getattr(other, name)!r}" in caplog.text
@@ -315,7 +319,7 @@ def test_repeated_failures_are_counted_and_logged_once(
 
 def test_a_wrong_secret_gets_nothing(opened: Opened) -> None:
     keys = keys_of(2)
-    server = opened(BlockServer, Blocks(), identity_of(), address_of("tcp"), secret=SECRET)
+    server = opened(BlockServer, Blocks(), identity_of(), own_address("tcp"))
     store = opened(PeerStore, identity_of(), secret="another secret of 25 chars", limits=HASTY)
     store.announce(server.address, keys)
     assert store.read(keys, empty_rows(2)) == [False] * 2

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from engine.ipc.address import tcp_address
+from engine.kv_transfer.mooncake import MooncakeTransport
 from engine.kv_transfer.peer_server import BlockServer
 from engine.kv_transfer.stores import Rows, StoreIdentity
 from support.patience import WAIT_SECONDS
@@ -105,16 +107,21 @@ def another_process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
-def main(address: str, act: str, at: str) -> None:
+def main(address: str, act: str, at: str, transport: str = "") -> None:
     """Serve all blocks at an address, or at a socket file if it is "". act: what is done to this
-    process when block ``at`` is read."""
+    process when block ``at`` is read. transport: "mooncake" or none."""
 
     def on_read(number: int) -> None:
         if act and number == int(at):
             os.kill(os.getpid(), getattr(signal, act))
             time.sleep(1.0)  # this thread may run for a moment until it is stopped
 
-    server = BlockServer(Blocks(on_read=on_read), identity_of(), address, secret=SECRET)
+    server = BlockServer(
+        Blocks(on_read=on_read),
+        identity_of(),
+        tcp_address(address, SECRET) if address else None,
+        transport=MooncakeTransport("127.0.0.1") if transport else None,
+    )
     print(server.address, flush=True)
     sys.stdin.read()
     server.close()
