@@ -32,6 +32,7 @@ from engine.ipc.device_pixels import DeviceMemory
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
+from engine.kv_transfer.tiers import Tiers
 from engine.lora.decide import AdapterSlots
 from engine.lora.library import AdapterLibrary
 from engine.lora.loading import ThreadedReader
@@ -164,7 +165,8 @@ def wire(
         )
 
     max_loras = config.lora.max_loras if config.lora.enable_lora else 0
-    described = describe(sched, config.cache, kv, seed, max_loras, encoder_sizes(chosen.resources))
+    sizes, stores = encoder_sizes(chosen.resources), num_stores(chosen.resources)
+    described = describe(sched, config.cache, kv, seed, max_loras, sizes, stores)
     scheduler = (
         make(clock)
         if config.step_log is None
@@ -280,8 +282,6 @@ def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> C
     """Add the resource for KV tiers, if there are stores."""
     if copies is None:
         return chosen
-    from engine.kv_transfer.tiers import Tiers
-
     tiers = Tiers(copies, block_bytes, speeds=copies.planned.speeds)
     return chosen._replace(resources=(*chosen.resources, tiers))
 
@@ -377,6 +377,11 @@ def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
         if isinstance(each, EncoderBudget):
             return [each.max_encoder_tokens, each.cache.num_tokens, int(each.whole_media)]
     return []
+
+
+def num_stores(resources: Iterable[Resource]) -> int:
+    """Number of stores of KV blocks outside the pool."""
+    return sum(each.num_stores for each in resources if isinstance(each, Tiers))
 
 
 def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:

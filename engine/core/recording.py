@@ -76,9 +76,10 @@ def describe(
     seed: int,
     max_loras: int = 0,
     encoder_sizes: Sequence[int] = (),
+    num_stores: int = 0,
 ) -> Header:
     """The header of a step log: all that is needed to create an identical scheduler for a
-    replay. max_loras: 0 if requests have no adapters; encoder_sizes: see ``Header``."""
+    replay. max_loras: 0 if requests have no adapters; others: see ``Header``."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -91,6 +92,7 @@ def describe(
         snapshot_blocks=0 if kv.states is None else kv.states.snapshots.num_blocks,
         max_loras=max_loras,
         encoder_sizes=list(encoder_sizes),
+        num_stores=num_stores,
     )
 
 
@@ -151,7 +153,7 @@ class RecordingScheduler(SchedulerInterface):
     def schedule(self) -> StepPlan:
         plan = self.inner.schedule()
         for judgement in self.inner.take_judgements():
-            self._guard.run(self._log.write, steplog.TimedDecision([], *judgement))
+            self._guard.run(self._log.write, steplog.decision_of(judgement))
         self._record(lambda times: self._plans.encode(plan, times))
         return plan
 

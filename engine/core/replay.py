@@ -22,12 +22,12 @@ from engine.core.build import (
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
+from engine.kv_transfer.tiers import Tiers
 from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
 from engine.sched.interface import PauseState, SchedulerInterface, StepOutputs
 from engine.sched.plugins.find import make_scheduler
-from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
 
 NOTHING = "nothing"
@@ -177,6 +177,9 @@ class Replay:
         chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)
+        if header.num_stores:
+            tiers = Tiers(None, 1, speeds=[1.0] * header.num_stores)
+            chosen = chosen._replace(resources=(*chosen.resources, tiers))
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )
@@ -214,8 +217,8 @@ class Replay:
         match record:
             case steplog.PlanRecord():
                 return self._plan(record)
-            case steplog.TimedDecision():
-                scheduler.expect_judgement(Judgement(record.step, record.is_kept))
+            case steplog.TimedDecision() | steplog.LoadDecision():
+                scheduler.expect_judgement(steplog.made_of(record))
             case steplog.ResultRecord():
                 plan = self._flight.popleft()
                 self._outputs(scheduler.update_from_output(plan, steplog.result_of(record, plan)))

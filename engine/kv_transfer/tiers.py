@@ -21,6 +21,7 @@ from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.step import StepPlan
+from engine.sched.predict.loads import NOT_LOADED, LoadChoice
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
@@ -77,15 +78,16 @@ class Tiers(Resource):
 
     def __init__(
         self,
-        outside: Outside,
+        outside: Outside | None,
         block_bytes: int,
         *,
         speeds: Sequence[float],
         max_seconds: float = 10.0,
     ) -> None:
-        """outside: the stores. block_bytes: of a block in all ranks. speeds: bytes per second that
-        each store is expected to supply, until it was measured. max_seconds: a request waits no
-        longer for a load, and computes its tokens."""
+        """outside: the stores; ``None`` in a replay, which loads what was recorded. block_bytes: of
+        a block in all ranks. speeds: bytes per second that each store is expected to supply, until
+        it was measured. max_seconds: a request waits no longer for a load, and computes its
+        tokens."""
         self._outside = outside
         self._block_bytes = block_bytes
         self._max_seconds = max_seconds
@@ -98,6 +100,11 @@ class Tiers(Resource):
         self._num_loads = 0
         self._counts: Counter[str] = Counter()
         self._kv: KVManager
+
+    @property
+    def num_stores(self) -> int:
+        """Number of stores."""
+        return len(self._speeds)
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
@@ -161,9 +168,13 @@ class Tiers(Resource):
         assert wanted is not None, f"{req}: nothing to load"
         found = self._found[req.arrival]
         stores = [found[key] for key in wanted.keys]
+        view, loaded = self._scheduler.view, set(wanted.keys)
+        keys = self._kv.outside_keys(req)
+        chosen = bytes(found[key] if key in loaded else NOT_LOADED for key in keys)
+        view.loads.made.append(LoadChoice(view.step.index, req.request_id, chosen))
         promotion = self._kv.promote(wanted)
         self._num_loads += 1
-        load = Load(promotion, req, self._scheduler.view.now)
+        load = Load(promotion, req, view.now)
         for store in stores:
             load.bytes_by_store[store] = load.bytes_by_store.get(store, 0) + self._block_bytes
         for store, num_bytes in load.bytes_by_store.items():
@@ -222,6 +233,8 @@ class Tiers(Resource):
 
     def _wanted(self, req: Request) -> Wanted | None:
         """What to load for a request; ``None`` if computing is faster or nothing is found."""
+        if self._outside is None:
+            return self._recorded(req)
         found = self._find(req)
         if not found:
             return None
@@ -234,12 +247,23 @@ class Tiers(Resource):
         pays = saved > 0 and self._pays(saved, hit, num_bytes)
         return wanted if pays and self._kv.can_promote(wanted) else None
 
+    def _recorded(self, req: Request) -> Wanted | None:
+        """What was loaded for a request in this step of a recorded run."""
+        view = self._scheduler.view
+        choice = view.loads.expected(view.step.index, req.request_id)
+        if choice is None:
+            return None
+        pairs = zip(self._kv.outside_keys(req), choice.stores, strict=False)
+        found = {key: store for key, store in pairs if store != NOT_LOADED}
+        self._found[req.arrival] = found
+        return self._kv.wanted(req, found)
+
     def _find(self, req: Request) -> dict[bytes, int]:
         """The store of each block outside the pool that the request could use."""
         found = self._found.get(req.arrival)
         if found is None:
             keys = self._kv.outside_keys(req)
-            stores = self._outside.find(keys) if keys else []
+            stores = self._outside.find(keys) if keys and self._outside is not None else []
             pairs = zip(keys, stores, strict=True)
             found = {key: store for key, store in pairs if store != NOWHERE}
             self._found[req.arrival] = found

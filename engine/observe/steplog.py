@@ -26,6 +26,8 @@ from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
+from engine.sched.predict.headroom import Judgement
+from engine.sched.predict.loads import LoadChoice
 
 MAGIC = b"metronome step log\n"
 FORMAT = 2
@@ -53,6 +55,8 @@ class Header(msgspec.Struct, array_like=True):
     encoder_sizes: list[int] = []
     """Tokens of media encoded in a step, and kept, and 1 if media are never split; []: requests
     have no media."""
+    num_stores: int = 0
+    """Stores of KV blocks outside the pool."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):
@@ -132,6 +136,34 @@ class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
     is_kept: bool
 
 
+class LoadDecision(msgspec.Struct, array_like=True, tag="load"):
+    """What the scheduler chose to load for a request in the call of the next plan; as
+    ``LoadChoice``."""
+
+    times: list[float]  # none
+    step: int
+    request_id: str
+    stores: bytes
+
+
+Decision = TimedDecision | LoadDecision
+DECISIONS = (TimedDecision, LoadDecision)
+
+
+def decision_of(made: Judgement | LoadChoice) -> Decision:
+    """Make the record of a decision."""
+    if isinstance(made, LoadChoice):
+        return LoadDecision([], *made)
+    return TimedDecision([], *made)
+
+
+def made_of(record: Decision) -> Judgement | LoadChoice:
+    """Restore a decision from its record."""
+    if isinstance(record, LoadDecision):
+        return LoadChoice(record.step, record.request_id, record.stores)
+    return Judgement(record.step, record.is_kept)
+
+
 class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
     """A call of ``schedule`` that returned a plan. A column that follows from the previous plan is
     ``None``: ``rows`` and ``counts`` if equal, ``starts`` if equal to its starts plus counts.
@@ -175,6 +207,7 @@ Record = (
     | EncoderResetCall
     | OutputsCall
     | TimedDecision
+    | LoadDecision
     | PlanRecord
     | ResultRecord
 )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.kv.connector import KVSource
     from engine.messages.kv_orders import Loaded
     from engine.sched.predict.headroom import Judgement
+    from engine.sched.predict.loads import LoadChoice
 
 StepOutputs = dict[int, CoreOutputs]  # by client index
 
@@ -142,13 +143,13 @@ class SchedulerInterface(ABC):
         """The connector that loads KV computed elsewhere, or ``None``."""
         return None
 
-    def take_judgements(self) -> list[Judgement]:
-        """Return the decisions since the last call that depended on measured times, for a step
-        log."""
+    def take_judgements(self) -> list[Judgement | LoadChoice]:
+        """Return the decisions since the last call that depended on measured times or on stores of
+        KV blocks, for a step log."""
         return []
 
-    def expect_judgement(self, judgement: Judgement) -> None:
-        """In a replay: let the next step use this recorded decision instead of measured times."""
+    def expect_judgement(self, judgement: Judgement | LoadChoice) -> None:
+        """In a replay: let the next step use this recorded decision instead of its own."""
 
     def make_stats(self) -> SchedulerStats | None:
         """Current statistics, or ``None`` if the scheduler keeps none."""

@@ -47,6 +47,7 @@ from engine.sched.plugins.hooks import (
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement
+from engine.sched.predict.loads import LoadChoice
 from engine.sched.request import Request, end_of
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
@@ -465,11 +466,14 @@ class Scheduler(SchedulerInterface):
     def follow_cache(self) -> CacheChanges | None:
         return self.kv.follow_cache()
 
-    def take_judgements(self) -> list[Judgement]:
-        return self.view.headroom.take()
+    def take_judgements(self) -> list[Judgement | LoadChoice]:
+        return [*self.view.headroom.take(), *self.view.loads.take()]
 
-    def expect_judgement(self, judgement: Judgement) -> None:
-        self.view.headroom.expected[judgement.step] = judgement.is_kept
+    def expect_judgement(self, judgement: Judgement | LoadChoice) -> None:
+        if isinstance(judgement, LoadChoice):
+            self.view.loads.expect(judgement)
+        else:
+            self.view.headroom.expected[judgement.step] = judgement.is_kept
 
     def make_stats(self) -> SchedulerStats:
         return make_stats(

@@ -20,6 +20,7 @@ from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
 from engine.sched.predict.ledger import Ledger
 from engine.sched.predict.lengths import LengthHistory, PredictsAll, find_predictor
+from engine.sched.predict.loads import LoadChoices
 from engine.sched.predict.profile import ProfileCost, read_profile
 from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
@@ -48,6 +49,7 @@ class View:
         self.ledger = Ledger(config.user_weights)
         self.lengths = LengthHistory()
         self.headroom = Headroom()
+        self.loads = LoadChoices()
         self.adapters: AdapterPlaces = NoAdapters()  # the resource for adapters sets its own
         self._cost = LinearCost()
         self._profile: CostModel | None = None  # given by the user, instead of the fitted model

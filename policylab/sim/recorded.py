@@ -22,7 +22,6 @@ from engine.messages.step import Column, StepPlan, StepResult
 from engine.observe import steplog
 from engine.observe.steplog import Header, StepLog
 from engine.sched.interface import SchedulerInterface, StepOutputs
-from engine.sched.predict.headroom import Judgement
 from engine.sched.predict.profile import Profile
 from policylab.sim.job import FILLER, Job, Span
 from policylab.sim.kv_groups import KVPeaks, size_of
@@ -34,7 +33,7 @@ from policylab.verify.fake import FakeExecutor
 
 INSIDE = (
     steplog.PlanRecord,
-    steplog.TimedDecision,
+    *steplog.DECISIONS,
     steplog.ResultRecord,
     steplog.OutputsCall,
 )  # calls of a step
@@ -244,8 +243,8 @@ class _Again(LogReader):
 
     def schedule(self) -> StepPlan:
         record = self.take()
-        while isinstance(record, steplog.TimedDecision):
-            self.scheduler.expect_judgement(Judgement(record.step, record.is_kept))
+        while isinstance(record, steplog.DECISIONS):
+            self.scheduler.expect_judgement(steplog.made_of(record))
             record = self.take()
         if not isinstance(record, steplog.PlanRecord):
             self.other_call(record, "planned")

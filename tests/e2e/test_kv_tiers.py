@@ -14,6 +14,8 @@ from e2e.tiny_models import TinyModels
 from support.kv_stores import GATES, PLACES, connector, slow_profile
 
 from engine import LLMEngine
+from engine.core.replay import replay
+from policylab.sim.recorded import resimulate
 
 NUM_NEW = 8
 PROMPTS = [[(n * k) % 281 + 3 for k in range(90 + 3 * n)] for n in (7, 11, 13, 17, 19)]
@@ -115,3 +117,21 @@ def test_tokens_are_the_same_with_a_store(
         compare(reference, tokens, tallied)
     if not (has_states and "preempted" in situation):  # a tight pool may have no room for states
         assert num_loaded > 0 and sum(cached) > 0.4 * sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_plans_with_loads_are_the_same_in_a_replay(
+    family: str, depth: int, models: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, _ = models(family)
+    options |= {"async_scheduling": depth == 2, "num_kv_blocks": 120}
+    for nth in range(2):
+        log = tmp_path / f"steps-{nth}"
+        with engine_for(path, step_log=str(log), **options) as engine:
+            run(engine, [*PROMPTS, *PROMPTS[::-1]], NUM_NEW)
+            num_loads = counters(engine).get("loads", 0)
+        outcome = replay(log)
+        assert outcome.difference is None and outcome.num_steps > 10
+        assert resimulate(log)[0].difference is None
+    assert num_loads > 0
