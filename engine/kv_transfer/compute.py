@@ -16,7 +16,6 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -307,9 +306,9 @@ class TierCopies(Feature):
         return counted
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        if plan.kv_transfer is None:
+        orders = plan.kv_transfer
+        if not isinstance(orders, KVOrders):
             return None
-        orders = msgspec.msgpack.decode(plan.kv_transfer, type=KVOrders)
         for thread in self._threads:
             if orders.clear:
                 thread.clear()

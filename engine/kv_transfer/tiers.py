@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
@@ -212,7 +210,7 @@ class Tiers(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         if self._orders:
-            plan.kv_transfer = msgspec.msgpack.encode(self._orders)
+            plan.kv_transfer = self._orders
             self._counts["blocks_stored"] += len(self._orders.store_keys)
             self._orders = KVOrders()
 

@@ -29,6 +29,12 @@ class KVOrders(msgspec.Struct, array_like=True):
     forget: list[bytes] = []
     clear: bool = False
 
+    @property
+    def without_keys(self) -> list[object]:
+        """What does not depend on tokens, which a replay of a step log may not have."""
+        loads = [(load.number, load.blocks, load.stores, load.num_states) for load in self.loads]
+        return [self.store_blocks, loads, len(self.forget), self.clear]
+
     def __bool__(self) -> bool:
         return bool(self.store_keys or self.loads or self.forget or self.clear)
 

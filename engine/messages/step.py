@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.messages.kv_orders import KVOrders
 from engine.messages.params import SamplingParams
 from engine.messages.pooling import PoolingParams
 from engine.messages.requests import ErrorCode, MediaItem, TokenLogprobs
@@ -154,7 +155,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     masks: MaskPart | None = None
     adapters: AdapterPart | None = None
     media: MediaPart | None = None
-    kv_transfer: bytes | None = None  # message of the KV source to its half in the worker
+    kv_transfer: KVOrders | bytes | None = None  # to the worker's half; bytes: of a KV source
     block_groups: Column | None = None  # KV group of each block-table change; None: all group 0
     proposals: Column | None = None  # most drafts that the worker may propose for each row
     snapshots: SnapshotPart | None = None

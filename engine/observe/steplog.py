@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError, reason_of
-from engine.messages.kv_orders import Loaded
+from engine.messages.kv_orders import KVOrders, Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
@@ -270,12 +270,16 @@ def digest_of(plan: StepPlan) -> bytes:
     rest = (
         plan.freed_slots,
         [(new.slot, len(new.token_ids)) for new in plan.new],
-        {name: getattr(plan, name) for name in plan.parts if name != "masks"},
+        {name: _without_keys(getattr(plan, name)) for name in plan.parts if name != "masks"},
         # Which rows are sampled early depends on sampled tokens, which a replay does not have.
         None if plan.masks is None else plan.masks.rows,
     )
     digest.update(msgspec.msgpack.encode(rest, enc_hook=_plain))
     return digest.digest()
+
+
+def _without_keys(part: object) -> object:
+    return part.without_keys if isinstance(part, KVOrders) else part
 
 
 def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRecord:
