@@ -384,6 +384,13 @@ def num_stores(resources: Iterable[Resource]) -> int:
     return sum(each.num_stores for each in resources if isinstance(each, Tiers))
 
 
+def with_recorded_tiers(chosen: Chosen, number: int) -> Chosen:
+    """Add the resource for KV tiers: for a replay of a step log. ``number``: of stores."""
+    if not number:
+        return chosen
+    return chosen._replace(resources=(*chosen.resources, Tiers(None, 1, speeds=[1.0] * number)))
+
+
 def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
     """Add the resource for media: for a replay of a step log. ``sizes``: as ``encoder_sizes``
     returned them for the recorded core."""

@@ -29,6 +29,8 @@ from engine.sched.interface import (
     SchedulerInterface,
     StepOutputs,
 )
+from engine.sched.predict.headroom import Judgement
+from engine.sched.predict.loads import LoadChoice
 
 Clock = Callable[[], float]
 STEP_LOG = "step_log"  # name in the counters
@@ -96,6 +98,12 @@ def describe(
     )
 
 
+def _decision(made: Judgement | LoadChoice) -> steplog.Decision:
+    if isinstance(made, LoadChoice):
+        return steplog.LoadDecision([], *made)
+    return steplog.TimedDecision([], *made)
+
+
 def _fields(options: Any) -> dict[str, Any]:
     return {option.name: _plain(getattr(options, option.name)) for option in fields(options)}
 
@@ -153,7 +161,7 @@ class RecordingScheduler(SchedulerInterface):
     def schedule(self) -> StepPlan:
         plan = self.inner.schedule()
         for judgement in self.inner.take_judgements():
-            self._guard.run(self._log.write, steplog.decision_of(judgement))
+            self._guard.run(self._log.write, _decision(judgement))
         self._record(lambda times: self._plans.encode(plan, times))
         return plan
 

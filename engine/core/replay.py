@@ -17,17 +17,19 @@ from engine.core.build import (
     with_checked_grammars,
     with_recorded_adapters,
     with_recorded_media,
+    with_recorded_tiers,
     with_snapshots,
 )
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
-from engine.kv_transfer.tiers import Tiers
 from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
 from engine.sched.interface import PauseState, SchedulerInterface, StepOutputs
 from engine.sched.plugins.find import make_scheduler
+from engine.sched.predict.headroom import Judgement
+from engine.sched.predict.loads import LoadChoice
 from engine.sched.request import Request
 
 NOTHING = "nothing"
@@ -177,9 +179,7 @@ class Replay:
         chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)
-        if header.num_stores:
-            tiers = Tiers(None, 1, speeds=[1.0] * header.num_stores)
-            chosen = chosen._replace(resources=(*chosen.resources, tiers))
+        chosen = with_recorded_tiers(chosen, header.num_stores)
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )
@@ -218,7 +218,7 @@ class Replay:
             case steplog.PlanRecord():
                 return self._plan(record)
             case steplog.TimedDecision() | steplog.LoadDecision():
-                scheduler.expect_judgement(steplog.made_of(record))
+                scheduler.expect_judgement(recorded_decision(record))
             case steplog.ResultRecord():
                 plan = self._flight.popleft()
                 self._outputs(scheduler.update_from_output(plan, steplog.result_of(record, plan)))
@@ -300,6 +300,13 @@ class Replay:
 
     def _difference(self, request_id: str, then: str, now: str) -> PlanDifference:
         return PlanDifference(self._step, request_id, then, now)
+
+
+def recorded_decision(record: steplog.Decision) -> Judgement | LoadChoice:
+    """Restore a decision from its record."""
+    if isinstance(record, steplog.LoadDecision):
+        return LoadChoice(record.step, record.request_id, record.stores)
+    return Judgement(record.step, record.is_kept)
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:

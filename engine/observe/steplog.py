@@ -26,8 +26,6 @@ from engine.messages.kv_orders import KVOrders, Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
-from engine.sched.predict.headroom import Judgement
-from engine.sched.predict.loads import LoadChoice
 
 MAGIC = b"metronome step log\n"
 FORMAT = 2
@@ -148,20 +146,6 @@ class LoadDecision(msgspec.Struct, array_like=True, tag="load"):
 
 Decision = TimedDecision | LoadDecision
 DECISIONS = (TimedDecision, LoadDecision)
-
-
-def decision_of(made: Judgement | LoadChoice) -> Decision:
-    """Make the record of a decision."""
-    if isinstance(made, LoadChoice):
-        return LoadDecision([], *made)
-    return TimedDecision([], *made)
-
-
-def made_of(record: Decision) -> Judgement | LoadChoice:
-    """Restore a decision from its record."""
-    if isinstance(record, LoadDecision):
-        return LoadChoice(record.step, record.request_id, record.stores)
-    return Judgement(record.step, record.is_kept)
 
 
 class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):

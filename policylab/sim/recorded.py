@@ -15,7 +15,14 @@ import numpy as np
 
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
-from engine.core.replay import NOTHING, PlanDifference, Replay, Replayed, groups_of
+from engine.core.replay import (
+    NOTHING,
+    PlanDifference,
+    Replay,
+    Replayed,
+    groups_of,
+    recorded_decision,
+)
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, StepPlan, StepResult
@@ -244,7 +251,7 @@ class _Again(LogReader):
     def schedule(self) -> StepPlan:
         record = self.take()
         while isinstance(record, steplog.DECISIONS):
-            self.scheduler.expect_judgement(steplog.made_of(record))
+            self.scheduler.expect_judgement(recorded_decision(record))
             record = self.take()
         if not isinstance(record, steplog.PlanRecord):
             self.other_call(record, "planned")
