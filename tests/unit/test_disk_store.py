@@ -104,8 +104,9 @@ def test_blocks_of_another_identity_are_a_miss(path: Path, other) -> None:
     store.close()
     assert all(get(opened(path), range(4)))
     (renamed,) = set(segments_in(path)) - {file}
-    renamed.rename(file)  # as if it were of the first identity
-    assert has(opened(path), range(4)) == [False] * 4
+    renamed.rename(path / (file.name[:33] + renamed.name[33:]))  # as if of the first identity
+    file.unlink()
+    assert not any(get(opened(path), range(4)))
 
 
 @pytest.mark.parametrize("bit", [0, 7])
@@ -148,11 +149,19 @@ def test_a_file_cut_anywhere_loses_what_is_cut(path: Path) -> None:
     for length in range(0, len(whole), 97):
         file.write_bytes(whole[:length])
         store = opened(path)
-        assert get(store, range(6)) == [end <= length for end in ends]
+        assert has(store, range(6)) == get(store, range(6)) == [end <= length for end in ends]
         assert all(put(store, range(6)))
         assert all(get(store, range(6)))
         store.clear()
         store.close()
+
+
+def test_what_a_dead_process_has_reserved_is_released(path: Path) -> None:
+    file = filled_file(path)
+    size = file.stat().st_size
+    os.truncate(file, size + BLOCK_BYTES)
+    assert all(get(opened(path), range(6)))
+    assert file.stat().st_size == size
 
 
 def test_a_file_cut_in_use_loses_what_is_cut(path: Path) -> None:
@@ -203,6 +212,19 @@ def test_two_stores_see_what_the_other_writes_and_withdraws(path: Path) -> None:
     assert put(one, [1]) == [True]
     two.refresh()
     assert get(two, [0, 1]) == [False, True]
+
+
+def test_of_copies_the_one_that_is_removed_last_counts(path: Path) -> None:
+    one, two = opened(path, TIGHT), opened(path, TIGHT)
+    put(one, range(3))
+    (older,) = segments_in(path)
+    put(two, range(3))
+    for store in (one, two):
+        store.refresh()
+    older.unlink()
+    for store in (one, two):
+        store.refresh()
+        assert all(get(store, range(3)))
 
 
 def test_a_store_learns_by_itself_what_others_add(path: Path) -> None:
@@ -277,6 +299,16 @@ def test_no_room_while_others_append_to_all_of_it(path: Path) -> None:
     stores[0].close()
     assert put(stores[4], [4]) == [True]
     assert bytes_in(path) <= smallest
+
+
+def test_segments_that_are_not_full_count_as_a_whole(path: Path) -> None:
+    one, *others = (opened(path, TIGHT) for _ in range(7))
+    for index, store in enumerate(others):
+        put(store, [index])
+    put(one, range(1000, 1400))
+    for index, store in enumerate(others):
+        put(store, range(10 * index + 10, 10 * index + 16))
+        assert bytes_in(path) <= TIGHT
 
 
 def test_files_are_for_their_user_only(path: Path) -> None:
@@ -366,6 +398,15 @@ def test_on_a_full_disk_new_blocks_take_the_place_of_old_ones(path: Path, monkey
     assert 1 <= refused < 20
     assert all(get(store, range(11_900, 12_000)))
     store.close()
+
+
+def test_while_the_disk_is_full_old_blocks_stay(path: Path, monkeypatch) -> None:
+    store = opened(path, TIGHT)
+    put(store, range(150))
+    monkeypatch.setattr(os, "pwritev", FullDisk(path, -1).pwritev)
+    for number in range(150, 200):
+        assert put(store, [number]) == [False]
+    assert sum(get(store, range(150))) > 120
 
 
 def test_a_limit_on_the_size_of_files_refuses_blocks(path: Path) -> None:
