@@ -56,6 +56,7 @@ LIVE = 1
 WITHDRAWN = b"\x02".ljust(ENTRY.size, b"\0")
 MAX_KEY_BYTES = 64
 MAX_RUN_BLOCKS = 512  # of one call of the operating system, which takes at most 1024
+NO_WAIT_SECONDS = 30.0  # after waiting for the lock in vain
 LOCK_SECONDS = 3.0  # the lock is held for about a millisecond, longer while blocks are copied
 NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\.kv")
 USE = re.compile(r"([0-9a-f]{32})\.use")
@@ -200,8 +201,17 @@ class StoreDirectory:
     """A directory of segments, whose files together have at most ``most_bytes`` bytes. Several
     processes may use it at once. Methods raise ``OSError``."""
 
-    def __init__(self, path: str, most_bytes: int, identity: StoreIdentity) -> None:
-        """Raises ``ConfigError`` if the directory cannot be used, or is open to others."""
+    def __init__(
+        self,
+        path: str,
+        most_bytes: int,
+        identity: StoreIdentity,
+        *,
+        lock_seconds: float = LOCK_SECONDS,
+    ) -> None:
+        """``lock_seconds``: how long to wait for the lock.
+
+        Raises ``ConfigError`` if the directory cannot be used, or is open to others."""
         self.path = path
         self.most_bytes = most_bytes
         self.identity = _digest(identity)
@@ -209,6 +219,8 @@ class StoreDirectory:
         self._fd = _open_directory(path)
         self._held = [self._fd]
         self._depth = 0
+        self._lock_seconds = lock_seconds
+        self._no_wait_until = 0.0
         try:
             self._lock = self._held_file("lock")
             with self.locked():
@@ -223,10 +235,12 @@ class StoreDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the directory, for one thread at a time; it may be taken again inside.
-        Raises ``TimeoutError`` if another process does not release it."""
-        end = time.monotonic() + LOCK_SECONDS
+        Raises ``TimeoutError`` if another process does not release it; then at once for a while."""
+        start = time.monotonic()
         while not _lock(self._lock):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now < self._no_wait_until or now > start + self._lock_seconds:
+                self._no_wait_until = max(self._no_wait_until, now + NO_WAIT_SECONDS)
                 raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
             time.sleep(0.001)
         self._depth += 1

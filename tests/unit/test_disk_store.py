@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from support.disk_blocks import (
     BLOCK_BYTES,
     IDENTITY,
+    NEVER,
     PLENTY,
     bytes_in,
     get,
@@ -29,6 +31,8 @@ from support.disk_blocks import (
 from support.patience import WAIT_SECONDS
 
 from engine.errors import ConfigError
+from engine.kv_transfer.disk import DiskStore
+from engine.kv_transfer.disk_files import StoreDirectory
 
 TIGHT = 400_000
 """A bound for 32 segments of 7 blocks."""
@@ -419,6 +423,22 @@ def test_a_limit_on_the_size_of_files_refuses_blocks(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert segments_in(path) == []
     assert put(store, range(3)) == [True] * 3
+    store.close()
+
+
+def test_a_lock_that_is_never_released_costs_new_segments_alone(path: Path) -> None:
+    filled(path, range(3))
+    files = StoreDirectory(str(path), PLENTY, IDENTITY, lock_seconds=0.01)
+    store = DiskStore(files, BLOCK_BYTES, NEVER)
+    with (path / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for number in range(3, 40):
+            assert put(store, [number]) == [False]
+        store.refresh()
+        assert all(get(store, range(3)))
+        store.forget([key_of(0)])
+    assert put(store, [3]) == [True]
+    assert get(store, range(4)) == [False, True, True, True]
     store.close()
 
 
