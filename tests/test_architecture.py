@@ -55,7 +55,7 @@ LAZY_IMPORTS = {
     "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.frontend.adapters": "torch is imported only for an adapter from memory",
-    "engine.kv_transfer.mooncake": "Mooncake, which is optional, is imported only where it is used",
+    "engine.kv_transfer.peers.mooncake": "Mooncake is imported only where it is chosen",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.models.opening": "the gguf package is imported only for GGUF files",
     "engine.rpc.balance": "the fast hash imports Numba, and only cores with that option need it",
@@ -89,7 +89,7 @@ FEATURES = tuple(
 COMPUTES = (
     *("compute", "device_slots", "dora", "files", "placing", "products", "reading"),
     *("attention", "encoding", "tower"),
-    *("peer", "peer_link", "peer_server"),
+    *("link", "peer_store", "server"),
 )
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)

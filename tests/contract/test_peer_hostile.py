@@ -34,9 +34,8 @@ from support.served import free_port
 from engine.ipc import sockets
 from engine.ipc.address import Directory, address_of
 from engine.ipc.sealed_files import create, seal
-from engine.kv_transfer.peer import PeerLimits, PeerStore
-from engine.kv_transfer.peer_link import SharedSlots
-from engine.kv_transfer.peer_messages import (
+from engine.kv_transfer.peers.link import SharedSlots
+from engine.kv_transfer.peers.messages import (
     MAX_KEYS,
     SEGMENT,
     Free,
@@ -47,7 +46,8 @@ from engine.kv_transfer.peer_messages import (
     Refused,
     Sent,
 )
-from engine.kv_transfer.peer_server import BlockServer, ServerLimits
+from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
+from engine.kv_transfer.peers.server import BlockServer, ServerLimits
 
 KEYS = keys_of(6)
 LIMITS = PeerLimits(
@@ -391,7 +391,7 @@ DYING = """
 import os, signal, sys, time
 import zmq
 from engine.ipc.address import address_of
-from engine.kv_transfer.peer_link import Offer, PeerLink, Wanted
+from engine.kv_transfer.peers.link import Offer, PeerLink, Wanted
 from support.peers import empty_rows, identity_of, keys_of
 
 link = PeerLink(

@@ -28,9 +28,9 @@ from support.served import free_port
 
 from engine.errors import ConfigError
 from engine.ipc.address import Address, tcp_address
-from engine.kv_transfer.peer import PeerLimits, PeerStore
-from engine.kv_transfer.peer_messages import MAX_BLOCK_BYTES, SEGMENT, Pace
-from engine.kv_transfer.peer_server import BlockServer, ServerLimits
+from engine.kv_transfer.peers.messages import MAX_BLOCK_BYTES, SEGMENT, Pace
+from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
+from engine.kv_transfer.peers.server import BlockServer, ServerLimits
 from engine.kv_transfer.stores import StoreIdentity
 
 PATIENT = PeerLimits(pace=Pace(WAIT_SECONDS), join_seconds=WAIT_SECONDS, pause_seconds=WAIT_SECONDS)

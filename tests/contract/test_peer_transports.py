@@ -21,11 +21,11 @@ from support.peers import (
 )
 
 from engine.errors import ConfigError
-from engine.kv_transfer.mooncake import MooncakeTransport
-from engine.kv_transfer.peer import PeerLimits, PeerStore
-from engine.kv_transfer.peer_messages import Pace
-from engine.kv_transfer.peer_server import BlockServer, ServerLimits
-from engine.kv_transfer.transports import Lent, Transport
+from engine.kv_transfer.peers.messages import Pace
+from engine.kv_transfer.peers.mooncake import MooncakeTransport
+from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
+from engine.kv_transfer.peers.server import BlockServer, ServerLimits
+from engine.kv_transfer.peers.transports import Lent, Transport
 
 PATIENT = PeerLimits(
     window_bytes=3 * BLOCK_BYTES,

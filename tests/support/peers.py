@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from engine.ipc.address import tcp_address
-from engine.kv_transfer.mooncake import MooncakeTransport
-from engine.kv_transfer.peer_server import BlockServer
+from engine.kv_transfer.peers.mooncake import MooncakeTransport
+from engine.kv_transfer.peers.server import BlockServer
 from engine.kv_transfer.stores import Rows, StoreIdentity
 from support.patience import WAIT_SECONDS
 

@@ -25,10 +25,10 @@ import zmq
 from engine.errors import ConfigError
 from engine.ipc import sockets
 from engine.ipc.address import IPC, address_of, tcp_address
-from engine.kv_transfer.peer_link import LinkError, Offer, PeerLink, Wanted
-from engine.kv_transfer.peer_messages import MAX_KEYS, MAX_WAIT_SECONDS, Pace
+from engine.kv_transfer.peers.link import LinkError, Offer, PeerLink, Wanted
+from engine.kv_transfer.peers.messages import MAX_KEYS, MAX_WAIT_SECONDS, Pace
+from engine.kv_transfer.peers.transports import Transport
 from engine.kv_transfer.stores import Rows, StoreIdentity
-from engine.kv_transfer.transports import Transport
 
 COUNTED = ("loaded", "missing", "damaged", "lost", "late", "refused")
 MAX_PAUSE_SECONDS = 30.0

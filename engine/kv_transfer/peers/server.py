@@ -2,7 +2,7 @@
 
 One thread serves all consumers in turn, a chunk of blocks each. It reads blocks with a
 ``BlockReader`` into the consumer's slots, or sends them as messages of at most ``window_bytes``
-that the consumer has not freed. ``peer_messages`` describes the protocol.
+that the consumer has not freed. ``messages`` describes the protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.ipc import sockets
 from engine.ipc.address import Address, Directory
 from engine.ipc.codec import MessageDecoder, MessageEncoder, plain_text
 from engine.ipc.sealed_files import SealedFile, is_there, open_sealed
-from engine.kv_transfer.peer_messages import (
+from engine.kv_transfer.peers.messages import (
     MAX_BLOCK_BYTES,
     MAX_REQUEST_BYTES,
     MAX_SHARED_BYTES,
@@ -48,8 +48,8 @@ from engine.kv_transfer.peer_messages import (
     chunk_blocks,
     num_slots_of,
 )
+from engine.kv_transfer.peers.transports import Lent, Transport
 from engine.kv_transfer.stores import Rows, StoreIdentity
-from engine.kv_transfer.transports import Lent, Transport
 from engine.observe.logs import Throttle
 
 RETRY_SECONDS = 0.01  # between two looks for a block that may still be computed

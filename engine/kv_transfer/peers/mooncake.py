@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.kv_transfer.transports import Lent
+from engine.kv_transfer.peers.transports import Lent
 
 MAX_THREADS = 16  # transfers at the same time, with those that were left alone
 POLL_SECONDS = 0.05  # between two looks whether a transfer is over

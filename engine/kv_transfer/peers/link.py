@@ -20,7 +20,7 @@ from engine.ipc import sockets
 from engine.ipc.address import Address
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.sealed_files import create, seal
-from engine.kv_transfer.peer_messages import (
+from engine.kv_transfer.peers.messages import (
     CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_REQUEST_BYTES,
@@ -38,8 +38,8 @@ from engine.kv_transfer.peer_messages import (
     Sent,
     num_slots_of,
 )
+from engine.kv_transfer.peers.transports import Transport
 from engine.kv_transfer.stores import Rows, StoreIdentity
-from engine.kv_transfer.transports import Transport
 
 POLL_SECONDS = 0.05  # between two looks whether the transfer was given up
 MAX_REASON = 400  # characters of a server's reason
