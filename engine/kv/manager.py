@@ -264,6 +264,8 @@ class KVManager:
     def set_time(self, now: float) -> None:
         """Set the time, in seconds, that is recorded for blocks evicted from now on."""
         self.cache.evictions.now = now
+        if self.retention is not None:
+            self.retention.pool.expire()
 
     def reserve(self, req: KVRequest, upto: int) -> bool:
         """Allocate KV blocks for positions [0, upto) of a request. If it has none yet, it first
@@ -448,9 +450,11 @@ class KVManager:
         """Release the blocks of a request that has ended, except those that a transfer still reads.
 
         Returns the KV transfer parameters for its output, or None."""
-        allocation = self._allocations.pop(req.row, None) or self._empty(req)
+        allocation = self._allocations.get(req.row) or self._empty(req)
+        params = self._give_back(req, allocation, has_ended=True)
+        self._allocations.pop(req.row, None)
         self.num_held[req.row] = self.num_published[req.row] = 0
-        return self._give_back(req, allocation, has_ended=True)
+        return params
 
     def forget_prefix(self, req: KVRequest) -> None:
         """Forget the block hashes of a request that holds no blocks, because its adapter, salt or

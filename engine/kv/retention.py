@@ -66,12 +66,12 @@ class ShelvedPool(BlockPool):
     lower ones first. The shelf of ordinary blocks is the free list itself, so without any ``keep``
     the order is that of ``BlockPool``.
 
-    ``most_pinned``: the most free blocks that are pinned. The time is that of the last step, in
-    seconds (``cache.evictions.now``)."""
+    ``num_pinned``: the number of free blocks that are pinned; ``most_pinned``: the most that may
+    be. The time is that of the last step, in seconds (``cache.evictions.now``)."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self.most_pinned = num_blocks
+        self.num_pinned, self.most_pinned = 0, num_blocks
         self._kept: dict[int, Kept] = {}  # by block, if special
         self._pins: dict[Kept, None] = {}
         self._first_end = inf  # no pin ends before this time
@@ -80,31 +80,43 @@ class ShelvedPool(BlockPool):
         self._shelves: dict[Level, OrderedDict[int, None]] = {}  # without the ordinary blocks
         self._levels: list[Level] = []  # of the shelves, sorted
         self._shelf: dict[int, Level] = {}  # by block
-        self._num_pinned = 0
 
-    @property
-    def num_pinned(self) -> int:
-        """Number of free blocks that are pinned."""
-        self._expire()
-        return self._num_pinned
+    def level_of(self, block: int) -> Level:
+        """The level of a free block with content."""
+        return self._shelf.get(block, ORDINARY)
 
     def keep(self, blocks: Sequence[int], keep: Keep) -> None:
         """Keep the blocks of a request that has just given them back. ``blocks``: in the order of a
         block table, of which the end is taken before the start. Blocks without content are left
         out. Blocks that other requests hold are placed when these give them back. If not all may be
         pinned, the first ones are."""
-        self._expire()
         mine = [block for block in blocks if self._may_place(block, keep)]
         for block in mine:
             self._drop(block)
             if self.num_refs[block] == 0:
                 self._move(block, ORDINARY)  # so that it does not count as pinned
         is_pin = keep.until > self.cache.evictions.now
-        num_pins = max(0, self.most_pinned - self._num_pinned) if is_pin else 0
+        num_pins = max(0, self.most_pinned - self.num_pinned) if is_pin else 0
         self._place(mine[num_pins:], Kept(keep, is_pinned=False))
         self._place(mine[:num_pins], Kept(keep, is_pinned=True))
         if keep.most is not None:
             self._cut(keep.owner, keep.most)
+
+    def expire(self) -> None:
+        """Unpin the blocks of pins that have ended. Called whenever the time is set."""
+        now = self.cache.evictions.now
+        if now < self._first_end:
+            return
+        ended = [kept for kept in self._pins if kept.keep.until <= now]
+        for kept in sorted(ended, key=lambda kept: kept.keep.until):
+            del self._pins[kept]
+            kept.is_pinned = False
+            for block in [*kept.blocks]:
+                if self.num_refs[block] == 0:
+                    self._move(block, kept.level)
+                if not kept.is_special:
+                    self._drop(block)
+        self._first_end = min((kept.keep.until for kept in self._pins), default=inf)
 
     def forget_all(self) -> None:
         """Make all blocks ordinary."""
@@ -121,7 +133,6 @@ class ShelvedPool(BlockPool):
 
     def take(self, count: int) -> list[int]:
         if self._shelf and count <= self.num_free:
-            self._expire()
             self._bring(count)
         taken = super().take(count)
         for block in taken if self._kept else ():
@@ -132,7 +143,7 @@ class ShelvedPool(BlockPool):
         super().release(blocks)
         for block in reversed(blocks) if self._kept else ():
             if self.num_refs[block] == 0 and (kept := self._kept.get(block)) is not None:
-                is_pinned = kept.is_pinned and self._num_pinned < self.most_pinned
+                is_pinned = kept.is_pinned and self.num_pinned < self.most_pinned
                 level = (is_pinned, kept.keep.priority)
                 if self.cache.hashes[block] is None:
                     self._drop(block)
@@ -190,22 +201,6 @@ class ShelvedPool(BlockPool):
             if self.num_refs[block] == 0:
                 self._move(block, FIRST)
 
-    def _expire(self) -> None:
-        """Unpin the blocks of pins that have ended."""
-        now = self.cache.evictions.now
-        if now < self._first_end:
-            return
-        ended = [kept for kept in self._pins if kept.keep.until <= now]
-        for kept in sorted(ended, key=lambda kept: kept.keep.until):
-            del self._pins[kept]
-            kept.is_pinned = False
-            for block in [*kept.blocks]:
-                if self.num_refs[block] == 0:
-                    self._move(block, kept.level)
-                if not kept.is_special:
-                    self._drop(block)
-        self._first_end = min((kept.keep.until for kept in self._pins), default=inf)
-
     def _drop(self, block: int) -> None:
         """Forget how a block is kept, without moving it."""
         kept = self._kept.pop(block, None)
@@ -236,13 +231,13 @@ class ShelvedPool(BlockPool):
             insort(self._levels, level)
         self._shelves[level][block] = None
         self._shelf[block] = level
-        self._num_pinned += level[0]
+        self.num_pinned += level[0]
 
     def _unshelve(self, block: int) -> None:
         """Take a block from its shelf; it is then in no list."""
         level = self._shelf.pop(block)
         del self._shelves[level][block]
-        self._num_pinned -= level[0]
+        self.num_pinned -= level[0]
         if not self._shelves[level]:
             del self._shelves[level]
             del self._levels[bisect_left(self._levels, level)]

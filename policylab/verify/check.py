@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kv.retention import ShelvedPool
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.plugins.hooks import SHAPING
@@ -90,6 +91,7 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     ``num_drafts``: the largest number of draft tokens of a request, which add to its computed
     tokens and blocks."""
     check_blocks(scheduler)
+    check_kept(scheduler)
     check_members(scheduler)
     check_ranks(scheduler)
     check_seats(scheduler)
@@ -121,6 +123,21 @@ def check_blocks(scheduler: Scheduler) -> None:
     assert len(free) == pool.num_free, "num_free differs from the length of the free list"
     assert sorted(free) == [b for b in range(1, pool.num_blocks) if not refs[b]], (
         "free blocks are missing"
+    )
+
+
+def check_kept(scheduler: Scheduler) -> None:
+    """Check that free blocks with content are taken by level, and that no more are pinned than
+    allowed (invariant 35)."""
+    pool = scheduler.kv.pool
+    if not isinstance(pool, ShelvedPool):
+        return
+    order, hashes = pool.free_order(), scheduler.kv.cache.hashes
+    num_blank = next((n for n, block in enumerate(order) if hashes[block] is not None), len(order))
+    levels = [pool.level_of(block) for block in order[num_blank:]]
+    assert levels == sorted(levels), "blocks are not taken by level"
+    assert sum(is_pinned for is_pinned, _ in levels) == pool.num_pinned <= pool.most_pinned, (
+        f"{pool.num_pinned} blocks are pinned, {pool.most_pinned} may be"
     )
 
 

@@ -35,10 +35,12 @@ from policylab.verify.draw_pictures import with_pictures
 from policylab.verify.draw_pooled import with_pooled
 
 WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
+WILD_CACHE = "policylab.verify.wild.WildCache"
 SNAPSHOT_POLICIES = ("cost", "cost", "interval", "marconi")
 CROWDED = 0.15  # share of engines with many running requests
 SHARES = {"remote": 0.4, "adapters": 0.4}  # share of engines with a resource; 0.25 for any other
 STATEFUL = 0.3  # share of models with recurrent states
+RETENTIVE = 0.3  # share of engines with a cache policy
 YEARS = 2.0**28  # seconds; a binary fraction like all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -56,7 +58,7 @@ def draw_case(
     """The random case of a seed. ``policy``: used in place of a random shipped policy.
     ``has_halves``: odd seeds use the engine's real drafters or grammars."""
     case = with_adapters(with_states(draw_plain(seed, policy, options), seed), seed)
-    case = with_pictures(case, seed)
+    case = with_cache_policy(with_pictures(case, seed), seed)
     return with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
 
 
@@ -99,6 +101,16 @@ def with_states(case: Case, seed: int) -> Case:
         snapshot_policy=rng.choice((*SNAPSHOT_POLICIES, WILD_SNAPSHOTS)),
     )
     return msgspec.structs.replace(case, setup=setup)
+
+
+def with_cache_policy(case: Case, seed: int) -> Case:
+    """The case, with a cache policy for a part of the seeds."""
+    rng = Random(f"cache policy of {seed}")
+    if rng.random() >= RETENTIVE:
+        return case
+    name = rng.choice(("programs", "shares", WILD_CACHE, WILD_CACHE))
+    config = replace(case.setup.config, cache_policy=name)
+    return msgspec.structs.replace(case, setup=msgspec.structs.replace(case.setup, config=config))
 
 
 # -- the engine

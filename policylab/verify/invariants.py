@@ -35,6 +35,7 @@
 [32]   tokens of media are computed with their encoder outputs         ``pictures.MediaDevice``
 [33]   no more media are encoded in a step, or kept, than allowed      ``pictures.MediaDevice``
 [34]   media that fail end the requests that need them alone           ``Pictures.may_fail``
+[35]   free blocks lose their content in the cache policy's order      ``check.check_kept``
 =====  ==============================================================  ==========================
 """
 

@@ -162,6 +162,7 @@ def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = Non
     setup = case.setup
     reads_clock = setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(setup)
     reads_clock |= bool(setup.snapshot_blocks) and setup.snapshot_policy == BY_AGE
+    reads_clock |= setup.config.cache_policy is not None
     # A request that has waited long for an adapter's slot gets one.
     if reads_clock or "adapters" in setup.needs or has_deadlines(case):
         return

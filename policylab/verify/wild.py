@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf, nan
 from random import Random
+from typing import Any
 
+from engine.kv.retention import Keep
 from engine.kv.snapshots import KeptSnapshot
+from engine.sched.cache_policy import CachePolicy
 from engine.sched.policy import Admission, Defer, Limits, Policy, Refuse, SchedView, Verdict
 from engine.sched.request import Request
 from engine.states.policy import SnapshotPolicy, SnapshotView, Take
@@ -140,3 +144,34 @@ class WildSnapshots(SnapshotPolicy):
     def taken(self, known: Sequence[KeptSnapshot], view: SnapshotView) -> None:
         assert known == sorted(known, key=lambda kept: kept.num_tokens), f"{known} are in order"
         assert all(view.find(kept.block_hash) is kept for kept in known), f"{known} are cached"
+
+
+class WildCache(CachePolicy):
+    """A cache policy that keeps blocks at random, some of them pinned for ever."""
+
+    max_pinned = 0.2
+
+    def keep(self, req: Request, has_ended: bool, view: SchedView) -> Keep | None:
+        assert view.kv.held(req), f"{req} has no blocks"
+        rng = view.rng
+        if rng.random() < 0.3:
+            return None
+        return Keep(
+            priority=rng.choice((0.0, 0.0, -1.0, 1.0, rng.random(), -inf, inf)),
+            until=rng.choice((0.0, view.now + rng.randrange(1, 64) / 64, inf)),
+            owner=rng.choice(("", req.user, "other")),
+            most=rng.choice((None, None, 0, view.kv.num_usable // 3)),
+        )
+
+
+class WrongCache(WildCache):
+    """A cache policy that raises or returns an invalid value half of the time."""
+
+    max_pinned = 1.0
+
+    def keep(self, req: Request, has_ended: bool, view: SchedView) -> Any:
+        dice = view.rng.randrange(12)
+        if dice == 0:
+            raise RuntimeError("a whim")
+        wrong = (Keep(nan), Keep(until=nan), Keep("1"), Keep(owner=1), Keep(most=-1), 1)  # type: ignore[arg-type]
+        return wrong[dice - 1] if dice <= len(wrong) else super().keep(req, has_ended, view)

@@ -23,6 +23,7 @@ SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
 COLUMNS, ROSTER, WAITS = STEP + "outputs.py", "sched/roster.py", "sched/roster.py"
 BUILDER = STEP + "builder.py"
+RETENTION = "kv/retention.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
@@ -52,6 +53,18 @@ CANARIES = (
         "",
     ),
     Canary(
+        "count a kept block twice as free",
+        RETENTION,
+        "            self.num_free -= 1\n",
+        "            pass\n",
+    ),
+    Canary(
+        "put a new shelf after all others",
+        RETENTION,
+        "            insort(self._levels, level)\n",
+        "            self._levels.append(level)\n",
+    ),
+    Canary(
         "count blocks that left a window as in use",
         TABLES,
         "            self._num_used[g] -= self._pool.num_free - num_free\n",
@@ -60,7 +73,7 @@ CANARIES = (
     Canary(
         "report no evicted blocks to those who follow the cache",
         POOL,
-        "                self.follower.lost(lost)\n",
+        "                follower.lost(lost)\n",
         "                pass\n",
     ),
     Canary(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import replace
 from math import inf
 
+import msgspec
 import pytest
 
 from engine.kv.retention import Keep, ShelvedPool
+from policylab.verify.draw import draw_case
+from policylab.verify.simulation import Simulation
+
+WRONG = "policylab.verify.wild.WrongCache"
 
 
 class Model:
@@ -170,9 +177,25 @@ def test_blocks_are_taken_in_the_order_of_a_naive_model(seed: int):
                 model.keep(table, keep)
         elif dice < 0.95:
             model.now = pool.cache.evictions.now = model.now + rng.choice([0.0, 1.0, 2.0, -1.0])
+            pool.expire()
         model.expire()
         assert pool.num_pinned == len(model.pinned) <= model.most_pinned, f"seed {seed}"
         assert pool.free_order() == model.order(), f"seed {seed}, call {number}"
         assert pool.num_free == len(model.free)
         head = model.order()[:1]
         assert pool.evicts == (bool(head) and head[0] in model.content)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_a_wrong_cache_policy_hurts_no_request(first: int, caplog: pytest.LogCaptureFixture):
+    """One that raises, returns nonsense, or pins all blocks for ever."""
+    caplog.set_level(logging.CRITICAL, "engine")
+    for seed in range(first, first + 20):
+        setup = (case := draw_case(seed)).setup
+        config = replace(setup.config, cache_policy=WRONG, max_policy_faults=seed % 3 * 1000)
+        setup = msgspec.structs.replace(setup, config=config, caching=True)
+        case = msgspec.structs.replace(case, setup=setup)
+        try:
+            Simulation(case, every=4, leaks=False, plugins=False).run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error

@@ -26,9 +26,10 @@ from engine.lora.decide import AdapterSlots
 from engine.observe import steplog
 from engine.observe.steplog import StepLog, StepLogWriter
 from engine.sched.interface import PauseState
-from engine.sched.plugins.find import make_scheduler
+from engine.sched.plugins.find import choose, make_scheduler
 from engine.sched.policies.fcfs import FCFS
 from engine.spec.worker_drafts import WorkerDrafts
+from policylab.verify.draw import WILD_CACHE
 from policylab.verify.fake import DigestWorker
 
 BLOCK_SIZE = 4
@@ -43,7 +44,7 @@ def recorded(
 ) -> RecordingScheduler:
     options = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_model_len": 64, **options}
     config = SchedulerConfig(**options)
-    kv = KVManager(num_blocks, BLOCK_SIZE, groups=groups)
+    kv = KVManager(choose(config).pool(num_blocks), BLOCK_SIZE, groups=groups)
     header = describe(config, CacheConfig(block_size=BLOCK_SIZE), kv, seed=7)
     return record(path, header, lambda own: make_scheduler(config, kv, clock=own, seed=7), clock)
 
@@ -92,6 +93,16 @@ def test_a_run_replays_to_identical_plans(
     outcome = replay(path)
     assert outcome.difference is None and outcome.num_steps > 50
     assert str(outcome) == f"identical: {outcome.num_steps} steps, 40 requests"
+
+
+@pytest.mark.parametrize("name", ["programs", "shares", WILD_CACHE])
+def test_a_run_with_a_cache_policy_replays_to_identical_plans(
+    tmp_path: Path, seed: int, name: str
+) -> None:
+    run(tmp_path / "log", random.Random(seed), cache_policy=name)
+    assert replay(tmp_path / "log").difference is None
+    if name == WILD_CACHE:
+        assert replay(tmp_path / "log", cache_policy="lru").difference is not None
 
 
 def test_a_replay_names_the_groups_of_a_model_with_windows(
