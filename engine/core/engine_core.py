@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any, Protocol, TypeVar
 
 from engine.messages.step import Column, Masks, StepPlan, StepResult
-from engine.sched.interface import SchedulerInterface, StepOutputs
+from engine.sched.interface import PauseState, SchedulerInterface, StepOutputs
 
 Ticket = TypeVar("Ticket")
 
@@ -101,6 +101,14 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(plan, self.executor.collect(ticket))
         self._draw_if_alone()
         return outputs
+
+    def finish_steps(self) -> None:
+        """Collect the steps in flight, and let the worker do what needs no step, such as storing
+        KV blocks. No request is scheduled any more."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.step()
+        while not self.is_idle:
+            self.step()
 
     def _draw_if_alone(self) -> None:
         """Start sampling the newest step if it waits for masks and all earlier steps are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -29,6 +30,8 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
+
+logger = logging.getLogger("engine.core")
 
 
 class Loads(Protocol):
@@ -191,9 +194,19 @@ class InprocClient(CoreClient):
 
     def shutdown(self) -> None:
         if self._core is not None:
+            if self.loads is not None and self._cause is None:
+                self._store_last()
             self._core.executor.shutdown()
             self._core.scheduler.shutdown()
             self._core = None
+
+    def _store_last(self) -> None:
+        """Store the KV blocks that the last steps have filled."""
+        assert self._core is not None
+        try:
+            self._core.finish_steps()
+        except Exception:  # they are only missing from the stores
+            logger.exception("the KV blocks of the last steps could not be stored")
 
     def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
         """Add the last outputs of aborted requests to the outputs of a step."""

@@ -22,7 +22,7 @@ import torch
 from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
-from engine.kv_transfer.opening import PlannedStores, namespace_of
+from engine.kv_transfer.opening import GIB, PlannedStores, namespace_of
 from engine.kv_transfer.stores import BlockStore, Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
@@ -251,7 +251,17 @@ class TierCopies(Feature):
         self._lock = threading.Lock()
 
     def attach(self, machine: Machine) -> None:
-        self._machine = machine
+        self._machine, planned = machine, self.planned
+        if planned.own_bytes and not planned.is_shared and machine.platform.shares_memory:
+            logger.info(
+                "kv_offloading_size: with one core on a CPU, these %.2f GiB are better given to "
+                "the KV pool (kv_cache_memory_bytes), from which nothing must be copied",
+                planned.own_bytes / GIB,
+            )
+
+    @property
+    def own_bytes(self) -> int:
+        return self.planned.own_bytes
 
     def open(
         self,

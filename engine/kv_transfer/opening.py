@@ -51,6 +51,11 @@ class PlannedStores:
         if cache.kv_transfer_config is not None:
             plans.append(_connector(cache.kv_transfer_config))
         self._plans = plans
+        size = cache.kv_offloading_size or 0.0
+        self.own_bytes = int(size * GIB / config.num_ranks)
+        """This core's share of the host's memory that stores take."""
+        self.is_shared = config.num_ranks > 1
+        """True if other cores may use what this one stores in the host's memory."""
 
     @property
     def speeds(self) -> list[float]:

@@ -135,3 +135,13 @@ def test_plans_with_loads_are_the_same_in_a_replay(
         assert outcome.difference is None and outcome.num_steps > 10
         assert resimulate(log)[0].difference is None
     assert num_loads > 0
+
+
+def test_what_the_last_steps_have_computed_is_stored_at_the_end(
+    models: Any, options: dict[str, Any]
+) -> None:
+    path, _ = models("llama")
+    for wanted in (0, 88):
+        with engine_for(path, **options) as engine:
+            _, cached = run(engine, [PROMPTS[0][:90]], 1)
+        assert cached == [wanted]
