@@ -17,7 +17,9 @@ from typing import Protocol
 
 from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
+from engine.kv_transfer.awaited import Awaited, objection
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
+from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
 from engine.sched.predict.loads import NOT_LOADED, LoadChoice
 from engine.sched.request import Request
@@ -98,6 +100,7 @@ class Tiers(Resource):
         self._num_loads = 0
         self._counts: Counter[str] = Counter()
         self._kv: KVManager
+        self._awaited: Awaited
 
     @property
     def num_stores(self) -> int:
@@ -108,6 +111,7 @@ class Tiers(Resource):
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._kv.cache.followers.append(self)
+        self._awaited = Awaited(self._kv, self._contains)
 
     # -- what happens in the prefix cache
 
@@ -139,6 +143,12 @@ class Tiers(Resource):
 
     # -- hooks of the scheduler
 
+    def objection(self, add: AddRequest) -> str | None:
+        return objection(add.kv_transfer_params)
+
+    def added(self, req: Request) -> None:
+        self._awaited.add(req, self._scheduler.view.now)
+
     def watches(self, req: Request) -> bool:
         return False
 
@@ -155,13 +165,19 @@ class Tiers(Resource):
             if load.req is not None and now - load.begun > self._max_seconds:
                 self._counts["too_slow"] += 1
                 self._end_wait(load)
+        self._end_lookups(step)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if req in self._awaited:
+            return Fit(0, "kv lookup")
         if not req.is_waiting or self._kv.held(req) or not self._has_room(req):
             return Fit(num_tokens)
         return Fit(num_tokens) if self._wanted(req) is None else Fit(0)
 
     def parked(self, req: Request) -> None:
+        if req in self._awaited:
+            self._awaited.park(req)
+            return
         wanted = self._wanted(req)
         assert wanted is not None, f"{req}: nothing to load"
         found = self._found[req.arrival]
@@ -204,6 +220,7 @@ class Tiers(Resource):
     def release(self, req: Request) -> None:
         self._found.pop(req.arrival, None)
         if req.is_finished:
+            self._awaited.end(req)
             for load in self._loads.values():
                 if load.req is req:
                     load.req = None
@@ -218,6 +235,27 @@ class Tiers(Resource):
         return dict(self._counts)
 
     # -- helpers
+
+    def _end_lookups(self, step: Step) -> None:
+        """Let requests go on whose blocks have come, or whose time to wait for them is over."""
+        view = self._scheduler.view
+        if self._outside is None:
+            over = self._awaited.recorded(
+                lambda name: view.loads.expected(step.index, name) is not None
+            )
+        else:
+            ended = self._awaited.over(view.now)
+            over = [req for req, _ in ended]
+            for req, has_come in ended:
+                self._counts["awaited" if has_come else "awaited_in_vain"] += 1
+                view.loads.made.append(LoadChoice(step.index, req.request_id, b""))
+        for req in over:
+            if self._awaited.end(req):
+                self._scheduler.wake(req.request_id)
+
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        stores = [] if self._outside is None else self._outside.find(keys)
+        return [store != NOWHERE for store in stores]
 
     def _end_wait(self, load: Load) -> None:
         req, load.req = load.req, None
@@ -249,7 +287,7 @@ class Tiers(Resource):
         """What was loaded for a request in this step of a recorded run."""
         view = self._scheduler.view
         choice = view.loads.expected(view.step.index, req.request_id)
-        if choice is None:
+        if choice is None or not choice.stores:
             return None
         pairs = zip(self._kv.outside_keys(req), choice.stores, strict=False)
         found = {key: store for key, store in pairs if store != NOT_LOADED}

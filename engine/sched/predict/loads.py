@@ -12,7 +12,7 @@ from typing import NamedTuple
 class LoadChoice(NamedTuple):
     """What is loaded for a request. ``stores``: for each key that the request could use, in the
     order of ``KVManager.outside_keys``, the index of the store that it is loaded from, or
-    ``NOT_LOADED``."""
+    ``NOT_LOADED``. Empty: its wait for blocks has ended (``engine.kv_transfer.awaited``)."""
 
     step: int  # number of the step in which it was chosen
     request_id: str
@@ -27,7 +27,7 @@ class LoadChoices:
 
     def __init__(self) -> None:
         self.made: deque[LoadChoice] = deque(maxlen=1 << 16)
-        self._expected: dict[str, LoadChoice] = {}
+        self._expected: dict[tuple[int, str], LoadChoice] = {}
 
     def take(self) -> list[LoadChoice]:
         """Return the choices made since the last call."""
@@ -37,9 +37,8 @@ class LoadChoices:
 
     def expect(self, choice: LoadChoice) -> None:
         """In a replay: note a recorded choice."""
-        self._expected[choice.request_id] = choice
+        self._expected[choice.step, choice.request_id] = choice
 
     def expected(self, step: int, request_id: str) -> LoadChoice | None:
-        """In a replay: the choice for a request in this step, if there was one."""
-        choice = self._expected.get(request_id)
-        return choice if choice is not None and choice.step == step else None
+        """In a replay: the last choice for a request in this step, if there was one."""
+        return self._expected.get((step, request_id))
