@@ -356,6 +356,27 @@ def test_a_server_that_is_closed_leaves_no_file_or_memory(opened: Opened) -> Non
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
+def test_closing_does_not_wait_for_a_reader_that_hangs(opened: Opened) -> None:
+    hangs, may_end = threading.Event(), threading.Event()
+
+    def on_read(number: int) -> None:
+        hangs.set()
+        may_end.wait(WAIT_SECONDS)
+
+    limits = ServerLimits(close_seconds=0.05)
+    server = BlockServer(Blocks(on_read=on_read), identity_of(), limits=limits)
+    store = store_of(opened, "shared")
+    store.announce(server.address, keys_of(3))
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.extend(store.read(keys_of(3), empty_rows(3))))
+    thread.start()
+    assert hangs.wait(WAIT_SECONDS)
+    server.close()
+    may_end.set()
+    thread.join()
+    assert found in ([True] * 3, [False] * 3)
+
+
 def test_mistakes_in_addresses_and_sizes_are_named(opened: Opened) -> None:
     store = opened(PeerStore, identity_of(), secret=SECRET, allowed=["tcp://a:1"])
     with pytest.raises(ConfigError, match=r"'tcp://a:2'.*unknown"):

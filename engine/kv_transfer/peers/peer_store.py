@@ -46,7 +46,7 @@ class PeerLimits(NamedTuple):
     window_bytes: int = 4 << 20
     num_links: int = 4
     num_peers: int = 64
-    num_keys: int = 1 << 18
+    num_keys: int = 1 << 17
     join_seconds: float = 3.0
     pause_seconds: float = 0.5
 
@@ -273,7 +273,7 @@ class Peer:
         return now >= self._retry_at and not self._is_closed
 
     def pull(self, wanted: Wanted, wait_until: float, deadline: float) -> int:
-        """As ``PeerLink.pull``, with a free connection."""
+        """Pull blocks with a free connection, like ``PeerLink.pull``."""
         if not self._turns.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise LinkError("late", f"all {self._limits.num_links} connections are in use")
         try:

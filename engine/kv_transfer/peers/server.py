@@ -61,12 +61,13 @@ logger = logging.getLogger("engine.kv_transfer")
 class ServerLimits(NamedTuple):
     """``pace``: how slow transfers may be. ``window_bytes``: of blocks for a consumer, in
     messages or lent memory. ``sweep_seconds``: between two searches for consumers that have ended
-    or are slow."""
+    or are slow. ``close_seconds``: that a read may still take when the server is closed."""
 
     pace: Pace = Pace()
     window_bytes: int = 8 << 20
     max_consumers: int = 64
     sweep_seconds: float = 1.0
+    close_seconds: float = 5.0
 
 
 LIMITS = ServerLimits()
@@ -189,8 +190,12 @@ class BlockServer:
             return
         self._is_closing = True
         self._waker.wake()
-        self._thread.join()
-        self._waker.close()
+        self._thread.join(self._limits.close_seconds)
+        if self._thread.is_alive():  # it ends when the reader returns
+            logger.warning(
+                "blocks for another engine are still being read after %g s",
+                self._limits.close_seconds,
+            )
         if self._directory is not None:
             self._directory.remove()
 
@@ -216,6 +221,7 @@ class BlockServer:
             self._consumers.clear()
             sockets.close(self._router)
             self._context.term()
+            self._waker.close()
 
     def _receive(self) -> None:
         for _ in range(MAX_ARRIVALS):
