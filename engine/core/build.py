@@ -282,7 +282,8 @@ def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> C
     """Add the resource for KV tiers, if there are stores."""
     if copies is None:
         return chosen
-    tiers = Tiers(copies, block_bytes, speeds=copies.planned.speeds)
+    planned = copies.planned
+    tiers = Tiers(copies, block_bytes, speeds=planned.speeds, failure_policy=planned.failure_policy)
     return chosen._replace(resources=(*chosen.resources, tiers))
 
 

@@ -26,7 +26,7 @@ from engine.kv.changes import CacheChanges
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
 from engine.kv.prefix_ends import CACHING_OFF, NO_SNAPSHOT, NOT_READ, PrefixEnds, is_bare
-from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher
+from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher, Withheld
 from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.promotions import Promotion, Promotions, Wanted
 from engine.kv.request_states import RequestStates
@@ -355,9 +355,11 @@ class KVManager:
         hashes, first = self._prefix_of(req), self.lookup(req).num_tokens // self.block_size
         return self._promotions.keys_of(hashes, first, self._prefix_index.snapshots)
 
-    def wanted(self, req: KVRequest, outside: Container[bytes]) -> Wanted:
-        """What to load for a request, given the keys of the blocks of which there are copies."""
+    def wanted(self, req: KVRequest, outside: Container[bytes], upto: int | None = None) -> Wanted:
+        """What to load for a request, given the keys of the blocks of which there are copies.
+        ``upto``: the most tokens that its prefix hit may have after that."""
         hashes = self._prefix_of(req)
+        hashes = hashes if upto is None else hashes[: upto // self.block_size]
         return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots)
 
     def can_promote(self, wanted: Wanted) -> bool:
@@ -372,6 +374,11 @@ class KVManager:
     def promoted(self, promotion: Promotion, is_good: Sequence[bool]) -> None:
         """Publish the blocks that have been loaded, and free all of the promotion."""
         self._promotions.end(promotion, is_good, self._prefix_index.snapshots)
+
+    def withhold(self, req: KVRequest, withheld: Withheld) -> None:
+        """Call ``withheld`` for each key and block that a request has just published, until it
+        ends: they are not to be copied outside the pool."""
+        self._prefix_index.withheld[req.arrival] = withheld
 
     def is_content(self, key: bytes) -> bool:
         """False for the key of a block that is reserved for a snapshot."""
@@ -450,6 +457,7 @@ class KVManager:
         """Release the blocks of a request that has ended, except those that a transfer still reads.
 
         Returns the KV transfer parameters for its output, or None."""
+        self._prefix_index.withheld.pop(req.arrival, None)
         allocation = self._allocations.get(req.row) or self._empty(req)
         params = self._give_back(req, allocation, has_ended=True)
         self._allocations.pop(req.row, None)
@@ -477,9 +485,10 @@ class KVManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, and does nothing, while requests or transfers hold
-        blocks."""
-        if self.pool.num_free != self.num_usable:
+        blocks. Promotions in progress publish nothing."""
+        if self.pool.num_free + self._promotions.num_held != self.num_usable:
             return False
+        self._promotions.void()
         self._prefix_index.clear()
         if self.retention is not None:
             self.retention.pool.forget_all()

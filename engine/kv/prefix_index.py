@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
 
@@ -40,6 +40,10 @@ class Content(Protocol):
 
     @property
     def media(self) -> Sequence[MediaItem]: ...
+
+
+Withheld = Callable[[Sequence[bytes], Sequence[int]], None]
+"""Called with the keys of blocks, and the blocks."""
 
 
 class PlainContent(NamedTuple):
@@ -214,6 +218,8 @@ class PrefixIndex:
     ) -> None:
         self.events = events
         self.snapshots: Snapshots | None = None  # with which prefix hits must end
+        self.withheld: dict[int, Withheld] = {}
+        """Called for what requests publish, by arrival number."""
         self._cache = cache
         self._groups = tuple(groups)
         self._has_windows = any(group.window for group in groups)
@@ -269,16 +275,23 @@ class PrefixIndex:
             while begin < before and table[begin] == NULL_BLOCK:
                 begin += 1
             if begin < before:
-                self._cache.publish_each(table[begin:before], group_keys(chain[begin:before], g))
+                keys = group_keys(chain[begin:before], g)
+                self._cache.publish_each(table[begin:before], keys)
+                self.published(req, keys, table[begin:before])
                 if self.events is not None:
                     self._report(self.events, req, chain, range(begin, before), g)
+
+    def published(self, req: KVRequest, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Called when blocks of a request have been put into the cache."""
+        if self.withheld and (withheld := self.withheld.get(req.arrival)) is not None:
+            withheld(keys, blocks)
 
     def publish_next(
         self, reqs: Sequence[KVRequest], allocations: Sequence[Allocation], nth: list[int]
     ) -> None:
         """Put one block of each request into the cache: entry ``nth[i]`` of the block table of
         ``reqs[i]``."""
-        if self.events is not None or len(self._groups) > 1 or 0 in nth:
+        if self.events is not None or self.withheld or len(self._groups) > 1 or 0 in nth:
             for req, allocation, index in zip(reqs, allocations, nth, strict=True):
                 self.publish(req, allocation, index, index + 1)
             return

@@ -33,13 +33,15 @@ class Wanted(NamedTuple):
     """How many of the keys, the last ones, are of pieces of the snapshot."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Promotion:
-    """A load that is in progress, and the blocks that it keeps from being taken."""
+    """A load that is in progress, and the blocks that it keeps from being taken. ``is_void``: the
+    cache was emptied meanwhile, so what is loaded is not published."""
 
     wanted: Wanted
     blocks: list[int]
     held: list[int] = field(default_factory=list)
+    is_void: bool = False
 
 
 class Union:
@@ -69,6 +71,7 @@ class Promotions:
 
     def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
         self.num_blocks = 0  # that loads in progress fill
+        self._begun: list[Promotion] = []
         self._pool = pool
         self._groups = tuple(groups)
         self._block_size = block_size
@@ -114,6 +117,17 @@ class Promotions:
             return Wanted(num_tokens, keys, held, kept, found.count(OUTSIDE))
         return Wanted(num_tokens, keys, held)
 
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that loads in progress keep from being taken."""
+        held = {block for promotion in self._begun for block in promotion.held}
+        return self.num_blocks + len(held)
+
+    def void(self) -> None:
+        """Publish nothing of the loads in progress."""
+        for promotion in self._begun:
+            promotion.is_void = True
+
     def fits(self, wanted: Wanted) -> bool:
         """True if ``begin`` would find enough free blocks."""
         return len(wanted.keys) + len(wanted.held) <= self._pool.num_free
@@ -123,7 +137,9 @@ class Promotions:
         self._pool.adopt(wanted.held)
         blocks = self._pool.take(len(wanted.keys))
         self.num_blocks += len(blocks)
-        return Promotion(wanted, blocks, wanted.held)
+        promotion = Promotion(wanted, blocks, wanted.held)
+        self._begun.append(promotion)
+        return promotion
 
     def end(self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None) -> None:
         """Publish the blocks that have been loaded (``good``), and free all."""
@@ -131,13 +147,14 @@ class Promotions:
         loaded = [
             (block, key)
             for block, key, is_good in zip(promotion.blocks, wanted.keys, good, strict=True)
-            if is_good and cache.find(key) is None
+            if is_good and not promotion.is_void and cache.find(key) is None
         ]
         if loaded:
             cache.publish_each([block for block, _ in loaded], [key for _, key in loaded])
-        if snapshots is not None and wanted.snapshot is not None:
+        if snapshots is not None and wanted.snapshot is not None and not promotion.is_void:
             snapshots.restore(wanted.snapshot)
         self.num_blocks -= len(promotion.blocks)
+        self._begun.remove(promotion)
         # In the order of a block table: the end of a sequence is evicted before its start.
         self._pool.release([*promotion.held, *promotion.blocks])
 

@@ -127,6 +127,7 @@ class RequestStates:
         published = self.snapshots.publish(written, kept)
         if published is None:
             return None
+        self._index.published(req, published.keys, published.blocks)
         former = marks.enter(num_tokens, kept.block_hash, None if stays else published)
         if former is not None:
             self.snapshots.discard(former)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig, ResolvedConfig
@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.kv_transfer.disk import open_disk_store
 from engine.kv_transfer.host import open_core_store
 from engine.kv_transfer.stores import BlockStore, StoreIdentity
+from engine.kv_transfer.tiers import FailurePolicy
 from engine.sched.plugins.find import find_named
 
 STORES_GROUP = "metronome.kv_stores"
@@ -36,6 +37,15 @@ class PlannedStore(NamedTuple):
     name: str
     speed: float
     open: Callable[[StoreIdentity], BlockStore]
+    role: str = "kv_both"
+
+
+class OpenStore(NamedTuple):
+    """A store. ``reads``: blocks are loaded from it; ``writes``: blocks are stored there."""
+
+    store: BlockStore
+    reads: bool = True
+    writes: bool = True
 
 
 class PlannedStores:
@@ -48,8 +58,10 @@ class PlannedStores:
         if cache.kv_offload_dir is not None:
             open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
             plans.append(PlannedStore("disk", DISK_SPEED, open_disk))
-        if cache.kv_transfer_config is not None:
-            plans.append(_connector(cache.kv_transfer_config))
+        options = cache.kv_transfer_config
+        self.failure_policy = _failure_policy(options or {})
+        if options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
+            plans.append(_connector(options))
         self._plans = plans
         size = cache.kv_offloading_size or 0.0
         self.own_bytes = int(size * GIB / config.num_ranks)
@@ -62,10 +74,19 @@ class PlannedStores:
         """Bytes per second that each store is expected to supply."""
         return [plan.speed for plan in self._plans]
 
-    def open(self, namespace: str, block_bytes: int) -> list[BlockStore]:
+    def open(self, namespace: str, block_bytes: int) -> list[OpenStore]:
         """Open the stores for blocks of this namespace and size. Raises ``ConfigError``."""
         identity = StoreIdentity(namespace, block_bytes)
-        return [plan.open(identity) for plan in self._plans]
+        opened: list[OpenStore] = []
+        try:
+            for plan in self._plans:
+                reads, writes = plan.role != "kv_producer", plan.role != "kv_consumer"
+                opened.append(OpenStore(plan.open(identity), reads, writes))
+        except BaseException:
+            for each in opened:
+                each.store.close()
+            raise
+        return opened
 
 
 def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfig | None) -> str:
@@ -157,9 +178,20 @@ def _connector(options: Mapping[str, Any]) -> PlannedStore:
                 f"{option} {name!r:.80} cannot be opened: {type(error).__name__}: {error}"
             ) from error
         _check(store, option, name)
-        return _WithRole(store, role) if role != "kv_both" else store
+        opened: BlockStore = store
+        return opened
 
-    return PlannedStore(str(name), OTHER_SPEED, open_connector)
+    return PlannedStore(str(name), OTHER_SPEED, open_connector, role)
+
+
+def _failure_policy(options: Mapping[str, Any]) -> FailurePolicy:
+    policy = options.get("kv_load_failure_policy", "recompute")
+    if policy not in ("recompute", "fail"):
+        raise ConfigError(
+            f"kv_transfer_config: kv_load_failure_policy is {policy!r:.80}, must be 'recompute' or "
+            "'fail'"
+        )
+    return cast(FailurePolicy, policy)
 
 
 def _check(store: object, option: str, name: object) -> None:
@@ -168,22 +200,3 @@ def _check(store: object, option: str, name: object) -> None:
     if missing or not isinstance(getattr(store, "name", None), str):
         what = ", ".join(missing) or "a name (a string)"
         raise ConfigError(f"{option} {name!r:.80} is no BlockStore: it lacks {what}")
-
-
-class _WithRole:
-    """A store that is only written, or only read."""
-
-    def __init__(self, store: BlockStore, role: str) -> None:
-        self.name = store.name
-        self._store = store
-        self._reads, self._writes = role == "kv_consumer", role == "kv_producer"
-        self.forget, self.clear = store.forget, store.clear
-        self.counts, self.close = store.counts, store.close
-        self.read = store.read
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        # A store that is only read has nothing to write: it is said to have every block.
-        return self._store.contains(keys) if self._reads else [False] * len(keys)
-
-    def write(self, keys: Sequence[bytes], rows: Any) -> list[bool]:
-        return self._store.write(keys, rows) if self._writes else [False] * len(keys)

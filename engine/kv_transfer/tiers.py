@@ -11,13 +11,14 @@ What stores report comes by ``transferred`` and ``Outside.find``, which step log
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
-from engine.kv_transfer.awaited import Awaited, objection
+from engine.kv_transfer.awaited import Awaited
+from engine.kv_transfer.params import TierParams, read_params
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
@@ -26,7 +27,11 @@ from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
+FailurePolicy = Literal["recompute", "fail"]
+
 NOWHERE = -1
+ANYTHING = TierParams()
+MAX_SECONDS = 10.0  # that a request waits for a load
 LEAST_SECONDS = 1e-3  # of a load, however small
 
 
@@ -39,6 +44,9 @@ class Outside(Protocol):
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The index of the fastest store that has a copy of each block, or ``NOWHERE``."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Counters of all stores; a key is ``store.counter``."""
 
 
 @dataclass(slots=True)
@@ -61,12 +69,14 @@ class Speed:
 
 @dataclass(slots=True)
 class Load:
-    """A load in progress. ``req``: the request that waits for it, ``None`` if none does."""
+    """A load in progress. ``req``: the request that waits for it, ``None`` if none does.
+    ``withdrawn``: keys that must not be published any more."""
 
     promotion: Promotion
     req: Request | None
     begun: float
     bytes_by_store: dict[int, int] = field(default_factory=dict)
+    withdrawn: set[bytes] = field(default_factory=set)
 
 
 class Tiers(Resource):
@@ -82,19 +92,21 @@ class Tiers(Resource):
         block_bytes: int,
         *,
         speeds: Sequence[float],
-        max_seconds: float = 10.0,
+        failure_policy: FailurePolicy = "recompute",
     ) -> None:
         """outside: the stores; ``None`` in a replay, which loads what was recorded. block_bytes: of
         a block in all ranks. speeds: bytes per second that each store is expected to supply, until
-        it was measured. max_seconds: a request waits no longer for a load, and computes its
-        tokens."""
+        it was measured. failure_policy: after a load that fails or takes too long, a request
+        computes its tokens, or (``"fail"``) ends in error."""
         self._outside = outside
         self._block_bytes = block_bytes
-        self._max_seconds = max_seconds
+        self._fails = failure_policy == "fail"
         first = 64 * block_bytes
         self._speeds = [Speed(first, first / speed) for speed in speeds]
         self._found: dict[int, dict[bytes, int]] = {}  # store of each key, by arrival number
         self._loads: dict[int, Load] = {}
+        self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
+        self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
         self._orders = KVOrders()
         self._fresh: dict[bytes, int] = {}  # published in the step that is being planned
         self._num_loads = 0
@@ -135,19 +147,35 @@ class Tiers(Resource):
         orders.store_keys = [key for key, _ in kept]
         orders.store_blocks = [block for _, block in kept]
         orders.forget += gone
+        for load in self._loads.values():
+            load.withdrawn |= gone.intersection(load.promotion.wanted.keys)
 
     def cleared(self) -> None:
         self._fresh.clear()
         self._orders = KVOrders(loads=self._orders.loads, clear=True)
         self._found.clear()
 
+    def _withhold(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Do not store blocks that have just been published."""
+        for key, block in zip(keys, blocks, strict=True):
+            if self._fresh.get(key) == block:
+                del self._fresh[key]
+
     # -- hooks of the scheduler
 
     def objection(self, add: AddRequest) -> str | None:
-        return objection(add.kv_transfer_params)
+        try:
+            read_params(add.kv_transfer_params or {})
+        except ValueError as error:
+            return str(error)
+        return None
 
     def added(self, req: Request) -> None:
         self._awaited.add(req, self._scheduler.view.now)
+        if given := req.add.kv_transfer_params:
+            params = self._params[req.arrival] = read_params(given)
+            if not params.store:
+                self._kv.withhold(req, self._withhold)
 
     def watches(self, req: Request) -> bool:
         return False
@@ -162,15 +190,20 @@ class Tiers(Resource):
         self._fresh.clear()
         now = self._scheduler.view.now
         for load in self._loads.values():
-            if load.req is not None and now - load.begun > self._max_seconds:
+            if load.req is not None and now - load.begun > MAX_SECONDS:
                 self._counts["too_slow"] += 1
-                self._end_wait(load)
+                self._end_wait(load, f"it took more than {MAX_SECONDS:g} s")
         self._end_lookups(step)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         if req in self._awaited:
             return Fit(0, "kv lookup")
-        if not req.is_waiting or self._kv.held(req) or not self._has_room(req):
+        if not req.is_waiting or self._kv.held(req):
+            return Fit(num_tokens)
+        if why := self._failed.get(req.arrival):
+            message = f"its KV could not be loaded: {why}"
+            return Fit(0, message, OnRefuse.FAIL, code="kv_transfer_failed")
+        if not self._has_room(req):
             return Fit(num_tokens)
         return Fit(num_tokens) if self._wanted(req) is None else Fit(0)
 
@@ -205,7 +238,11 @@ class Tiers(Resource):
         load = self._loads.pop(report.number, None)
         if load is None:
             return
-        good = [bool(each) for each in report.is_good]
+        keys = load.promotion.wanted.keys
+        good = [
+            bool(is_good) and key not in load.withdrawn
+            for key, is_good in zip(keys, report.is_good, strict=True)
+        ]
         self._kv.promoted(load.promotion, good)
         num_bytes = sum(load.bytes_by_store.values())
         for store, part in load.bytes_by_store.items():
@@ -214,13 +251,19 @@ class Tiers(Resource):
                 self._speeds[store].add(part, report.seconds * part / num_bytes)
         self._counts["loads"] += 1
         self._counts["blocks_loaded"] += sum(good)
-        self._counts["blocks_failed"] += len(good) - sum(good)
-        self._end_wait(load)
+        num_missing = report.is_good.count(0)
+        self._counts["blocks_failed"] += num_missing
+        names = {} if self._outside is None else dict(enumerate(self._outside.names))
+        stores = ", ".join(names.get(store, "?") for store in load.bytes_by_store)
+        failure = f"{stores} did not supply {num_missing} of {len(keys)} blocks"
+        self._end_wait(load, failure if num_missing else "")
 
     def release(self, req: Request) -> None:
         self._found.pop(req.arrival, None)
         if req.is_finished:
             self._awaited.end(req)
+            self._failed.pop(req.arrival, None)
+            self._params.pop(req.arrival, None)
             for load in self._loads.values():
                 if load.req is req:
                     load.req = None
@@ -232,7 +275,8 @@ class Tiers(Resource):
             self._orders = KVOrders()
 
     def counters(self) -> dict[str, int]:
-        return dict(self._counts)
+        of_stores = {} if self._outside is None else self._outside.counts()
+        return dict(self._counts) | dict(of_stores)
 
     # -- helpers
 
@@ -257,9 +301,12 @@ class Tiers(Resource):
         stores = [] if self._outside is None else self._outside.find(keys)
         return [store != NOWHERE for store in stores]
 
-    def _end_wait(self, load: Load) -> None:
+    def _end_wait(self, load: Load, failure: str = "") -> None:
+        """Let the request that waits for a load go on. ``failure``: what the load lacked."""
         req, load.req = load.req, None
         if req is not None:
+            if failure and self._fails and not load.promotion.is_void:
+                self._failed[req.arrival] = failure
             self._scheduler.wake(req.request_id)
 
     def _has_room(self, req: Request) -> bool:
@@ -275,7 +322,8 @@ class Tiers(Resource):
         if not found:
             return None
         hit = self._kv.lookup(req).num_tokens
-        wanted = self._kv.wanted(req, found)
+        most = self._params.get(req.arrival, ANYTHING).max_load_tokens
+        wanted = self._kv.wanted(req, found, None if most is None else hit + most)
         num_bytes: dict[int, int] = {}
         for key in wanted.keys:
             num_bytes[found[key]] = num_bytes.get(found[key], 0) + self._block_bytes
