@@ -300,8 +300,8 @@ class DiskStore:
 
     def _make_slots(self) -> int:
         """Number of blocks that can be appended next: at least one."""
-        if self._active is not None and not os.fstat(self._active[1].fd).st_nlink:
-            self._finish_active()  # somebody has removed the file
+        if self._active is not None and not self._active[1].is_intact():
+            self._finish_active()  # somebody has removed or cut the file
         if self._active is None or self._active[0].num_seen == self._active[0].num_slots:
             self._start_segment()
         assert self._active is not None
@@ -371,7 +371,7 @@ class DiskStore:
                 self._index.drop(known)
                 self._files.remove(known.name)
             else:
-                os.ftruncate(segment.fd, segment.shape.end_of(known.num_seen))
+                segment.finish(known.num_seen)
         except OSError as error:
             self._failed(error)
         finally:
@@ -473,9 +473,9 @@ class DiskStore:
                 self._lose(known, segment, slot, Lack.DAMAGED)
         if not num_used:
             self._remove(known.name)
-        elif num_bytes > shape.end_of(num_used):
+        else:
             with suppress(OSError):
-                os.ftruncate(segment.fd, shape.end_of(num_used))
+                segment.finish(num_used)
         return num_used > 0
 
 

@@ -171,11 +171,27 @@ class Segment:
         return os.pread(self.fd, num_slots, self.shape.marks_at).ljust(num_slots, b"\0")
 
     def mark(self, slot: int, count: int) -> None:
-        os.pwrite(self.fd, b"\1" * count, self.shape.marks_at + slot)
+        self._replace(b"\1" * count, self.shape.marks_at + slot)
 
     def withdraw(self, slot: int) -> None:
         """Make the slot's block one that nobody reads again."""
-        os.pwrite(self.fd, WITHDRAWN, self.shape.entry_at(slot))
+        self._replace(WITHDRAWN, self.shape.entry_at(slot))
+
+    def is_intact(self) -> bool:
+        """Whether the file is there and has the size that was reserved."""
+        found = os.fstat(self.fd)
+        return found.st_nlink > 0 and found.st_size == self.shape.num_bytes
+
+    def finish(self, num_used: int) -> None:
+        """Release what was reserved after the first ``num_used`` slots."""
+        end = self.shape.end_of(num_used)
+        if os.fstat(self.fd).st_size > end:
+            os.ftruncate(self.fd, end)
+
+    def _replace(self, part: bytes, place: int) -> None:
+        """Write over what is there: a file that somebody has cut must not grow."""
+        if place + len(part) <= os.fstat(self.fd).st_size:
+            os.pwrite(self.fd, part, place)
 
     def _entry(self, slot: int, key: bytes, content: bytes) -> bytes:
         entry = ENTRY.pack(LIVE, len(key), key, content, b"")

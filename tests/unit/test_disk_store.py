@@ -456,6 +456,19 @@ def test_the_directory_is_removed_in_use(path: Path) -> None:
     store.close()
 
 
+def test_a_segment_that_is_cut_does_not_grow_again(path: Path) -> None:
+    store = opened(path, TIGHT)
+    put(store, range(3))
+    (file,) = segments_in(path)
+    os.truncate(file, 5000)
+    assert get(store, range(3)) == [False] * 3
+    assert put(store, range(3, 6)) == [True] * 3
+    assert file.stat().st_size == 5000
+    assert all(get(store, range(3, 6)))
+    store.close()
+    assert all(get(opened(path), range(3, 6)))
+
+
 def test_files_are_removed_in_use(path: Path) -> None:
     store = opened(path)
     put(store, range(3))
