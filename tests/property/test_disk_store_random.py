@@ -124,9 +124,10 @@ def test_damage_and_eviction_lose_blocks_and_never_change_them(tmp_path: Path, s
             store.write(keys, np.stack(rows))
         num_found += sum(check(store, numbers, version))
         assert bytes_in(path) <= most
-    assert num_found > 300 and num_damaged
     for store in stores:
+        num_damaged += store.counts()["damaged"]
         store.close()
+    assert num_found > 100 and num_damaged
 
 
 def after(count: int) -> dict[int, int]:
