@@ -91,7 +91,7 @@ def test_stores_of_one_directory_are_like_a_dict(tmp_path: Path, seed: int) -> N
 
 def test_damage_and_eviction_lose_blocks_and_never_change_them(tmp_path: Path, seed: int) -> None:
     draw, path = random.Random(seed), tmp_path / "kv"
-    most = draw.randrange(100_000, 700_000)
+    most = draw.randrange(300_000, 900_000)
     stores = [opened(path, most), opened(path, most)]
     version = dict.fromkeys(range(1500), 0)
     num_found = num_damaged = 0
