@@ -84,7 +84,7 @@ class KVManager:
         chains = Chains(hasher or Sha256Hasher(), block_size)
         self._prefix_index = PrefixIndex(self.cache, groups, chains, events)
         self._prefix_ends = PrefixEnds(self.cache, groups, chains)
-        self._promotions = Promotions(self.pool, groups, block_size)
+        self._promotions = Promotions(self.pool, self.tables, groups, block_size)
         self._allocations: dict[int, Allocation] = {}
         self.states: RequestStates | None = None
         """Snapshots of requests' recurrent states; ``None`` for models without states, and without
@@ -361,6 +361,11 @@ class KVManager:
         hashes = self._prefix_of(req)
         hashes = hashes if upto is None else hashes[: upto // self.block_size]
         return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots)
+
+    @property
+    def promotions(self) -> Sequence[Promotion]:
+        """The loads into free blocks that are in progress."""
+        return self._promotions.begun
 
     def can_promote(self, wanted: Wanted) -> bool:
         """True if enough blocks are free for ``promote``."""

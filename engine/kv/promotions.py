@@ -9,25 +9,28 @@ No request holds these blocks, so a request that ends meanwhile changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from engine.config.kv_groups import Group
+from engine.config.kv_groups import NULL_BLOCK, Group
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_index import find_tables, group_keys
 from engine.kv.snapshots import KeptSnapshot, Snapshots
+from engine.kv.tables import BlockTables
 
 OUTSIDE = -1  # in a block table: the block is not in the pool, but a copy of it is elsewhere
 
 
 class Wanted(NamedTuple):
     """What a request could load. ``num_tokens``: its prefix hit after that. ``keys``: of the blocks
-    to load; ``held``: blocks of the pool that the hit also needs. ``snapshot``: the snapshot at its
-    end, if pieces of it are among the keys."""
+    to load. ``held``: blocks of the pool that the hit also needs, in each group; ``pieces``: those
+    of its snapshot. ``snapshot``: the snapshot at its end, if pieces of it are among the keys."""
 
     num_tokens: int
     keys: list[bytes]
-    held: list[int]
+    held: list[list[int]]
+    pieces: Sequence[int] = ()
     snapshot: KeptSnapshot | None = None
     num_snapshot_keys: int = 0
     """How many of the keys, the last ones, are of pieces of the snapshot."""
@@ -40,8 +43,12 @@ class Promotion:
 
     wanted: Wanted
     blocks: list[int]
-    held: list[int] = field(default_factory=list)
     is_void: bool = False
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it holds besides those that it fills."""
+        return [*chain.from_iterable(self.wanted.held), *self.wanted.pieces]
 
 
 class Union:
@@ -69,10 +76,13 @@ class Union:
 class Promotions:
     """Finds what could be loaded for a request, and owns the blocks of loads in progress."""
 
-    def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, tables: BlockTables, groups: Sequence[Group], block_size: int
+    ) -> None:
         self.num_blocks = 0  # that loads in progress fill
-        self._begun: list[Promotion] = []
+        self.begun: list[Promotion] = []  # those in progress
         self._pool = pool
+        self._tables = tables
         self._groups = tuple(groups)
         self._block_size = block_size
 
@@ -99,46 +109,48 @@ class Promotions:
         deepest = None if snapshots is None else _Deepest(snapshots, cache)
         tables = find_tables(self._groups, cache, hashes, self._block_size, deepest)
         num_blocks = len(tables[0])
-        keys, held = [], []
-        for g, table in enumerate(tables):
-            for block, key in zip(table, group_keys(hashes[:num_blocks], g), strict=True):
-                if block == OUTSIDE:
-                    keys.append(key)
-                elif block:
-                    held.append(block)
+        keys = [
+            key
+            for g, table in enumerate(tables)
+            for block, key in zip(table, group_keys(hashes[:num_blocks], g), strict=True)
+            if block == OUTSIDE
+        ]
+        held = [[b for b in table if b not in (OUTSIDE, NULL_BLOCK)] for table in tables]
         num_tokens, kept = num_blocks * self._block_size, None
         if snapshots is not None and num_blocks:
-            pieces = snapshots.keys_of(hashes[num_blocks - 1])
-            found = [cache.find(key) for key in pieces]
+            own = snapshots.keys_of(hashes[num_blocks - 1])
+            found = [cache.find(key) for key in own]
             if OUTSIDE in found:
                 kept = KeptSnapshot(hashes[num_blocks - 1], num_tokens, num_saved=num_tokens)
-            keys += [key for key, block in zip(pieces, found, strict=True) if block == OUTSIDE]
-            held += [block for block in found if block is not None and block != OUTSIDE]
-            return Wanted(num_tokens, keys, held, kept, found.count(OUTSIDE))
+            keys += [key for key, block in zip(own, found, strict=True) if block == OUTSIDE]
+            pieces = [block for block in found if block is not None and block != OUTSIDE]
+            return Wanted(num_tokens, keys, held, pieces, kept, found.count(OUTSIDE))
         return Wanted(num_tokens, keys, held)
 
     @property
     def num_held(self) -> int:
         """Number of blocks that loads in progress keep from being taken."""
-        held = {block for promotion in self._begun for block in promotion.held}
+        held = {block for promotion in self.begun for block in promotion.held}
         return self.num_blocks + len(held)
 
     def void(self) -> None:
         """Publish nothing of the loads in progress."""
-        for promotion in self._begun:
+        for promotion in self.begun:
             promotion.is_void = True
 
     def fits(self, wanted: Wanted) -> bool:
         """True if ``begin`` would find enough free blocks."""
-        return len(wanted.keys) + len(wanted.held) <= self._pool.num_free
+        num_held = sum(map(len, wanted.held)) + len(wanted.pieces)
+        return len(wanted.keys) + num_held <= self._pool.num_free
 
     def begin(self, wanted: Wanted) -> Promotion:
         """Take blocks to load into, and hold those that the prefix hit has in the pool."""
-        self._pool.adopt(wanted.held)
+        self._tables.hold(wanted.held)
+        self._pool.adopt(wanted.pieces)
         blocks = self._pool.take(len(wanted.keys))
         self.num_blocks += len(blocks)
-        promotion = Promotion(wanted, blocks, wanted.held)
-        self._begun.append(promotion)
+        promotion = Promotion(wanted, blocks)
+        self.begun.append(promotion)
         return promotion
 
     def end(self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None) -> None:
@@ -154,9 +166,10 @@ class Promotions:
         if snapshots is not None and wanted.snapshot is not None and not promotion.is_void:
             snapshots.restore(wanted.snapshot)
         self.num_blocks -= len(promotion.blocks)
-        self._begun.remove(promotion)
-        # In the order of a block table: the end of a sequence is evicted before its start.
-        self._pool.release([*promotion.held, *promotion.blocks])
+        self.begun.remove(promotion)
+        # The end of a sequence first: it is evicted before its start.
+        self._pool.release([*wanted.pieces, *promotion.blocks])
+        self._tables.let_go(wanted.held)
 
 
 class _Deepest:

@@ -149,11 +149,22 @@ class BlockTables:
 
     def adopt(self, allocation: Allocation, tables: Sequence[Sequence[int]]) -> None:
         """Start a request's block tables with cached blocks. ``tables``: block ids per group."""
-        for g, table in enumerate(tables):
-            num_free = self._pool.num_free
-            self._pool.adopt([block for block in table if block != NULL_BLOCK])
-            self._num_used[g] += num_free - self._pool.num_free
+        self.hold([[block for block in table if block != NULL_BLOCK] for table in tables])
         allocation.tables = [list(table) for table in tables]
+
+    def hold(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Hold cached blocks, given for each group."""
+        for g, each in enumerate(blocks):
+            num_free = self._pool.num_free
+            self._pool.adopt(each)
+            self._num_used[g] += num_free - self._pool.num_free
+
+    def let_go(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Give back blocks that ``hold`` was given."""
+        for g, each in enumerate(blocks):
+            num_free = self._pool.num_free
+            self._pool.release(each)
+            self._num_used[g] -= self._pool.num_free - num_free
 
     def extend(self, allocation: Allocation, num_entries: int) -> None:
         """Append ``num_entries`` new blocks to each table. The pool must have enough of them."""

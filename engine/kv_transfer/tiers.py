@@ -1,6 +1,7 @@
 """Tiers: decides which blocks are loaded from stores outside the pool, and which are stored there.
 
-    published in the prefix cache ──> stored before the next step (``TierCopies`` in the worker)
+    published in the prefix cache ──> once the steps that compute the content have succeeded, the
+        blocks are stored before the next step (``TierCopies`` in the worker)
     a request could use copies of blocks, and to load them is faster than to compute their tokens
         ──> it is parked, free blocks are taken and loaded ──> published; the request is queued
             again and has a longer prefix hit
@@ -21,7 +22,7 @@ from engine.kv_transfer.awaited import Awaited
 from engine.kv_transfer.params import TierParams, read_params
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.requests import AddRequest
-from engine.messages.step import StepPlan
+from engine.messages.step import StepPlan, StepResult
 from engine.sched.predict.loads import NOT_LOADED, LoadChoice
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
@@ -108,7 +109,10 @@ class Tiers(Resource):
         self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
         self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
         self._orders = KVOrders()
-        self._fresh: dict[bytes, int] = {}  # published in the step that is being planned
+        # Blocks that are not ordered to be stored yet: the step in which each was published, and
+        # its key. Its content is known to be right when all steps up to this one have ended.
+        self._fresh: dict[int, tuple[int, bytes]] = {}
+        self._newest = self._ended = 0  # numbers of steps with tokens
         self._num_loads = 0
         self._counts: Counter[str] = Counter()
         self._kv: KVManager
@@ -128,17 +132,21 @@ class Tiers(Resource):
     # -- what happens in the prefix cache
 
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Note blocks to store. Their content may not be computed before this step has ended."""
-        self._fresh.update(zip(keys, blocks, strict=True))
+        """Note blocks to store. The newest step may compute their content."""
+        step, fresh = self._scheduler.view.step.index, self._fresh
+        for key, block in zip(keys, blocks, strict=True):
+            fresh.pop(block, None)  # so that steps ascend
+            fresh[block] = step, key
 
     def lost(self, keys: Iterable[bytes]) -> None:
-        """Blocks that leave the pool are stored all the same: before the next step, which may
-        overwrite them."""
+        """Blocks that leave the pool are stored all the same if this has been ordered: before the
+        next step, which may overwrite them."""
 
     def withdrawn(self, keys: Iterable[bytes]) -> None:
         orders, gone = self._orders, set(keys)
-        for key in gone:
-            self._fresh.pop(key, None)
+        for found in self._found.values():
+            for key in gone & found.keys():
+                del found[key]
         kept = [
             (key, block)
             for key, block in zip(orders.store_keys, orders.store_blocks, strict=True)
@@ -158,8 +166,8 @@ class Tiers(Resource):
     def _withhold(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Do not store blocks that have just been published."""
         for key, block in zip(keys, blocks, strict=True):
-            if self._fresh.get(key) == block:
-                del self._fresh[key]
+            if block in self._fresh and self._fresh[block][1] == key:
+                del self._fresh[block]
 
     # -- hooks of the scheduler
 
@@ -181,13 +189,7 @@ class Tiers(Resource):
         return False
 
     def begin_step(self, step: Step) -> None:
-        orders = self._orders
-        is_written = self._kv.is_content  # other keys mark blocks that a step is still to write
-        for key, block in self._fresh.items():
-            if is_written(key):
-                orders.store_keys.append(key)
-                orders.store_blocks.append(block)
-        self._fresh.clear()
+        self._order_stores()
         now = self._scheduler.view.now
         for load in self._loads.values():
             if load.req is not None and now - load.begun > MAX_SECONDS:
@@ -268,7 +270,12 @@ class Tiers(Resource):
                 if load.req is req:
                     load.req = None
 
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        self._ended = plan.step
+
     def describe(self, plan: StepPlan) -> None:
+        if plan.num_tokens:
+            self._newest = plan.step
         if self._orders:
             plan.kv_transfer = self._orders
             self._counts["blocks_stored"] += len(self._orders.store_keys)
@@ -279,6 +286,21 @@ class Tiers(Resource):
         return dict(self._counts) | dict(of_stores)
 
     # -- helpers
+
+    def _order_stores(self) -> None:
+        """Order to store the blocks whose content is known to be right."""
+        fresh, orders, kv = self._fresh, self._orders, self._kv
+        upto = self._ended if self._ended < self._newest else self._scheduler.view.step.index
+        while fresh:
+            block = next(iter(fresh))
+            step, key = fresh[block]
+            if step > upto:
+                return
+            del fresh[block]
+            # Other keys mark blocks that a step is still to write.
+            if kv.is_content(key) and kv.cache.hash_of(block) == key:
+                orders.store_keys.append(key)
+                orders.store_blocks.append(block)
 
     def _end_lookups(self, step: Step) -> None:
         """Let requests go on whose blocks have come, or whose time to wait for them is over."""

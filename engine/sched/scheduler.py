@@ -482,10 +482,11 @@ class Scheduler(SchedulerInterface):
 
     @property
     def is_transferring(self) -> bool:
-        """True while KV is loaded for a parked request or read from the blocks of ended
-        requests."""
-        holders = self.roster.block_holders.values()
-        return bool(self.kv.lent) or not all(req.is_waiting for req in holders)
+        """True while KV is loaded for a parked request, or into free blocks, or read from the
+        blocks of ended requests."""
+        if self.kv.lent or self.kv.promotions:
+            return True
+        return not all(req.is_waiting for req in self.roster.block_holders.values())
 
     # -- helpers
 
