@@ -96,7 +96,7 @@ REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
     *("engine.core.build", "policylab.sim.run", "policylab.sim.adapters"),
     *("policylab.verify.simulation", "policylab.verify.wild", "policylab.verify.adapters"),
-    "policylab.verify.pictures",
+    *("policylab.verify.pictures", "policylab.verify.tiers"),
 )
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")

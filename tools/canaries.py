@@ -32,6 +32,7 @@ NEEDED = (
     *(
         "engine/messages",
         "engine/kv",
+        "engine/kv_transfer",
         "engine/lora",
         "engine/mm",
         "engine/sched",

@@ -35,7 +35,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``snapshot_interval``: tokens between snapshots that stay, in blocks; 0: none.
     ``snapshot_policy``: as the option ``state_snapshot_policy``.
 
-    ``encoder_cache_size`` and ``whole_media``: of the resource "pictures"."""
+    ``encoder_cache_size`` and ``whole_media``: of the resource "pictures". ``stores``: those of KV
+    blocks of the resource "tiers", see ``policylab.verify.tiers``."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -53,6 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot_policy: str = "cost"
     encoder_cache_size: int = 0
     whole_media: bool = False
+    stores: tuple[str, ...] = ()
 
     @property
     def has_halves(self) -> bool:

@@ -100,8 +100,8 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Check that each KV block is either free or held, and that its reference count is the number
-    of block tables and KV transfers that use it (invariants 1 and 2). Also check the numbers of
-    blocks in use by group."""
+    of block tables, loads and KV transfers that use it (invariants 1 and 2). Also check the numbers
+    of blocks in use by group."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
@@ -117,6 +117,13 @@ def check_blocks(scheduler: Scheduler) -> None:
         for block in loan.blocks:
             refs[block] += 1
         used[0].update(loan.blocks)
+    for promotion in kv.promotions:
+        for block in (*promotion.blocks, *promotion.held):
+            refs[block] += 1
+        for group, held in enumerate(promotion.wanted.held):
+            used[group].update(held)
+    if kv.num_groups == 1:
+        used[0] = {block for block, num in enumerate(refs) if num}
     assert kv.num_used == list(map(len, used)), "num_used differs from the tables"
     assert refs == pool.num_refs, "reference counts differ from the tables"
     free = pool.free_order()

@@ -69,6 +69,8 @@ class Clients:
         """True for a request with an adapter that may fail because of it."""
         self.media_may_fail: Callable[[str, Finished], bool] = lambda request_id, end: True
         """True for a request with media that may end so because of them."""
+        self.loads_may_fail = False
+        """Whether a request may end in error because its KV could not be loaded."""
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
         """Record a request that the scheduler accepted. ``fails_at``: the position at which the
@@ -182,6 +184,7 @@ class Clients:
             live = self.live[name]
             may_fail = live.req.adapter is not None and self.adapter_may_fail(name)
             may_fail |= bool(live.req.media) and self.media_may_fail(name, end)
+            may_fail |= self.loads_may_fail and end.code == "kv_transfer_failed"
             check_end(live, end, now, may_fail=may_fail)
             is_whole = self._guide is not None and end.reason == "stop"
             self.num_followed += is_whole and live.req.add.grammar is not None

@@ -33,6 +33,7 @@ from policylab.verify.draw_adapters import with_adapters
 from policylab.verify.draw_halves import with_halves
 from policylab.verify.draw_pictures import with_pictures
 from policylab.verify.draw_pooled import with_pooled
+from policylab.verify.draw_tiers import with_tiers
 
 WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
 WILD_CACHE = "policylab.verify.wild.WildCache"
@@ -57,7 +58,8 @@ def draw_case(
 ) -> Case:
     """The random case of a seed. ``policy``: used in place of a random shipped policy.
     ``has_halves``: odd seeds use the engine's real drafters or grammars."""
-    case = with_adapters(with_states(draw_plain(seed, policy, options), seed), seed)
+    case = with_tiers(draw_plain(seed, policy, options), seed)
+    case = with_adapters(with_states(case, seed), seed)
     case = with_cache_policy(with_pictures(case, seed), seed)
     return with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
 

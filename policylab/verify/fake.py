@@ -149,8 +149,9 @@ class DigestWorker(FakeExecutor):
     ``fail(new, upto)`` returns an error message if computing the positions before ``upto`` should
     fail. With a token mask, the next allowed token is taken.
 
-    ``carry_out``, called before a plan is computed, executes KV transfers; ``offer`` proposes draft
-    tokens for the next step. ``keep_states`` gives the model recurrent states."""
+    ``carry_out``, called before a plan is computed, executes KV transfers; ``begin_loads`` is
+    called after the plan's snapshots of states were read; ``offer`` proposes draft tokens for the
+    next step. ``keep_states`` gives the model recurrent states."""
 
     capabilities = frozenset([*PARTS, "pooling"])
 
@@ -172,6 +173,7 @@ class DigestWorker(FakeExecutor):
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
+        self.begin_loads: Callable[[], None] = lambda: None
         self.offer: Callable[[StepPlan, Sequence[Computed]], DraftPart | None]
         self.offer = lambda plan, rows: None
         self._fail = fail
@@ -281,6 +283,7 @@ class DigestWorker(FakeExecutor):
         self.carry_out(plan)
         if self.states is not None:
             self.states.begin(plan)
+        self.begin_loads()
         rows = []
         for row in work:
             first_draft = row.start + row.num_tokens - len(row.drafts)

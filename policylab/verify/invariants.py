@@ -1,7 +1,7 @@
 """Invariants: what must hold after every step, over several steps, and at the end of a run.
 
 =====  ==============================================================  ==========================
-[1]    each block is free, held, or lent to a transfer                 ``check.check_blocks``
+[1]    each block is free, held, lent to a transfer, or loaded into    ``check.check_blocks``
 [2]    a block's reference count is its number of tables and loans     ``check.check_blocks``
 [3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
 [4]    block tables fit the tokens; waiting requests hold no blocks    ``check.check_counts``
@@ -36,12 +36,14 @@
 [33]   no more media are encoded in a step, or kept, than allowed      ``pictures.MediaDevice``
 [34]   media that fail end the requests that need them alone           ``Pictures.may_fail``
 [35]   free blocks lose their content in the cache policy's order      ``check.check_kept``
+[36]   blocks are loaded into while nothing else uses them             ``SimulatedTiers.check``
+[37]   stores outside the pool get only right content                  ``CacheTruth``
 =====  ==============================================================  ==========================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,7 @@ class ProgressCheck:
             or preempted
             or scheduler.roster.block_holders  # waiting requests hold blocks that others need
             or scheduler.kv.lent  # blocks are lent to the load of a finished request
+            or scheduler.kv.promotions  # blocks are loaded into
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals
@@ -226,7 +229,7 @@ class CacheTruth:
         self._kv = scheduler.kv
         self._worker = worker
         self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
-        self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
+        self._digests: dict[bytes, list[int]] = {}  # by block hash: of each position
         self._states: dict[bytes, int] = {}  # by block hash: state after the block
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
@@ -234,32 +237,42 @@ class CacheTruth:
         position, that salt, adapter and media add to the token ids."""
         digest, state, size = EMPTY_DIGEST, ZERO_STATE, self._kv.block_size
         chain: list[bytes] = []
+        digests: list[int] = []
         self._chains.extend(chain, req, len(req.tokens))
         hashes = iter(chain)
         for position, token in enumerate(req.tokens):
             digest = mix(digest, token + extras.get(position, 0))
             state = mix(state, token + extras.get(position, 0))
+            digests.append(digest)
             if (position + 1) % size == 0:
                 block_hash = next(hashes)
-                self._digests[block_hash], self._states[block_hash] = digest, state
+                self._digests[block_hash], self._states[block_hash] = digests, state
+                digests = []
 
     def check(self) -> None:
         """Check the content of every cached KV block."""
         cache, kv = self._kv.cache, self._worker.kv
         for block in range(1, self._kv.num_blocks):
             key = cache.hash_of(block)
-            if key is None:
+            if key is None or key.startswith(MARK):  # reserved: the snapshot's step never ended
                 continue
-            block_hash, mark, index = key.rpartition(MARK)
-            if not mark:
-                right = self._digests.get(split_key(key)[0])
-            elif not block_hash:  # reserved for a snapshot whose step never ended
-                continue
-            else:
-                place = int.from_bytes(index, "little")
-                right = self._states[block_hash] ^ place if block_hash in self._states else None
-            assert right is not None, f"block {block} is cached under an unknown hash"
-            assert kv[block][-1] == right, f"block {block} holds wrong content"
+            assert kv[block] == self._right(key), f"block {block} holds wrong content"
+
+    def check_stored(self, stored: Iterable[tuple[bytes, list[int]]]) -> None:
+        """Check the content of blocks that stores outside the pool were given."""
+        for key, digests in stored:
+            assert digests == self._right(key), f"wrong content was stored under {key.hex()}"
+
+    def _right(self, key: bytes) -> list[int]:
+        """What a block with this key must hold."""
+        block_hash, mark, index = key.rpartition(MARK)
+        if not mark:
+            block_hash = split_key(key)[0]
+        assert block_hash in self._digests, f"{key.hex()} is the key of no known content"
+        if not mark:
+            return self._digests[block_hash]
+        state = self._states[block_hash] ^ int.from_bytes(index, "little")
+        return [state] * self._kv.block_size
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:

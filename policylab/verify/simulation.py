@@ -12,6 +12,7 @@ from typing import NamedTuple
 from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
+from engine.kv_transfer.awaited import seconds_of
 from engine.messages.requests import AddRequest
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sched.interface import PauseState
@@ -54,6 +55,7 @@ from policylab.verify.invariants import CacheTruth, Invariants, check_stats
 from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.pictures import Pictures
 from policylab.verify.remote import Remote, Store
+from policylab.verify.tiers import SimulatedTiers
 
 SLACK_STEPS = 100
 KINDS: dict[str, type[Need]] = {**NEEDS, Adapters.name: Adapters, Remote.name: Remote}
@@ -71,6 +73,7 @@ class CaseOutcome(NamedTuple):
     num_failed_loads: int = 0  # adapters that could not be read
     num_encoded: int = 0  # media items
     num_failed_media: int = 0  # items of which that could not be encoded
+    num_loaded: int = 0  # KV blocks, from stores outside the pool
 
 
 @dataclass
@@ -116,6 +119,8 @@ class Simulation:
         self.needs = [self._make_need(name) for name in setup.needs]
         if self.adapters is not None:
             self.clients.adapter_may_fail = self.adapters.may_fail
+        if self.tiers is not None:
+            self.clients.loads_may_fail = self.tiers.may_fail
         if self.pictures is not None:
             self.clients.media_may_fail = self.pictures.may_fail
         self.store = Store(setup.block_size) if Remote.name in setup.needs else None
@@ -131,6 +136,10 @@ class Simulation:
         if self.store is not None:
             self.store.kv = self.worker.kv
             self.worker.carry_out = self.store.carry_out
+        if self.tiers is not None:
+            self.tiers.copies.kv = self.worker.kv
+            self.worker.carry_out = self.tiers.copies.carry_out
+            self.worker.begin_loads = self.tiers.copies.begin_loads
         if setup.snapshot_blocks:
             self.worker.keep_states(most_drafts(setup), lambda step, index: step % 9 == index % 4)
         if worker_proposes(setup):
@@ -169,6 +178,7 @@ class Simulation:
             self.clients.num_followed,
             *((0, 0) if self.adapters is None else self.adapters.counts),
             *((0, 0) if self.pictures is None else self.pictures.counts),
+            0 if self.tiers is None else self.tiers.copies.num_loaded,
         )
 
     @property
@@ -180,6 +190,11 @@ class Simulation:
     def pictures(self) -> Pictures | None:
         """The resource for media whose content comes later, if the case has one."""
         return next((need for need in self.needs if isinstance(need, Pictures)), None)
+
+    @property
+    def tiers(self) -> SimulatedTiers | None:
+        """The resource for KV tiers, if the case has one."""
+        return next((need for need in self.needs if isinstance(need, SimulatedTiers)), None)
 
     @property
     def digest(self) -> str:
@@ -267,7 +282,11 @@ class Simulation:
         done = scheduler.reset_prefix_cache(reset_running)
         if reset_running:
             scheduler.reset_encoder_cache()
-        is_free = scheduler.kv.num_free == scheduler.kv.num_usable
+        loads = scheduler.kv.promotions
+        loaded = {block for load in loads for block in (*load.blocks, *load.held)}
+        is_free = scheduler.kv.num_free + len(loaded) == scheduler.kv.num_usable
+        if done and self.tiers is not None:
+            self.tiers.copies.invalidate()
         assert done == is_free, f"cache reset: {done}; all blocks are free: {is_free}"
         if done:
             cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
@@ -359,6 +378,9 @@ class Simulation:
             self.adapters.check_over()
         if self.pictures is not None:
             self.pictures.check_over()
+        if self.tiers is not None:
+            self.tiers.check_over()
+            self.truth.check_stored(self.tiers.copies.stored)
         check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
@@ -368,7 +390,9 @@ class Simulation:
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         is_reading = self.adapters is not None and self.adapters.is_reading
-        return bool(scheduler.has_requests() or self._flight or scheduler.kv.lent or is_reading)
+        is_loading = self.tiers is not None and self.tiers.is_loading
+        is_busy = self._flight or scheduler.kv.lent or is_reading or is_loading
+        return bool(scheduler.has_requests() or is_busy)
 
     # -- helpers
 
@@ -379,6 +403,9 @@ class Simulation:
             return Pictures(
                 setup.needs[name], answers, cache_size=cache_size, whole_media=whole_media
             )
+        if name == SimulatedTiers.name:
+            amount, stores = setup.needs[name], setup.stores
+            return SimulatedTiers(amount, answers, stores=stores, seed=setup.seed)
         return KINDS[name](setup.needs[name], answers)
 
     def _fail(self, new: NewSeq, upto: int) -> str | None:
@@ -471,6 +498,8 @@ class Simulation:
             waits = abs(int(req.add.grammar))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         waits += 2 * MOST_TICKS * (req.adapter is not None and self.adapters is not None)
+        waits += 2 * self.case.setup.needs.get(SimulatedTiers.name, 0)
+        waits += int((seconds_of(req.add.kv_transfer_params) or 0) / self.case.setup.tick)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
 
 

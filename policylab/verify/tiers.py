@@ -1,0 +1,222 @@
+"""KV tiers in random cases: the engine's own resource, and a worker half with simulated stores.
+
+A load writes the even positions of its blocks when it begins and the odd ones when it ends, so that
+another write in between, or a read before the end, finds a wrong digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from engine.kv_transfer.awaited import AWAIT_BLOCKS as AWAIT_BLOCKS
+from engine.kv_transfer.tiers import NOWHERE, FailurePolicy, Tiers
+from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
+from engine.messages.step import StepPlan
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit
+from engine.sched.step_state import Step
+from policylab.verify.fake import RUBBISH
+from policylab.verify.needs import Answers, Need
+
+PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE = (
+    *("plain", "slow", "lossy", "small", "dead", "dying", "liar", "late"),
+)
+STORES = (PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE)
+MOST_TICKS = 24  # of a load, unless its store is dead
+SMALL_SIZE = 5  # blocks
+SPEEDS = (50.0, 5e3, 1e9)  # expected speeds of stores, in blocks a second
+
+
+class FakeStore:
+    """Keeps digests of blocks. ``kind``: ``SLOW`` takes long; ``LOSSY`` loses every third block
+    that is read; ``SMALL`` has room for a few; ``DEAD`` ends no load, ``DYING`` none after the
+    first ones; ``LIAR`` promises all keys; ``LATE`` promises what it has had once."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.blocks: dict[bytes, list[int]] = {}
+        self._had: set[bytes] = set()
+        self._num_reads = 0
+
+    def contains(self, key: bytes) -> bool:
+        """True if it has this block, or promises it."""
+        return key in self.blocks or self.kind == LIAR or (self.kind == LATE and key in self._had)
+
+    def read(self, key: bytes) -> list[int] | None:
+        """The digests of a block; ``None`` if it is not there, or damaged."""
+        self._num_reads += 1
+        if self.kind == LOSSY and self._num_reads % 3 == 0:
+            self.blocks.pop(key, None)
+        return self.blocks.get(key)
+
+    def write(self, key: bytes, digests: list[int]) -> None:
+        """Keep a block."""
+        if self.kind == SMALL and len(self.blocks) >= SMALL_SIZE:
+            del self.blocks[next(iter(self.blocks))]
+        self.blocks[key] = digests
+        self._had.add(key)
+
+    def ticks(self, rng: Random) -> int | None:
+        """How long a load takes; ``None``: for ever."""
+        if self.kind == DEAD or (self.kind == DYING and self._num_reads > 8):
+            return None
+        return rng.randint(4, MOST_TICKS) if self.kind == SLOW else rng.randint(0, 4)
+
+
+@dataclass(slots=True, eq=False)
+class FakeLoad:
+    """A load in progress. ``digests``: of each block, ``None`` for one that cannot be read.
+    ``left``: ticks until it ends. ``is_hung``: it then ends without blocks."""
+
+    order: LoadOrder
+    digests: list[list[int] | None]
+    left: int
+    is_hung: bool
+
+
+class FakeCopies:
+    """The worker's half of KV tiers: carries out the orders of plans, in the order of plans.
+    ``patience``: ticks after which a load ends whose store does not answer."""
+
+    def __init__(self, kinds: Sequence[str], patience: int, seed: int) -> None:
+        self.kv: list[list[int]] = []  # KV of the worker
+        self.names = tuple(kinds)
+        self.stored: list[tuple[bytes, list[int]]] = []  # all that stores were given
+        self.num_loaded = 0  # blocks
+        self._patience = patience
+        self._stores = [FakeStore(kind) for kind in kinds]
+        self._rng = Random(seed)
+        self._planned: list[LoadOrder] = []
+        self._loads: list[FakeLoad] = []
+        self._reports: list[Loaded] = []
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The index of the first store that promises each block, or ``NOWHERE``."""
+        stores = list(enumerate(self._stores))
+        return [
+            next((index for index, store in stores if store.contains(key)), NOWHERE) for key in keys
+        ]
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """Do what a plan orders before its step writes any block."""
+        orders = plan.kv_transfer
+        if not isinstance(orders, KVOrders):
+            return
+        for store in self._stores:
+            for key in list(store.blocks) if orders.clear else orders.forget:
+                store.blocks.pop(key, None)
+        for key, block in zip(orders.store_keys, orders.store_blocks, strict=True):
+            self.stored.append((key, self.kv[block][:]))
+            for store in self._stores:
+                store.write(key, self.kv[block][:])
+        self._planned += orders.loads
+
+    def begin_loads(self) -> None:
+        """Begin the loads of the newest plan, whose snapshots of states have been read."""
+        for order in self._planned:
+            stores = [self._stores[index] for index in order.stores]
+            digests = [store.read(key) for store, key in zip(stores, order.keys, strict=True)]
+            ends = [store.ticks(self._rng) for store in stores]
+            longest = max(each for each in (*ends, 0) if each is not None)
+            is_hung = None in ends
+            load = FakeLoad(order, digests, self._patience if is_hung else longest, is_hung)
+            self._write(load, 0)
+            if load.left == 0:
+                self._end(load)
+            else:
+                self._loads.append(load)
+        self._planned = []
+
+    def tick(self) -> None:
+        """Let time pass; some loads end."""
+        for load in self._loads:
+            load.left -= 1
+            if load.left == 0:
+                self._end(load)
+        self._loads = [load for load in self._loads if load.left]
+
+    def take_reports(self) -> list[Loaded]:
+        """The loads that have ended since the last call, some of them twice."""
+        reports, self._reports = self._reports, []
+        return [*reports, *reports[:1]]
+
+    def invalidate(self) -> None:
+        """The cache was reset: what stores have and loads bring is wrong from now on."""
+        for store in self._stores:
+            store.blocks = {key: [RUBBISH] * len(kept) for key, kept in store.blocks.items()}
+        for load in self._loads:
+            load.digests = [kept and [RUBBISH] * len(kept) for kept in load.digests]
+
+    def counts(self) -> dict[str, int]:
+        """No counters."""
+        return {}
+
+    def _end(self, load: FakeLoad) -> None:
+        if load.is_hung:
+            load.digests = [None] * len(load.digests)
+        else:
+            self._write(load, 1)
+        is_good = [digests is not None for digests in load.digests]
+        self.num_loaded += sum(is_good)
+        seconds = self._rng.choice((0.0, 1e-3, 0.1))
+        self._reports.append(Loaded(load.order.number, bytes(is_good), seconds))
+
+    def _write(self, load: FakeLoad, parity: int) -> None:
+        """Write the even (``parity`` 0) or odd (1) positions; rubbish where a store has failed."""
+        for block, digests in zip(load.order.blocks, load.digests, strict=True):
+            cells = self.kv[block]
+            for place in range(parity, len(cells), 2):
+                cells[place] = RUBBISH if digests is None else digests[place]
+
+
+class SimulatedTiers(Tiers, Need):
+    """The engine's resource for KV tiers. ``amount``: see ``FakeCopies``, ``patience``."""
+
+    name = "tiers"
+    needs = ("kv_transfer",)
+
+    def __init__(self, amount: int, answers: Answers, *, stores: Sequence[str], seed: int) -> None:
+        Need.__init__(self, amount, answers)
+        self.copies = FakeCopies(stores, amount, seed)
+        self.may_fail = seed % 8 == 5  # requests end in error after a load that fails
+        self._is_eager = seed % 4 > 0  # with few tokens, computing rarely takes longer
+        speeds = [SPEEDS[(seed + index) % len(SPEEDS)] for index in range(len(stores))]
+        policy: FailurePolicy = "fail" if self.may_fail else "recompute"
+        Tiers.__init__(self, self.copies, 1, speeds=speeds, failure_policy=policy)
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        Need.attach(self, scheduler)
+        Tiers.attach(self, scheduler)
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        answer = super().fit(req, num_tokens, step)
+        self.num_refusals += answer.num_tokens < num_tokens
+        return answer
+
+    def _pays(self, *sizes: Any) -> bool:
+        return self._is_eager or super()._pays(*sizes)
+
+    @property
+    def is_loading(self) -> bool:
+        """True while loads are in progress."""
+        return bool(self._loads)
+
+    def tick(self) -> None:
+        self.copies.tick()
+        for report in self.copies.take_reports():
+            self.scheduler.transferred(report)
+
+    def check(self, running: Iterable[Request]) -> None:
+        refs, find = self.scheduler.kv.pool.num_refs, self.scheduler.kv.cache.hash_of
+        for load in self._loads.values():
+            shared = [b for b in load.promotion.blocks if refs[b] != 1 or find(b) is not None]
+            assert not shared, f"tiers: blocks {shared} are loaded while others use them"
+
+    def check_over(self) -> None:
+        """Check that nothing is kept of ended requests and loads."""
+        left = {"loads": self._loads, "found": self._found, "params": self._params}
+        left |= {"failed": self._failed, "awaited": self._awaited._waits}
+        left = {name: value for name, value in left.items() if value}
+        assert not left, f"tiers: kept at the end: {left}"

@@ -1,0 +1,107 @@
+"""Random engines with KV tiers, and small cases of what was wrong once."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from engine.config.sched import SchedulerConfig
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from policylab.verify.case import Abort, Add, Case, Event, Setup
+from policylab.verify.draw import draw_case
+from policylab.verify.simulation import Simulation
+from policylab.verify.tiers import DEAD, PLAIN, SimulatedTiers
+
+LIMIT = 4  # ticks that a request waits for a load
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "engine")
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+)
+def test_tiers_serve_no_wrong_block_and_keep_none(first: int) -> None:
+    num_loaded = 0
+    for seed in range(first * 250, (first + 1) * 250):
+        case = draw_case(seed)
+        if SimulatedTiers.name in case.setup.needs:
+            try:
+                num_loaded += Simulation(case, every=8, leaks=seed % 8 == 0).run().num_loaded
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
+    assert num_loaded > 20
+
+
+def test_what_a_failed_step_has_computed_is_not_stored() -> None:
+    """The next step is planned before it is known that this one has failed."""
+    events = [add(0, "a", [1, 2, 3, 4], fails_at=1), add(9, "b", [1, 2, 3, 4])]
+    for depth in (1, 2, 3):
+        simulation = simulate(events, depth=depth)
+        simulation.run()  # checks what was stored
+        assert tiers_of(simulation).copies.stored
+
+
+def test_a_load_from_a_dead_store_gives_its_blocks_back() -> None:
+    """Two requests wait, of which one ends meanwhile."""
+    events: list[Event] = [
+        add(0, "a", [1, 2, 3, 4, 5, 6]),
+        add(9, "b", [9] * 6),  # takes the place of the others
+        add(18, "c", [1, 2, 3, 4, 5, 7]),
+        add(30, "e", [8] * 6),
+        add(40, "d", [1, 2, 3, 4, 5, 8]),
+        Abort(42, ["d"]),
+    ]
+    simulation = simulate(events, stores=(DEAD,), num_blocks=8)
+    outcome = simulation.run()  # checks that all blocks are free
+    counted = tiers_of(simulation).counters()
+    assert outcome.num_loaded == 0 and counted["loads"] == 2
+
+
+def test_blocks_that_loads_hold_count_in_their_group_until_then() -> None:
+    """A request ends whose prompt another one's load needs in part."""
+    events = [
+        add(0, "a", [1, 2, 3, 4, 5, 6]),
+        add(9, "b", [9, 8, 7, 6]),
+        add(18, "c", [1, 2, 3, 4, 5, 6], num_new=3),
+        add(18, "d", [1, 2, 3, 4, 5, 6]),
+    ]
+    outcome = simulate(events, windows=(0, 3), num_blocks=18).run()
+    assert outcome.num_loaded > 0
+
+
+def add(at: int, name: str, prompt: list[int], *, num_new: int = 1, **more: Any) -> Add:
+    params = SamplingParams(max_tokens=num_new)
+    request = AddRequest(name, prompt, params, seed=0, arrival_time=at / 64, max_tokens=num_new)
+    return Add(at, request, **more)
+
+
+def simulate(
+    events: list[Event],
+    *,
+    depth: int = 1,
+    stores: tuple[str, ...] = (PLAIN,),
+    num_blocks: int = 20,
+    windows: tuple[int, ...] = (0,),
+) -> Simulation:
+    config = SchedulerConfig(
+        max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, num_steps_in_flight=depth
+    )
+    setup = Setup(
+        config=config,
+        num_blocks=num_blocks,
+        block_size=1,
+        windows=windows,
+        needs={SimulatedTiers.name: LIMIT},
+        seed=1,
+        stores=stores,
+    )
+    return Simulation(Case(setup=setup, events=events))
+
+
+def tiers_of(simulation: Simulation) -> SimulatedTiers:
+    assert simulation.tiers is not None
+    return simulation.tiers
