@@ -71,6 +71,10 @@ class RequestOptions(TypedDict, total=False):
     """Seconds after arrival at which the request ends if it has not started."""
     hints: dict[str, Any]
     """Passed to the policy unchanged."""
+    kv_transfer_params: dict[str, Any] | None
+    """With KV blocks kept outside the pool: ``max_load_tokens``, the most tokens whose KV is loaded
+    for the request; ``store``, False to keep the blocks that it computes out of all stores;
+    ``await_blocks``, seconds to wait until stores have the blocks of its prompt."""
     lora_request: LoRARequest | None
     """The LoRA adapter to use; it is loaded if it is not."""
     adapter: str
@@ -258,6 +262,7 @@ class InputProcessor:
             deadline=options.get("deadline"),
             cache_salt=parts.get("cache_salt"),
             hints=options.get("hints"),
+            kv_transfer_params=options.get("kv_transfer_params"),
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
             tbt=options.get("tbt"),
@@ -492,6 +497,7 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
     "timeout": (int | float | None, "a finite number of seconds above 0"),
     "queue_timeout": (int | float | None, "a finite number of seconds above 0"),
     "hints": (dict | None, "a dict"),
+    "kv_transfer_params": (dict | None, "a dict"),
     "lora_request": (LoRARequest | None, "a LoRARequest"),
     "adapter": (str, "a str"),
 }

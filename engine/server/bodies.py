@@ -117,6 +117,7 @@ class RequestBody(QueuedBody, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     # ours
     tbt: float | None = None  # seconds between tokens; a goal for the policy
     expected_tokens: int | None = None
@@ -126,6 +127,8 @@ class RequestBody(QueuedBody, kw_only=True, forbid_unknown_fields=True):
     def options(self) -> RequestOptions:
         """The engine's options for the request besides prompt and sampling. Raises ``ApiError``."""
         options = super().options()
+        if self.kv_transfer_params:
+            options["kv_transfer_params"] = dict(self.kv_transfer_params)
         if self.tbt is not None:
             options["tbt"] = _above_zero("tbt", self.tbt)
         if self.expected_tokens is not None:

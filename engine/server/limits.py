@@ -22,6 +22,7 @@ MAX_ENTRIES = {
     "logit_bias": 4096,
     "chat_template_kwargs": 64,
     "hints": 64,
+    "kv_transfer_params": 16,
     "documents": 2048,
 }
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
@@ -30,7 +31,7 @@ RANGES = {"repetition_penalty": (1e-6, 1e6)}
 """Least and greatest values of fields; outside of them logits would not be finite."""
 COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 FLAT = ("prompt",)  # decoded into a type that cannot be nested
-SENT_TO_CORE = ("hints",)  # as msgpack, which has integers of 64 bits
+SENT_TO_CORE = ("hints", "kv_transfer_params")  # as msgpack, which has integers of 64 bits
 INT64 = range(-(2**63), 2**63)
 
 

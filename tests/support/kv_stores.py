@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,31 @@ class MemoryStore:
         """Blocks stay, for later engines."""
 
 
+HOOKS: defaultdict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
+"""For a place: what is called in place of methods of its store, with the store first."""
+METHODS = ("contains", "read", "write", "forget", "clear", "counts", "close")
+
+
+class HookedStore(MemoryStore):
+    """A store in memory, of which a test replaces methods while engines use it."""
+
+    def __init__(self, identity: StoreIdentity, place: str) -> None:
+        super().__init__(identity, place)
+        hooks = HOOKS[place]
+        for name in METHODS:
+            setattr(self, name, self._hooked(name, hooks))
+
+    def _hooked(self, name: str, hooks: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        own = getattr(self, name)
+
+        def call(*given: Any) -> Any:
+            self.counted[f"{name}_calls"] += 1
+            hook = hooks.get(name)
+            return own(*given) if hook is None else hook(self, *given)
+
+        return call
+
+
 OPEN = threading.Event()
 OPEN.set()
 GATES: dict[str, threading.Event] = {}
@@ -82,6 +107,15 @@ def connector(place: str, **more: Any) -> dict[str, Any]:
     return {
         "kv_connector": "support.kv_stores.MemoryStore",
         "kv_connector_extra_config": {"place": place, **more},
+    }
+
+
+def hooked(place: str, **more: Any) -> dict[str, Any]:
+    """The option ``kv_transfer_config`` for a store with ``HOOKS``."""
+    return {
+        "kv_connector": "support.kv_stores.HookedStore",
+        "kv_connector_extra_config": {"place": place},
+        **more,
     }
 
 
