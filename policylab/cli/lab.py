@@ -28,6 +28,7 @@ from policylab.sim.named import call, split
 from policylab.sim.recorded import Log, read_log
 from policylab.sim.recorded import engine_of as recorded_engine
 from policylab.sim.run import Engine, PolicyVariant, Run, capacity_of
+from policylab.sim.tiers import read_tiers
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
@@ -121,6 +122,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="which snapshots are taken and stay: cost, interval, marconi or a dotted path, "
         "optionally with options, as in 'marconi(alpha=0.5)'; default: cost, or the one in the "
         "step log",
+    )
+    group.add_argument(
+        "--kv-tiers",
+        metavar="T",
+        help="stores of KV blocks outside the pool, the fastest first: their blocks, seconds to "
+        "load one, seconds of latency, and seconds that a step takes longer for each block to "
+        "store, as in 'host(blocks=20000, load=2e-5, latency=1e-4, store=0)'; default: none",
     )
     _add_adapters(group)
     group.add_argument(
@@ -234,6 +242,7 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
         "length_predictor": parsed.length_predictor,
         "snapshot_blocks": parsed.snapshot_blocks,
         "snapshot_policy": parsed.snapshot_policy,
+        "kv_tiers": None if parsed.kv_tiers is None else read_tiers(parsed.kv_tiers),
         "cost": _cost(parsed.profile, parsed.cost),
         "max_loras": parsed.max_loras,
         "max_cpu_loras": parsed.max_cpu_loras,
@@ -348,6 +357,8 @@ def engine_line(engine: Engine, workload: Workload | None = None) -> str:
     groups = "" if engine.kv_groups == (FULL,) else f"KV groups: {listed(windows)}; "
     if engine.snapshot_blocks:
         groups += f"{engine.snapshot_blocks} blocks a snapshot, policy {engine.snapshot_policy}; "
+    if engine.kv_tiers:
+        groups += f"KV tiers: {', '.join(map(str, engine.kv_tiers))}; "
     if workload is not None and workload.num_adapters:
         groups += (
             f"{engine.max_loras} adapter slots, {1e3 * engine.loads.copy:g} ms a copy into one, "

@@ -38,6 +38,7 @@ from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.kv_groups import size_of
 from policylab.sim.named import call
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
+from policylab.sim.tiers import SimulatedTiers, Tier, described
 from policylab.sim.timing import timing
 from policylab.sim.watched import Watched
 from policylab.sim.worker import StepCost, VirtualClock, parameters_of
@@ -99,6 +100,9 @@ class Engine:
     adapter_cost: AdapterCost | None = None
     """How long it takes to load an adapter; ``None``: as the profile says, or the engine's guess. A
     step takes longer by the time to copy the adapters that it loads into slots."""
+    kv_tiers: tuple[Tier, ...] = ()
+    """Stores of KV blocks outside the pool, the fastest first. With any, steps are never jumped
+    over."""
     stretches: bool = True
     """Jump over repeating steps, which gives the same run, bit by bit, in less time."""
     noise_seed: int | None = None
@@ -430,6 +434,10 @@ class _SimulatedRun:
             engine.max_loras, engine.max_cpu_loras, self._clock, engine.loads.read
         )
         chosen = chosen._replace(resources=(*chosen.resources, self._adapters.slots))
+        self._tiers: SimulatedTiers | None = None
+        if engine.kv_tiers:
+            self._tiers = SimulatedTiers(engine.kv_tiers, self._clock)
+            chosen = chosen._replace(resources=(*chosen.resources, self._tiers.resource))
         self._policy_class = type(chosen.policy)
         scheduler = make_scheduler(
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
@@ -439,7 +447,9 @@ class _SimulatedRun:
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
         self._worker.copy_seconds = engine.loads.copy
-        jumps = engine.stretches and not keeps_steps and not engine.snapshot_blocks
+        self._worker.tiers = self._tiers
+        is_plain = not (keeps_steps or engine.snapshot_blocks or engine.kv_tiers)
+        jumps = engine.stretches and is_plain
         self._core = JumpingCore(
             scheduler, self._worker, engine.depth, clock=self._clock, jumps=jumps
         )
@@ -473,6 +483,8 @@ class _SimulatedRun:
         while source.next_time < inf or core.has_work:
             while source.next_time <= clock.now:
                 self._add(source.take())
+            for report in [] if self._tiers is None else self._tiers.take_reports():
+                core.scheduler.transferred(report)
             outputs = core.step(source.next_time)
             if core.stretch is not None:
                 self._seen.stretched(core.stretch)
@@ -490,6 +502,8 @@ class _SimulatedRun:
                     f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
                 )
             until = min(source.next_time, self._adapters.reader.next_time)
+            if self._tiers is not None:
+                until = min(until, self._tiers.next_time)
             if core.scheduler.has_unfinished_requests():
                 until = min(until, clock.now + IDLE_SECONDS)
             if until < inf:
@@ -540,12 +554,14 @@ class _SimulatedRun:
 
 def _described(engine: Engine) -> dict[str, Any]:
     """The engine's options and step cost in the head of a run."""
-    others = ("cost", "stretches", "kv_groups")
+    others = ("cost", "stretches", "kv_groups", "kv_tiers")
     options = {
         each.name: getattr(engine, each.name) for each in fields(engine) if each.name not in others
     }
     return {
-        "engine": options | {"kv_groups": list(map(size_of, engine.kv_groups))},
+        "engine": options
+        | {"kv_groups": list(map(size_of, engine.kv_groups))}
+        | ({"kv_tiers": described(engine.kv_tiers)} if engine.kv_tiers else {}),
         "cost": str(engine.cost),
         "step_cost": parameters_of(engine.cost),
     }

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from engine.messages.kv_orders import KVOrders
 from engine.messages.step import Column, StepPlan, StepResult
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from policylab.sim.job import END, FILLER
 from policylab.sim.jumps.stretch import Stretch, Times
 from policylab.sim.pooled import PooledSlots
+from policylab.sim.tiers import SimulatedTiers
 from policylab.verify.fake import FakeExecutor
 
 
@@ -128,6 +130,8 @@ class TimedWorker(FakeExecutor):
         self._free_at = 0.0
         self.copy_seconds = 0.0
         """Seconds to copy a LoRA adapter into a slot, in the step that first uses it."""
+        self.tiers: SimulatedTiers | None = None
+        """Carries out the orders for KV tiers."""
         self._num_rows: int | None = (
             None  # rows of the collected step, until the host's time has passed
         )
@@ -142,6 +146,8 @@ class TimedWorker(FakeExecutor):
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
         if plan.adapters is not None:
             seconds += self.copy_seconds * len(plan.adapters.load)
+        if self.tiers is not None and isinstance(plan.kv_transfer, KVOrders):
+            seconds += self.tiers.carry_out(plan.kv_transfer)
         known = plan.starts + plan.counts + 1  # including the token sampled in this step
         tokens = TOKENS.take(known >= self._ends[plan.slots])
         if not plan.samples.all():
