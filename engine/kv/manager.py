@@ -377,8 +377,12 @@ class KVManager:
         return self._promotions.begin(wanted)
 
     def promoted(self, promotion: Promotion, is_good: Sequence[bool]) -> None:
-        """Publish the blocks that have been loaded, and free all of the promotion."""
-        self._promotions.end(promotion, is_good, self._prefix_index.snapshots)
+        """Publish the blocks that have been loaded. They are held until ``end_promotion``."""
+        self._promotions.publish(promotion, is_good, self._prefix_index.snapshots)
+
+    def end_promotion(self, promotion: Promotion) -> None:
+        """Free the blocks of a promotion; those that were published stay cached."""
+        self._promotions.end(promotion)
 
     def withhold(self, req: KVRequest, withheld: Withheld) -> None:
         """Call ``withheld`` for each key and block that a request has just published, until it

@@ -153,8 +153,10 @@ class Promotions:
         self.begun.append(promotion)
         return promotion
 
-    def end(self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None) -> None:
-        """Publish the blocks that have been loaded (``good``), and free all."""
+    def publish(
+        self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None
+    ) -> None:
+        """Publish the blocks that have been loaded (``good``), and free those that have not."""
         cache, wanted = self._pool.cache, promotion.wanted
         loaded = [
             (block, key)
@@ -165,6 +167,17 @@ class Promotions:
             cache.publish_each([block for block, _ in loaded], [key for _, key in loaded])
         if snapshots is not None and wanted.snapshot is not None and not promotion.is_void:
             snapshots.restore(wanted.snapshot)
+        failed = [
+            block for block, is_good in zip(promotion.blocks, good, strict=True) if not is_good
+        ]
+        self._pool.release(failed)
+        promotion.blocks = [
+            block for block, is_good in zip(promotion.blocks, good, strict=True) if is_good
+        ]
+        self.num_blocks -= len(failed)
+
+    def end(self, promotion: Promotion) -> None:
+        """Free the blocks of a promotion; those that are cached stay so."""
         self.num_blocks -= len(promotion.blocks)
         self.begun.remove(promotion)
         # The end of a sequence first: it is evicted before its start.

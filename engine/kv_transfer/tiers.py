@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from math import inf
+from typing import Literal, NamedTuple, Protocol
 
 from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
@@ -33,7 +34,9 @@ FailurePolicy = Literal["recompute", "fail"]
 NOWHERE = -1
 ANYTHING = TierParams()
 MAX_SECONDS = 10.0  # that a request waits for a load
-LEAST_SECONDS = 1e-3  # of a load, however small
+HELD_STEPS = 4  # in which a request whose blocks were loaded may start
+LOOK_EVERY = 8  # steps after which stores are searched again for a request that still waits
+LEAST_SECONDS = 2e-4  # of a load, however small
 
 
 class Outside(Protocol):
@@ -66,6 +69,19 @@ class Speed:
     def seconds_for(self, num_bytes: int) -> float:
         """Expected seconds until a load of this many bytes ends, after those in progress."""
         return (self.pending + num_bytes) * self.seconds / self.num_bytes
+
+
+class Found(NamedTuple):
+    """Which stores have the blocks that a waiting request could use. ``step``, ``hit``: number of
+    the step in which they were searched, and tokens of its prefix hit then."""
+
+    stores: dict[bytes, int]
+    step: float = 0
+    hit: int = 0
+
+
+ALL_LOADED = Found({}, inf)
+"""A request computes what a load has not brought."""
 
 
 @dataclass(slots=True)
@@ -104,7 +120,7 @@ class Tiers(Resource):
         self._fails = failure_policy == "fail"
         first = 64 * block_bytes
         self._speeds = [Speed(first, first / speed) for speed in speeds]
-        self._found: dict[int, dict[bytes, int]] = {}  # store of each key, by arrival number
+        self._found: dict[int, Found] = {}  # by arrival number of a request
         self._loads: dict[int, Load] = {}
         self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
         self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
@@ -114,6 +130,10 @@ class Tiers(Resource):
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._newest = self._ended = 0  # numbers of steps with tokens
         self._num_loads = 0
+        self._held: dict[int, tuple[int, Promotion]] = {}
+        """What was loaded for requests that have not started since, by arrival number, and until
+        which step it is kept from being evicted."""
+        self._missed: list[Request] = []  # parked, but their blocks were evicted for others
         self._counts: Counter[str] = Counter()
         self._kv: KVManager
         self._awaited: Awaited
@@ -195,6 +215,12 @@ class Tiers(Resource):
             if load.req is not None and now - load.begun > MAX_SECONDS:
                 self._counts["too_slow"] += 1
                 self._end_wait(load, f"it took more than {MAX_SECONDS:g} s")
+        for arrival in [each for each, (until, _) in self._held.items() if step.index > until]:
+            self._let_go(arrival)
+            self._found.pop(arrival, None)  # it may load them again when it can start
+        missed, self._missed = self._missed, []
+        for req in missed:
+            self._scheduler.wake(req.request_id)
         self._end_lookups(step)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -205,25 +231,24 @@ class Tiers(Resource):
         if why := self._failed.get(req.arrival):
             message = f"its KV could not be loaded: {why}"
             return Fit(0, message, OnRefuse.FAIL, code="kv_transfer_failed")
-        if not self._has_room(req):
+        if self._wanted(req) is None:
             return Fit(num_tokens)
-        return Fit(num_tokens) if self._wanted(req) is None else Fit(0)
+        return Fit(0, room=req.num_tokens)
 
     def parked(self, req: Request) -> None:
         if req in self._awaited:
             self._awaited.park(req)
             return
-        wanted = self._wanted(req)
-        assert wanted is not None, f"{req}: nothing to load"
-        found = self._found[req.arrival]
+        found = self._found[req.arrival].stores
+        wanted = self._choose(req, found)
+        self._found[req.arrival] = ALL_LOADED
+        if not wanted.keys or not self._kv.can_promote(wanted):
+            self._missed.append(req)
+            return
         stores = [found[key] for key in wanted.keys]
-        view, loaded = self._scheduler.view, set(wanted.keys)
-        keys = self._kv.outside_keys(req)
-        chosen = bytes(found[key] if key in loaded else NOT_LOADED for key in keys)
-        view.loads.made.append(LoadChoice(view.step.index, req.request_id, chosen))
         promotion = self._kv.promote(wanted)
         self._num_loads += 1
-        load = Load(promotion, req, view.now)
+        load = Load(promotion, req, self._scheduler.view.now)
         for store in stores:
             load.bytes_by_store[store] = load.bytes_by_store.get(store, 0) + self._block_bytes
         for store, num_bytes in load.bytes_by_store.items():
@@ -234,7 +259,9 @@ class Tiers(Resource):
                 self._num_loads, wanted.keys, promotion.blocks, stores, wanted.num_snapshot_keys
             )
         )
-        self._found[req.arrival] = {}  # it computes what it does not get now
+
+    def seated(self, req: Request, step: Step) -> None:
+        self._let_go(req.arrival)
 
     def transferred(self, report: Loaded) -> None:
         load = self._loads.pop(report.number, None)
@@ -246,6 +273,11 @@ class Tiers(Resource):
             for key, is_good in zip(keys, report.is_good, strict=True)
         ]
         self._kv.promoted(load.promotion, good)
+        if load.req is None:
+            self._kv.end_promotion(load.promotion)
+        else:
+            until = self._scheduler.view.step.index + HELD_STEPS
+            self._held[load.req.arrival] = until, load.promotion
         num_bytes = sum(load.bytes_by_store.values())
         for store, part in load.bytes_by_store.items():
             self._speeds[store].pending -= part
@@ -262,6 +294,7 @@ class Tiers(Resource):
 
     def release(self, req: Request) -> None:
         self._found.pop(req.arrival, None)
+        self._let_go(req.arrival)
         if req.is_finished:
             self._awaited.end(req)
             self._failed.pop(req.arrival, None)
@@ -323,6 +356,11 @@ class Tiers(Resource):
         stores = [] if self._outside is None else self._outside.find(keys)
         return [store != NOWHERE for store in stores]
 
+    def _let_go(self, arrival: int) -> None:
+        """Free what was loaded for a request that has started, or still waits."""
+        if (held := self._held.pop(arrival, None)) is not None:
+            self._kv.end_promotion(held[1])
+
     def _end_wait(self, load: Load, failure: str = "") -> None:
         """Let the request that waits for a load go on. ``failure``: what the load lacked."""
         req, load.req = load.req, None
@@ -331,27 +369,39 @@ class Tiers(Resource):
                 self._failed[req.arrival] = failure
             self._scheduler.wake(req.request_id)
 
-    def _has_room(self, req: Request) -> bool:
-        """True if all blocks of the request are free, so that it could start now."""
-        kv, view = self._kv, self._scheduler.view
-        return kv.num_free - kv.missing(req, req.num_tokens) >= view.headroom_blocks
-
     def _wanted(self, req: Request) -> Wanted | None:
         """What to load for a request; ``None`` if computing is faster or nothing is found."""
         if self._outside is None:
             return self._recorded(req)
-        found = self._find(req)
+        hit = self._kv.lookup(req).num_tokens
+        found = self._find(req, hit)
         if not found:
             return None
-        hit = self._kv.lookup(req).num_tokens
-        most = self._params.get(req.arrival, ANYTHING).max_load_tokens
-        wanted = self._kv.wanted(req, found, None if most is None else hit + most)
+        wanted = self._choose(req, found)
         num_bytes: dict[int, int] = {}
         for key in wanted.keys:
             num_bytes[found[key]] = num_bytes.get(found[key], 0) + self._block_bytes
         saved = wanted.num_tokens - hit
-        pays = saved > 0 and self._pays(saved, hit, num_bytes)
-        return wanted if pays and self._kv.can_promote(wanted) else None
+        if saved <= 0 or not self._pays(saved, hit, num_bytes):
+            return None
+        self._note_choice(req, found, wanted)
+        return wanted
+
+    def _choose(self, req: Request, found: dict[bytes, int]) -> Wanted:
+        """What to load of the blocks that were found, within the request's own limit."""
+        most = self._params.get(req.arrival, ANYTHING).max_load_tokens
+        upto = None if most is None else self._kv.lookup(req).num_tokens + most
+        return self._kv.wanted(req, found, upto)
+
+    def _note_choice(self, req: Request, found: dict[bytes, int], wanted: Wanted) -> None:
+        """Note for a step log what a request would load in this step."""
+        view, loaded = self._scheduler.view, set(wanted.keys)
+        made = view.loads.made
+        if made and made[-1][:2] == (view.step.index, req.request_id):
+            return
+        keys = self._kv.outside_keys(req)
+        stores = bytes(found[key] if key in loaded else NOT_LOADED for key in keys)
+        made.append(LoadChoice(view.step.index, req.request_id, stores))
 
     def _recorded(self, req: Request) -> Wanted | None:
         """What was loaded for a request in this step of a recorded run."""
@@ -361,26 +411,30 @@ class Tiers(Resource):
             return None
         pairs = zip(self._kv.outside_keys(req), choice.stores, strict=False)
         found = {key: store for key, store in pairs if store != NOT_LOADED}
-        self._found[req.arrival] = found
+        self._found[req.arrival] = Found(found)
         return self._kv.wanted(req, found)
 
-    def _find(self, req: Request) -> dict[bytes, int]:
-        """The store of each block outside the pool that the request could use."""
-        found = self._found.get(req.arrival)
-        if found is None:
+    def _find(self, req: Request, hit: int) -> dict[bytes, int]:
+        """The store of each block outside the pool that a request could use after its prefix hit of
+        ``hit`` tokens."""
+        found, step = self._found.get(req.arrival), self._scheduler.view.step.index
+        if found is None or hit < found.hit or step - found.step >= LOOK_EVERY:
             keys = self._kv.outside_keys(req)
             stores = self._outside.find(keys) if keys and self._outside is not None else []
             pairs = zip(keys, stores, strict=True)
-            found = {key: store for key, store in pairs if store != NOWHERE}
-            self._found[req.arrival] = found
-        return found
+            known = {key: store for key, store in pairs if store != NOWHERE}
+            found = self._found[req.arrival] = Found(known, step, hit)
+        return found.stores
 
     def _pays(self, num_tokens: int, context: int, num_bytes: dict[int, int]) -> bool:
-        """True if loading takes less time than computing this many tokens after ``context``."""
+        """True if loading this many tokens after ``context`` delays requests less, in sum, than
+        computing them: a load delays only its own request, a longer step all that run."""
         view = self._scheduler.view
         if not view.last.seconds:  # no step was measured, but computing takes longer on most hosts
             return True
-        seconds = LEAST_SECONDS + view.last.seconds  # a request that is parked misses a step
+        seconds = LEAST_SECONDS
         for store, part in num_bytes.items():
             seconds += self._speeds[store].seconds_for(part)
-        return seconds < view.cost.prefill_seconds(num_tokens, context)
+        all_of_it = view.cost.prefill_seconds(num_tokens + 1, context)
+        saved = all_of_it - view.cost.prefill_seconds(1, context + num_tokens)
+        return seconds < saved * (1 + len(view.running))

@@ -303,7 +303,17 @@ class Scheduler(SchedulerInterface):
             start = self.kv.ready(req)
         elif start + num_tokens <= self.kv.num_held[req.row] * self.kv.block_size:
             return True
-        victims = victims_for(req, start + num_tokens, self.active_policy, self.view)
+        if not self._make_room(req, start + num_tokens, step):
+            return False
+        if self.kv.reserve(req, start + num_tokens):
+            return True
+        step.skip(req, Cause.FAILED_LOAD)  # enough blocks are free
+        return False
+
+    def _make_room(self, req: Request, upto: int, step: Step) -> bool:
+        """Preempt requests until a seat and blocks for the request's first ``upto`` tokens are
+        free. Returns False, and preempts none, if that cannot free enough."""
+        victims = victims_for(req, upto, self.active_policy, self.view)
         if victims is None:
             if req.is_waiting:
                 step.close(Cause.BLOCKS if step.num_free_seats else Cause.SEATS)
@@ -312,10 +322,7 @@ class Scheduler(SchedulerInterface):
             return False
         for victim in victims:
             self.preempt(victim, step, by=req.request_id)
-        if self.kv.reserve(req, start + num_tokens):
-            return True
-        step.skip(req, Cause.FAILED_LOAD)  # enough blocks are free
-        return False
+        return True
 
     def grant(self, req: Request, num_tokens: int, step: Step) -> None:
         """Add ``num_tokens`` tokens of the request, whose blocks are reserved, to the step."""
@@ -349,7 +356,9 @@ class Scheduler(SchedulerInterface):
 
     def _park(self, req: Request, fit: Fit, step: Step) -> None:
         """Park the request until ``wake``; it holds KV blocks for ``fit.hold`` tokens meanwhile."""
-        if fit.hold and not self._admits(req, step):
+        if (fit.hold or fit.room) and not self._admits(req, step):
+            return
+        if fit.room and not self._make_room(req, fit.room, step):
             return
         if fit.hold:
             # A request whose blocks are being loaded cannot be preempted, so it must not take

@@ -77,6 +77,13 @@ class SimulatedTiers:
         kept = list(enumerate(self._kept))
         return [next((nth for nth, own in kept if key in own), NOWHERE) for key in keys]
 
+    def counts(self) -> Mapping[str, int]:
+        """How many blocks each tier keeps."""
+        return {
+            f"{name}.num_blocks": len(kept)
+            for name, kept in zip(self.names, self._kept, strict=True)
+        }
+
     @property
     def next_time(self) -> float:
         """When the next load ends, in seconds on the clock; infinity for none."""
@@ -111,19 +118,21 @@ class SimulatedTiers:
         return tier.store * num_new
 
     def _load(self, number: int, keys: Sequence[bytes], stores: Sequence[int]) -> None:
-        is_good, begun, ends_at = bytearray(len(keys)), self._clock(), self._clock()
+        is_good, begun, ends_at, longest = bytearray(len(keys)), self._clock(), self._clock(), 0.0
         for nth, tier in enumerate(self._tiers):
             places = [place for place, store in enumerate(stores) if store == nth]
             if not places:
                 continue
             begins_at = max(self._free_at[nth], begun)
-            self._free_at[nth] = begins_at + tier.latency + tier.load * len(places)
+            seconds = tier.latency + tier.load * len(places)
+            self._free_at[nth] = begins_at + seconds
+            longest = max(longest, seconds)
             ends_at = max(ends_at, self._free_at[nth])
             for place in places:
                 if keys[place] in self._kept[nth]:
                     self._kept[nth].move_to_end(keys[place])
                     is_good[place] = 1
-        self._running.append((ends_at, Loaded(number, bytes(is_good), ends_at - begun)))
+        self._running.append((ends_at, Loaded(number, bytes(is_good), longest)))
 
 
 def described(tiers: Sequence[Tier]) -> list[Mapping[str, Any]]:
