@@ -29,6 +29,8 @@ class Wanted(NamedTuple):
 
     num_tokens: int
     keys: list[bytes]
+    groups: list[int]
+    """Group of layers of each key, but not of the last ones, of pieces of the snapshot."""
     held: list[list[int]]
     pieces: Sequence[int] = ()
     snapshot: KeptSnapshot | None = None
@@ -42,13 +44,15 @@ class Promotion:
     cache was emptied meanwhile, so what is loaded is not published."""
 
     wanted: Wanted
-    blocks: list[int]
+    blocks: list[int]  # that are being filled; [] after that
+    held: list[list[int]]  # cached blocks in each group
+    pieces: list[int]  # cached blocks of its snapshot
     is_void: bool = False
 
     @property
-    def held(self) -> list[int]:
+    def all_held(self) -> list[int]:
         """The blocks that it holds besides those that it fills."""
-        return [*chain.from_iterable(self.wanted.held), *self.wanted.pieces]
+        return [*chain.from_iterable(self.held), *self.pieces]
 
 
 class Union:
@@ -109,12 +113,13 @@ class Promotions:
         deepest = None if snapshots is None else _Deepest(snapshots, cache)
         tables = find_tables(self._groups, cache, hashes, self._block_size, deepest)
         num_blocks = len(tables[0])
-        keys = [
-            key
+        loaded = [
+            (key, g)
             for g, table in enumerate(tables)
             for block, key in zip(table, group_keys(hashes[:num_blocks], g), strict=True)
             if block == OUTSIDE
         ]
+        keys, of_groups = [key for key, _ in loaded], [g for _, g in loaded]
         held = [[b for b in table if b not in (OUTSIDE, NULL_BLOCK)] for table in tables]
         num_tokens, kept = num_blocks * self._block_size, None
         if snapshots is not None and num_blocks:
@@ -124,13 +129,13 @@ class Promotions:
                 kept = KeptSnapshot(hashes[num_blocks - 1], num_tokens, num_saved=num_tokens)
             keys += [key for key, block in zip(own, found, strict=True) if block == OUTSIDE]
             pieces = [block for block in found if block is not None and block != OUTSIDE]
-            return Wanted(num_tokens, keys, held, pieces, kept, found.count(OUTSIDE))
-        return Wanted(num_tokens, keys, held)
+            return Wanted(num_tokens, keys, of_groups, held, pieces, kept, found.count(OUTSIDE))
+        return Wanted(num_tokens, keys, of_groups, held)
 
     @property
     def num_held(self) -> int:
         """Number of blocks that loads in progress keep from being taken."""
-        held = {block for promotion in self.begun for block in promotion.held}
+        held = {block for promotion in self.begun for block in promotion.all_held}
         return self.num_blocks + len(held)
 
     def void(self) -> None:
@@ -149,40 +154,44 @@ class Promotions:
         self._pool.adopt(wanted.pieces)
         blocks = self._pool.take(len(wanted.keys))
         self.num_blocks += len(blocks)
-        promotion = Promotion(wanted, blocks)
+        promotion = Promotion(wanted, blocks, wanted.held, list(wanted.pieces))
         self.begun.append(promotion)
         return promotion
 
     def publish(
         self, promotion: Promotion, good: Sequence[bool], snapshots: Snapshots | None
     ) -> None:
-        """Publish the blocks that have been loaded (``good``), and free those that have not."""
-        cache, wanted = self._pool.cache, promotion.wanted
-        loaded = [
-            (block, key)
-            for block, key, is_good in zip(promotion.blocks, wanted.keys, good, strict=True)
-            if is_good and not promotion.is_void and cache.find(key) is None
+        """Publish the blocks that have been loaded (``good``), and hold them; free the others."""
+        cache, wanted, pool = self._pool.cache, promotion.wanted, self._pool
+        blocks, promotion.blocks = promotion.blocks, []
+        self.num_blocks -= len(blocks)
+        places = [
+            place
+            for place, key in enumerate(wanted.keys)
+            if good[place] and not promotion.is_void and cache.find(key) is None
         ]
-        if loaded:
-            cache.publish_each([block for block, _ in loaded], [key for _, key in loaded])
+        if places:
+            cache.publish_each([blocks[i] for i in places], [wanted.keys[i] for i in places])
+        # The end of a sequence is evicted before its start, as it is freed in a block table.
+        pool.release(blocks)
+        num_kv = len(wanted.groups)
+        loaded: list[list[int]] = [[] for _ in self._groups]
+        for place in places:
+            if place < num_kv:
+                loaded[wanted.groups[place]].append(blocks[place])
+        pieces = [blocks[place] for place in places if place >= num_kv]
+        self._tables.hold(loaded)
+        pool.adopt(pieces)
+        promotion.held = [own + more for own, more in zip(promotion.held, loaded, strict=True)]
+        promotion.pieces += pieces
         if snapshots is not None and wanted.snapshot is not None and not promotion.is_void:
             snapshots.restore(wanted.snapshot)
-        failed = [
-            block for block, is_good in zip(promotion.blocks, good, strict=True) if not is_good
-        ]
-        self._pool.release(failed)
-        promotion.blocks = [
-            block for block, is_good in zip(promotion.blocks, good, strict=True) if is_good
-        ]
-        self.num_blocks -= len(failed)
 
     def end(self, promotion: Promotion) -> None:
-        """Free the blocks of a promotion; those that are cached stay so."""
-        self.num_blocks -= len(promotion.blocks)
+        """Free the blocks of a promotion, which stay cached until others need them."""
         self.begun.remove(promotion)
-        # The end of a sequence first: it is evicted before its start.
-        self._pool.release([*wanted.pieces, *promotion.blocks])
-        self._tables.let_go(wanted.held)
+        self._pool.release(promotion.pieces)
+        self._tables.let_go(promotion.held)
 
 
 class _Deepest:

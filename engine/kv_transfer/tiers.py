@@ -80,10 +80,6 @@ class Found(NamedTuple):
     hit: int = 0
 
 
-ALL_LOADED = Found({}, inf)
-"""A request computes what a load has not brought."""
-
-
 @dataclass(slots=True)
 class Load:
     """A load in progress. ``req``: the request that waits for it, ``None`` if none does.
@@ -165,8 +161,8 @@ class Tiers(Resource):
     def withdrawn(self, keys: Iterable[bytes]) -> None:
         orders, gone = self._orders, set(keys)
         for found in self._found.values():
-            for key in gone & found.keys():
-                del found[key]
+            for key in gone & found.stores.keys():
+                del found.stores[key]
         kept = [
             (key, block)
             for key, block in zip(orders.store_keys, orders.store_blocks, strict=True)
@@ -241,7 +237,7 @@ class Tiers(Resource):
             return
         found = self._found[req.arrival].stores
         wanted = self._choose(req, found)
-        self._found[req.arrival] = ALL_LOADED
+        self._found[req.arrival] = Found({}, inf)  # it computes what the load does not bring
         if not wanted.keys or not self._kv.can_promote(wanted):
             self._missed.append(req)
             return

@@ -118,9 +118,9 @@ def check_blocks(scheduler: Scheduler) -> None:
             refs[block] += 1
         used[0].update(loan.blocks)
     for promotion in kv.promotions:
-        for block in (*promotion.blocks, *promotion.held):
+        for block in (*promotion.blocks, *promotion.all_held):
             refs[block] += 1
-        for group, held in enumerate(promotion.wanted.held):
+        for group, held in enumerate(promotion.held):
             used[group].update(held)
     if kv.num_groups == 1:
         used[0] = {block for block, num in enumerate(refs) if num}

@@ -283,7 +283,7 @@ class Simulation:
         if reset_running:
             scheduler.reset_encoder_cache()
         loads = scheduler.kv.promotions
-        loaded = {block for load in loads for block in (*load.blocks, *load.held)}
+        loaded = {block for load in loads for block in (*load.blocks, *load.all_held)}
         is_free = scheduler.kv.num_free + len(loaded) == scheduler.kv.num_usable
         if done and self.tiers is not None:
             self.tiers.copies.invalidate()
