@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -124,8 +125,6 @@ def build_core(
     decided = decide(resolved, info, facts, worker.measure, capabilities)
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
-    if copies is not None:
-        copies.open(decided.num_kv_blocks, resolved, facts, drafting)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
     client = InprocClient(
         core,
@@ -137,9 +136,22 @@ def build_core(
         media=store,
     )
     client.loads = copies
-    load_modules(config.lora, adapters)
+    with ended_by_errors(client):
+        if copies is not None:
+            copies.open(decided.num_kv_blocks, resolved, facts, drafting)
+        load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
+
+
+@contextmanager
+def ended_by_errors(client: InprocClient) -> Iterator[None]:
+    """End the core if an error ends its start: it may have files and threads."""
+    try:
+        yield
+    except BaseException:
+        client.shutdown()
+        raise
 
 
 def wire(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +27,14 @@ NAMESPACE_VERSION = 1
 SAMPLED_PLACES = 256  # of a file of weights
 SAMPLED_BYTES = 4096
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
+WITHOUT_EFFECT = (  # options of the model on which the content of blocks does not depend
+    *("model", "tokenizer", "hf_token", "download_dir", "generation_config", "seed", "revision"),
+    *("tokenizer_revision", "skip_tokenizer_init", "override_generation_config"),
+)
+OF_TEXT = (  # beginnings of the names of files on which it does not depend
+    *("tokenizer", "vocab", "merges", "generation_config", "special_tokens", "added_tokens"),
+    "chat_template",
+)
 HOST_SPEED, DISK_SPEED, OTHER_SPEED = 4e9, 1e9, 5e8  # bytes/s that are expected at first
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")
@@ -95,8 +104,8 @@ def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfi
     other's blocks."""
     models = [config.model] if drafting is None else [config.model, drafting]
     about = {
-        "version": NAMESPACE_VERSION,
-        "models": [_model(model) for model in models],
+        "version": [NAMESPACE_VERSION, version("metronome-engine")],
+        "models": [_model(model, config.scheduler.max_model_len) for model in models],
         "cache": {
             "dtype": config.cache.kv_cache_dtype,
             "states": config.cache.mamba_ssm_cache_dtype,
@@ -106,30 +115,41 @@ def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfi
         "block_bytes": facts.block_bytes,
         "groups": [repr(group) for group in facts.kv_groups],
         "snapshot_blocks": facts.snapshot_blocks,
+        "pictures": config.media.mm_processor_kwargs,
         "device": config.device,
     }
     text = json.dumps(about, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _model(model: ModelConfig) -> dict[str, Any]:
-    options = {
-        name: value
-        for name, value in asdict(model).items()
-        if name not in ("model", "tokenizer", "hf_token", "download_dir", "generation_config")
-    }
-    return {**options, "files": weights_digest(Path(model.model))}
+def _model(model: ModelConfig, max_model_len: int) -> dict[str, Any]:
+    options = {name: value for name, value in asdict(model).items() if name not in WITHOUT_EFFECT}
+    if model.load_format == "dummy":
+        options["seed"] = model.seed
+    path = Path(model.model)
+    longest = max_model_len if _depends_on_length(path) else None
+    return {**options, "files": weights_digest(path), "longest": longest}
+
+
+def _depends_on_length(path: Path) -> bool:
+    """True if the frequencies of rotary embeddings may depend on ``max_model_len``."""
+    if not path.is_dir():
+        return True
+    text = (path / "config.json").read_text()
+    return any(kind in text for kind in ("dynamic", "longrope", '"su"'))
 
 
 def weights_digest(path: Path) -> str:
-    """Digest of a model's configuration, and of samples of its weights, with the sizes and times of
-    their files: a change of weights changes it, and copying them may."""
+    """Digest of a model's configuration and code, and of samples of its weights, with the sizes and
+    times of their files: a change of weights changes it, and copying them may."""
     digest = hashlib.sha256()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
-        if file.name in ("config.json", "processor_config.json", "preprocessor_config.json"):
-            digest.update(file.read_bytes())
-        elif file.suffix in WEIGHTS:
+        if not file.is_file() or file.name.startswith(OF_TEXT):
+            continue
+        if file.suffix in (".json", ".py"):
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + file.read_bytes())
+        elif file.suffix in WEIGHTS or file == path:
             about = file.stat()
             digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}".encode())
             with file.open("rb") as stream:
@@ -167,6 +187,11 @@ def _connector(options: Mapping[str, Any]) -> PlannedStore:
         )
     option = "kv_transfer_config: kv_connector"
     make: Any = find_named(option, name, {}, STORES_GROUP)
+    if not callable(make):
+        raise ConfigError(
+            f"{option} is {name!r:.80}, must be a BlockStore class or a function that makes one, "
+            "or its name"
+        )
 
     def open_connector(identity: StoreIdentity) -> BlockStore:
         try:

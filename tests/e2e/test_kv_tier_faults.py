@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from e2e.references import engine_for, run
 from e2e.tiny_models import TinyModels
+from safetensors.torch import load_file, save_file
 from support.kv_stores import HOOKS, PLACES, hooked, slow_profile
 
 from engine import LLMEngine, RequestOutput, SamplingParams
@@ -473,3 +476,61 @@ def test_two_engines_share_a_directory(path: str, tmp_path: Path, plain: Any) ->
             assert run(two, PROMPTS, NUM_NEW)[0] == plain(PROMPTS)
         assert run(one, PROMPTS, NUM_NEW)[0] == plain(PROMPTS)
     assert not store_threads() - before
+
+
+def changed_copy(path: str, new: Path) -> str:
+    """A model of the same shapes with other weights."""
+    shutil.copytree(path, new)
+    file = new / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    return str(new)
+
+
+@pytest.mark.parametrize("which", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_blocks_of_other_content_are_never_served(
+    path: str, tiny_models: TinyModels, tmp_path: Path, which: str
+) -> None:
+    """Engines that differ in one thing use one directory, one after the other, and twice each."""
+    copy = changed_copy(path, tmp_path / "copy")
+    touched = str(shutil.copytree(path, tmp_path / "touched"))
+    os.utime(tmp_path / "touched" / "model.safetensors", (1, 1))
+    dynamic, longrope = (str(tiny_models.path(f"llama-{kind}")) for kind in ("dynamic", "longrope"))
+    options = {
+        "kv_offload_dir": str(tmp_path / "kv"),
+        "kv_offload_dir_gib": 0.02,
+        "cost_profile": slow_profile(tmp_path / "slow.json"),
+    }
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
+        "the first": (path, {}),
+        "other weights": (copy, {}),
+        "a changed file": (touched, {}),
+        "dtype": (path, {"dtype": "bfloat16"}),
+        "block size": (path, {"block_size": 16}),
+        "8 bits": (path, {"kv_cache_dtype": "int8"}),
+        "dummy weights": (path, {"load_format": "dummy"}),
+        "other dummy weights": (path, {"load_format": "dummy", "seed": 1}),
+        "dynamic": (dynamic, {}),
+        "dynamic, longer": (dynamic, {"max_model_len": 512}),
+        "longrope": (longrope, {}),
+        "longrope, longer": (longrope, {"max_model_len": 512}),
+    }
+    if which == "quick":
+        variants = {
+            name: variants[name] for name in ("other weights", "dynamic, longer", "dynamic")
+        }
+    for again in (False, True):
+        for name, (model, own) in variants.items():
+            every = {"max_model_len": 128, **own}
+            with engine_for(model, enable_prefix_caching=False, **every) as engine:
+                wanted = run(engine, PROMPTS, NUM_NEW)[0]
+            with engine_for(model, **options, **every) as engine:
+                found, cached = run(engine, PROMPTS, NUM_NEW)
+                assert found == wanted, name
+                assert any(cached) == again, name
+    if which == "quick":
+        return
+    with engine_for(path, seed=3, max_model_len=256, **options) as engine:
+        assert all(run(engine, PROMPTS, NUM_NEW)[1])  # on these nothing depends
+        salted = [{"prompt_token_ids": ids, "cache_salt": "x"} for ids in PROMPTS]
+        assert run(engine, salted, NUM_NEW)[1] == [0, 0, 0]
