@@ -162,9 +162,7 @@ class BlockTables:
     def let_go(self, blocks: Sequence[Sequence[int]]) -> None:
         """Give back blocks that ``hold`` was given."""
         for g, each in enumerate(blocks):
-            num_free = self._pool.num_free
-            self._pool.release(each)
-            self._num_used[g] -= self._pool.num_free - num_free
+            self._release(g, each)
 
     def extend(self, allocation: Allocation, num_entries: int) -> None:
         """Append ``num_entries`` new blocks to each table. The pool must have enough of them."""
@@ -263,13 +261,17 @@ class BlockTables:
         for g, group in self.windows:
             table = allocation.tables[g]
             outside = group.outside(table, position, self._block_size)
-            num_free = self._pool.num_free
-            self._pool.release([table[index] for index in outside])
-            self._num_used[g] -= self._pool.num_free - num_free
+            self._release(g, [table[index] for index in outside])
             for index in outside:
                 table[index] = NULL_BLOCK
                 if index < allocation.num_sent:
                     allocation.unsent_nulls.append((g, index))
+
+    def _release(self, group: int, blocks: Sequence[int]) -> None:
+        """Give back blocks of one group."""
+        num_free = self._pool.num_free
+        self._pool.release(blocks)
+        self._num_used[group] -= self._pool.num_free - num_free
 
     def _queue_nulls(self, row: int, allocation: Allocation) -> None:
         """Record for the worker the request's entries that became null."""

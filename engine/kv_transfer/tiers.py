@@ -159,18 +159,11 @@ class Tiers(Resource):
         next step, which may overwrite them."""
 
     def withdrawn(self, keys: Iterable[bytes]) -> None:
-        orders, gone = self._orders, set(keys)
+        gone = set(keys)
         for found in self._found.values():
             for key in gone & found.stores.keys():
                 del found.stores[key]
-        kept = [
-            (key, block)
-            for key, block in zip(orders.store_keys, orders.store_blocks, strict=True)
-            if key not in gone
-        ]
-        orders.store_keys = [key for key, _ in kept]
-        orders.store_blocks = [block for _, block in kept]
-        orders.forget += gone
+        self._orders.forget += gone
         for load in self._loads.values():
             load.withdrawn |= gone.intersection(load.promotion.wanted.keys)
 

@@ -37,7 +37,8 @@
 [34]   media that fail end the requests that need them alone           ``Pictures.may_fail``
 [35]   free blocks lose their content in the cache policy's order      ``check.check_kept``
 [36]   blocks are loaded into while nothing else uses them             ``SimulatedTiers.check``
-[37]   stores outside the pool get only right content                  ``CacheTruth``
+[37]   after a load, its request has the prefix hit that it was for    ``SimulatedTiers``
+[38]   stores outside the pool get only right content                  ``CacheTruth``
 =====  ==============================================================  ==========================
 """
 

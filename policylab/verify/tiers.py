@@ -184,6 +184,8 @@ class SimulatedTiers(Tiers, Need):
         self._is_eager = seed % 4 > 0  # with few tokens, computing rarely takes longer
         speeds = [SPEEDS[(seed + index) % len(SPEEDS)] for index in range(len(stores))]
         policy: FailurePolicy = "fail" if self.may_fail else "recompute"
+        self._num_withdrawn = 0
+        self._begun: dict[int, tuple[int, str | None]] = {}  # by number of the load
         Tiers.__init__(self, self.copies, 1, speeds=speeds, failure_policy=policy)
 
     def attach(self, scheduler: AttachedScheduler) -> None:
@@ -203,6 +205,36 @@ class SimulatedTiers(Tiers, Need):
         """True while loads are in progress."""
         return bool(self._loads)
 
+    def withdrawn(self, keys: Iterable[bytes]) -> None:
+        super().withdrawn(keys)
+        self._num_withdrawn += 1
+
+    def parked(self, req: Request) -> None:
+        hit, num_loads = self.scheduler.kv.lookup(req).num_tokens, self._num_loads
+        super().parked(req)
+        if self._num_loads == num_loads:
+            return
+        self._begun[self._num_loads] = self._num_withdrawn, req.adapter
+        num_tokens = self._loads[self._num_loads].promotion.wanted.num_tokens - hit
+        most = (req.add.kv_transfer_params or {}).get("max_load_tokens")
+        assert most is None or num_tokens <= most, (
+            f"tiers: {num_tokens} tokens are loaded for {req}"
+        )
+
+    def transferred(self, report: Loaded) -> None:
+        load = self._loads.get(report.number)
+        req = None if load is None else load.req
+        super().transferred(report)
+        begun = self._begun.pop(report.number, None)
+        if load is None or req is None or 0 in report.is_good or load.promotion.is_void:
+            return
+        kv, wanted = self.scheduler.kv, load.promotion.wanted.num_tokens
+        # A policy of snapshots may have dropped the one with which the hit was to end.
+        if begun != (self._num_withdrawn, req.adapter) or kv.held(req) or kv.states is not None:
+            return
+        hit = kv.lookup(req).num_tokens
+        assert hit >= wanted, f"tiers: {req} has {hit} cached tokens after a load, not {wanted}"
+
     def tick(self) -> None:
         self.copies.tick()
         for report in self.copies.take_reports():
@@ -217,6 +249,12 @@ class SimulatedTiers(Tiers, Need):
     def check_over(self) -> None:
         """Check that nothing is kept of ended requests and loads."""
         left = {"loads": self._loads, "found": self._found, "params": self._params}
-        left |= {"failed": self._failed, "awaited": self._awaited._waits}
+        left |= {
+            "held": self._held,
+            "missed": self._missed,
+            "begun": self._begun,
+            "failed": self._failed,
+            "awaited": self._awaited._waits,
+        }
         left = {name: value for name, value in left.items() if value}
         assert not left, f"tiers: kept at the end: {left}"

@@ -27,6 +27,7 @@ RETENTION = "kv/retention.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
+TIERS, PROMOTIONS = "kv_transfer/tiers.py", "kv/promotions.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
 CANARIES = (
@@ -161,7 +162,7 @@ CANARIES = (
     Canary(
         "empty the cache while blocks are held",
         KV,
-        "if self.pool.num_free != self.num_usable:",
+        "if self.pool.num_free + self._promotions.num_held != self.num_usable:",
         "if self.pool.num_free == 0:",
     ),
     Canary(
@@ -702,5 +703,130 @@ CANARIES = (
         COLUMNS,
         "        results = [self._pooled[picked[row]] for row in rows]\n",
         "        results = [self._pooled[row] for row in sorted(self._pooled)][: len(rows)]\n",
+    ),
+    # blocks outside the pool
+    Canary(
+        "store a block with the plan that computes it",
+        TIERS,
+        "        if plan.num_tokens:\n            self._newest = plan.step\n",
+        "        self._ended = self._newest\n        self._order_stores()\n"
+        "        if plan.num_tokens:\n            self._newest = plan.step\n",
+    ),
+    Canary(
+        "store what a step computes before it has succeeded",
+        TIERS,
+        "upto = self._ended if self._ended < self._newest else self._scheduler.view.step.index",
+        "upto = self._scheduler.view.step.index",
+    ),
+    Canary(
+        "store a block that was taken or withdrawn meanwhile",
+        TIERS,
+        "kv.is_content(key) and kv.cache.hash_of(block) == key",
+        "kv.is_content(key)",
+    ),
+    Canary(
+        "store what is only reserved for a snapshot",
+        TIERS,
+        "kv.is_content(key) and kv.cache.hash_of(block) == key",
+        "kv.cache.hash_of(block) == key",
+    ),
+    Canary(
+        "keep the step in which a block was published first",
+        TIERS,
+        "            fresh.pop(block, None)  # so that steps ascend\n"
+        "            fresh[block] = step, key\n",
+        "            fresh[block] = fresh.get(block, (step, key))[0], key\n",
+    ),
+    Canary(
+        "copy blocks when a step is launched, while earlier ones run",
+        WORKER,
+        "        self.apply(plan)\n        drafts = draft_rows(plan)\n",
+        "        self.apply(plan)\n        self.carry_out(plan)\n        self.begin_loads()\n"
+        "        plan.kv_transfer = None\n        drafts = draft_rows(plan)\n",
+    ),
+    Canary(
+        "load into blocks whose snapshot is still to be read",
+        WORKER,
+        "        if self.states is not None:\n            self.states.begin(plan)\n"
+        "        self.begin_loads()\n",
+        "        self.begin_loads()\n"
+        "        if self.states is not None:\n            self.states.begin(plan)\n",
+    ),
+    Canary(
+        "let others evict the prefix that a load continues",
+        PROMOTIONS,
+        "held = [[b for b in table if b not in (OUTSIDE, NULL_BLOCK)] for table in tables]",
+        "held = [[] for _ in tables]",
+    ),
+    Canary(
+        "give away blocks that a load fills",
+        PROMOTIONS,
+        "        blocks = self._pool.take(len(wanted.keys))\n",
+        "        blocks = self._pool.take(len(wanted.keys))\n        self._pool.release(blocks)\n",
+    ),
+    Canary(
+        "publish what a store did not supply",
+        PROMOTIONS,
+        "if good[place] and not promotion.is_void and",
+        "if not promotion.is_void and",
+    ),
+    Canary(
+        "publish what was loaded before a reset",
+        PROMOTIONS,
+        "if good[place] and not promotion.is_void and",
+        "if good[place] and",
+    ),
+    Canary(
+        "lose the blocks of a load whose request has ended",
+        TIERS,
+        "            for load in self._loads.values():\n                if load.req is req:\n"
+        "                    load.req = None\n",
+        "            of = self._loads.items()\n"
+        "            self._loads = {n: each for n, each in of if each.req is not req}\n",
+    ),
+    Canary(
+        "wake nobody when a load has ended",
+        TIERS,
+        "                self._failed[req.arrival] = failure\n"
+        "            self._scheduler.wake(req.request_id)\n",
+        "                self._failed[req.arrival] = failure\n",
+    ),
+    Canary(
+        "load again and again what no store supplies",
+        TIERS,
+        "        self._found[req.arrival] = Found({}, inf)"
+        "  # it computes what the load does not bring\n",
+        "        del self._found[req.arrival]\n",
+    ),
+    Canary(
+        "load more tokens than a request allows",
+        TIERS,
+        "None if most is None else self._kv.lookup(req).num_tokens + most",
+        "None",
+    ),
+    Canary(
+        "keep what was loaded for a request that has started",
+        TIERS,
+        "    def seated(self, req: Request, step: Step) -> None:\n"
+        "        self._let_go(req.arrival)\n",
+        "    def seated(self, req: Request, step: Step) -> None:\n        pass\n",
+    ),
+    Canary(
+        "keep what was loaded for a request that has ended",
+        TIERS,
+        "        self._found.pop(req.arrival, None)\n        self._let_go(req.arrival)\n",
+        "        self._found.pop(req.arrival, None)\n",
+    ),
+    Canary(
+        "hold nothing for a request whose blocks were loaded",
+        PROMOTIONS,
+        "        self._tables.hold(loaded)\n",
+        "",
+    ),
+    Canary(
+        "remember what stores have for requests that have ended",
+        TIERS,
+        "        self._found.pop(req.arrival, None)\n",
+        "",
     ),
 )

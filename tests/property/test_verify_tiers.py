@@ -73,10 +73,32 @@ def test_blocks_that_loads_hold_count_in_their_group_until_then() -> None:
     assert outcome.num_loaded > 0
 
 
-def add(at: int, name: str, prompt: list[int], *, num_new: int = 1, **more: Any) -> Add:
-    params = SamplingParams(max_tokens=num_new)
-    request = AddRequest(name, prompt, params, seed=0, arrival_time=at / 64, max_tokens=num_new)
-    return Add(at, request, **more)
+def test_a_request_may_keep_its_blocks_out_of_stores() -> None:
+    for wishes, num_stored in (({"store": False}, 0), (None, 5), ({"store": True}, 5)):
+        simulation = simulate([add(0, "a", [1, 2, 3, 4, 5], wishes=wishes)])
+        simulation.run()
+        assert len(tiers_of(simulation).copies.stored) == num_stored
+
+
+def add(
+    at: int,
+    name: str,
+    prompt: list[int],
+    *,
+    num_new: int = 1,
+    fails_at: int | None = None,
+    wishes: dict[str, Any] | None = None,
+) -> Add:
+    request = AddRequest(
+        name,
+        prompt,
+        SamplingParams(max_tokens=num_new),
+        seed=0,
+        arrival_time=at / 64,
+        max_tokens=num_new,
+        kv_transfer_params=wishes,
+    )
+    return Add(at, request, fails_at)
 
 
 def simulate(
