@@ -9,8 +9,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.patience import WAIT_SECONDS
 from support.peers import (
@@ -18,6 +20,7 @@ from support.peers import (
     SECRET,
     Blocks,
     another_process,
+    block_of,
     empty_rows,
     eventually,
     identity_of,
@@ -28,7 +31,8 @@ from support.served import free_port
 
 from engine.errors import ConfigError
 from engine.ipc.address import Address, tcp_address
-from engine.kv_transfer.peers.messages import MAX_BLOCK_BYTES, SEGMENT, Pace
+from engine.kv_transfer.disk import open_disk_store
+from engine.kv_transfer.peers.messages import CHUNK_BYTES, MAX_BLOCK_BYTES, SEGMENT, Pace
 from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
 from engine.kv_transfer.peers.server import BlockServer, ServerLimits
 from engine.kv_transfer.stores import StoreIdentity
@@ -45,7 +49,7 @@ def opened() -> Iterator[Opened]:
     """Makes servers and stores that are closed after the test, the last first."""
     with ExitStack() as stack:
 
-        def make(kind: type, *arguments: Any, **options: Any) -> Any:
+        def make(kind: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             made = kind(*arguments, **options)
             stack.callback(made.close)
             return made
@@ -143,6 +147,30 @@ def test_random_reads_of_many_threads_get_what_is_there(
     counts = store.counts()
     assert counts["loaded"] > 0
     assert [counts[name] for name in ("damaged", "lost", "late", "refused")] == [0] * 4
+
+
+@pytest.mark.parametrize("kind", ("shared", "frames"))
+def test_messages_with_a_part_of_the_window_fill_the_right_slots(kind: str, opened: Opened) -> None:
+    block_bytes = CHUNK_BYTES // 2
+    identity, keys = identity_of(block_bytes=block_bytes), keys_of(12)
+    limits = PATIENT._replace(window_bytes=5 * block_bytes)
+    server = opened(BlockServer, Blocks(block_bytes=block_bytes), identity)
+    store = opened(PeerStore, identity, shares_memory=kind == "shared", limits=limits)
+    store.announce(server.address, keys)
+    found = store.read(keys, rows := empty_rows(12, block_bytes))
+    assert all(found)
+    assert not wrong(keys, rows, found)
+
+
+def test_any_block_store_can_be_served(opened: Opened, tmp_path: Path) -> None:
+    keys = keys_of(10)
+    disk = opened(open_disk_store, str(tmp_path), 1 << 20, identity_of())
+    assert all(disk.write(keys[:8], np.stack([block_of(key) for key in keys[:8]])))
+    store = store_of(opened, "shared")
+    store.announce(opened(BlockServer, disk, identity_of()).address, keys)
+    found = store.read(keys, rows := empty_rows(10))
+    assert found == [True] * 8 + [False] * 2
+    assert not wrong(keys, rows, found)
 
 
 def test_a_block_that_is_missing_is_not_announced_any_more(opened: Opened) -> None:
@@ -390,7 +418,7 @@ def test_mistakes_in_addresses_and_sizes_are_named(opened: Opened) -> None:
 
 
 def test_a_socket_file_that_others_could_have_made_is_not_used(
-    opened: Opened, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "core-token").write_bytes(b"secret of somebody")
     tmp_path.chmod(0o755)

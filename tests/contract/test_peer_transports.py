@@ -21,7 +21,7 @@ from support.peers import (
 )
 
 from engine.errors import ConfigError
-from engine.kv_transfer.peers.messages import Pace
+from engine.kv_transfer.peers.messages import CHUNK_BYTES, Pace
 from engine.kv_transfer.peers.mooncake import MooncakeTransport
 from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
 from engine.kv_transfer.peers.server import BlockServer, ServerLimits
@@ -49,7 +49,7 @@ class Copies:
     def lend(self, num_bytes: int) -> Lent:
         if self._fault == "no memory":
             raise OSError("no memory can be registered")
-        lent = Lent(np.zeros(num_bytes, np.uint8), 1 << 20 + len(self._memory))
+        lent = Lent(np.zeros(num_bytes, np.uint8), (len(self._memory) + 1) << 40)
         self._memory[lent.address] = lent.data
         return lent
 
@@ -107,6 +107,23 @@ def test_blocks_are_read_from_slots_that_the_server_lends(
         assert transport.num_reads >= 5
         store.close()
     assert len(memory) <= 2 + 3
+
+
+def test_messages_with_a_part_of_the_window_fill_the_right_slots(
+    memory: dict[int, NDArray[np.uint8]],
+) -> None:
+    block_bytes = CHUNK_BYTES // 2
+    identity, keys = identity_of(block_bytes=block_bytes), keys_of(12)
+    reader = Blocks(block_bytes=block_bytes)
+    server = BlockServer(reader, identity, transport=Copies(memory=memory))
+    limits = PATIENT._replace(window_bytes=5 * block_bytes)
+    store = PeerStore(identity, shares_memory=False, transport=Copies(memory=memory), limits=limits)
+    store.announce(server.address, keys)
+    found = store.read(keys, rows := empty_rows(12, block_bytes))
+    assert all(found)
+    assert not wrong(keys, rows, found)
+    store.close()
+    server.close()
 
 
 @pytest.mark.parametrize(

@@ -94,19 +94,12 @@ class FetchedSlots:
         self.rows: Rows = transport.lend(shape[0] * shape[1]).data.reshape(shape)
 
     def fetch(self, first: int, count: int, is_over: Callable[[], bool]) -> bool:
-        """Copy slots, from ``first`` modulo their number on. False if it fails or is over."""
-        num_slots, block_bytes = self.rows.shape
-        begin = first % num_slots
-        runs = ((begin, min(begin + count, num_slots)), (0, max(0, begin + count - num_slots)))
-        return all(
-            self._transport.read(
-                self._lent.session,
-                self._lent.address + start * block_bytes,
-                self.rows[start:end].reshape(-1),
-                is_over,
-            )
-            for start, end in runs
-            if end > start
+        """Copy ``count`` slots from ``first`` on. False if it fails or is over."""
+        return self._transport.read(
+            self._lent.session,
+            self._lent.address + first * self.rows.shape[1],
+            self.rows[first : first + count].reshape(-1),
+            is_over,
         )
 
 
@@ -223,27 +216,24 @@ class PeerLink:
     def _sources(self, sent: Sent, frames: list[zmq.Frame], deadline: float) -> list[Rows]:
         """The blocks that were found, where they have arrived."""
         if self._slots is not None:
-            if frames or len(sent.found) > self._num_slots:
+            first, count = sent.first % self._num_slots, len(sent.found)
+            if frames or first + count > self._num_slots:
                 raise LinkError("damaged", "it sent blocks that are not in its slots")
             if isinstance(self._slots, FetchedSlots) and sent.sums:
-                self._fetch(self._slots, sent, deadline)
-            slots = self._slots.rows
-            return [
-                slots[(sent.first + index) % len(slots)]
-                for index, one in enumerate(sent.found)
-                if one
-            ]
+                self._fetch(self._slots, first, count, deadline)
+            rows = self._slots.rows[first : first + count]
+            return [row for row, one in zip(rows, sent.found, strict=True) if one]
         shape = (len(sent.sums), self._identity.block_bytes)
         if len(frames) != 1 or len(frames[0]) != shape[0] * shape[1]:
             got = [len(frame) for frame in frames[:2]]
             raise LinkError("damaged", f"it sent frames of {got} bytes for {shape[0]} blocks")
         return list(np.frombuffer(frames[0].buffer, np.uint8).reshape(shape))
 
-    def _fetch(self, slots: FetchedSlots, sent: Sent, deadline: float) -> None:
+    def _fetch(self, slots: FetchedSlots, first: int, count: int, deadline: float) -> None:
         def is_over() -> bool:
             return time.monotonic() > deadline or self._is_given_up()
 
-        if not slots.fetch(sent.first, len(sent.found), is_over):
+        if not slots.fetch(first, count, is_over):
             raise LinkError(
                 "late" if is_over() else "lost", "the transport did not read its blocks"
             )

@@ -16,7 +16,8 @@ takes a slot from then until the consumer frees it: the key with index i takes s
 * memory of the server, which the consumer reads with a ``Transport`` that both have;
 * messages: the blocks that were found are the second frame of ``sent``.
 
-A consumer sends ``pull`` when the previous one is complete and all slots are free.
+The slots of one message follow each other, so none goes beyond the last slot. A consumer sends
+``pull`` when the previous one is complete and all slots are free.
 
 The server answers what it cannot serve with ``refused``, and knows the consumer no longer.
 """
