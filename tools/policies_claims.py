@@ -32,7 +32,7 @@ class Claims:
     costs: str = ""
 
 
-SWAP = "a swap of evicted requests' KV to the host and back; here it is dropped and computed again"
+IN_A_TIER = "with --kv-tiers 'host(load=1e-5)' it is loaded instead, and {} % are computed again"
 GUESSED = (
     "where lengths are only guessed, a new request looks shorter than many that run, so requests "
     "evict each other again and again, and each time their KV is dropped"
@@ -51,9 +51,8 @@ CLAIMS: dict[str, Claims] = {
             Claim("log-uniform", "ttft.mean", LOWER, "readers wait less: QoE up to 4.7 times"),
             Claim("tiers", "readers", HIGHER, "more readers who never wait for a token"),
         ),
-        lacks=SWAP,
         costs="a request that is ahead of its reader is evicted while others wait, at most once, "
-        "and then its KV is dropped",
+        "and then its KV is dropped; " + IN_A_TIER.format("1 to 9"),
     ),
     "blendserve": Claims(
         claims=(Claim("offline", "tokens_per_second", HIGHER, "throughput up to 1.44 times"),),
@@ -88,8 +87,8 @@ CLAIMS: dict[str, Claims] = {
             Claim("log-uniform", "ttft.mean", LOWER, "no head-of-line blocking by long jobs"),
             Claim("log-uniform", "slowdown.mean", LOWER, "short jobs end early, unknown lengths"),
         ),
-        lacks=SWAP,
-        costs="levels take seats from each other all the time, and each time KV is dropped",
+        costs="levels take seats from each other all the time, and each time KV is dropped; "
+        + IN_A_TIER.format("1 to 7"),
     ),
     "hrrn": Claims(
         claims=(Claim("log-uniform", "ttft.mean", LOWER, "short prompts first, none starves"),),
@@ -114,8 +113,7 @@ CLAIMS: dict[str, Claims] = {
             Claim("log-uniform", "ttft.mean", LOWER, "chat latency 2.8 times lower"),
             Claim("log-uniform", "normalised.mean", LOWER, "the same, for each output token"),
         ),
-        lacks=SWAP,
-        costs=GUESSED,
+        costs=GUESSED + "; " + IN_A_TIER.format("1 to 23"),
     ),
     "mc-sf": Claims(
         claims=(
@@ -161,8 +159,7 @@ CLAIMS: dict[str, Claims] = {
             Claim("log-uniform", "ttft.mean", LOWER, "the shortest remainders first"),
             Claim("log-uniform", "normalised.mean", LOWER, "lower mean latency"),
         ),
-        lacks=SWAP,
-        costs=GUESSED,
+        costs=GUESSED + "; " + IN_A_TIER.format(4),
     ),
     "vtc": Claims(
         claims=(

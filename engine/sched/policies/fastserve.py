@@ -21,7 +21,7 @@ class FastServe(Policy):
     """
 
     by_design: ClassVar = {
-        "throughput": "a lower level preempts, and KV is dropped instead of swapped"
+        "throughput": "a lower level preempts, and without KV tiers its KV is dropped"
     }
     dynamic = True
     waiting_may_preempt = True
