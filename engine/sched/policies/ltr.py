@@ -21,7 +21,7 @@ class LTR(Policy):
     waiting_may_preempt = True
     by_design: ClassVar = dict.fromkeys(
         ("recomputing", "throughput"),
-        "a request that looks shorter preempts, and without KV tiers the KV of the other is dropped",
+        "a request that looks shorter preempts; without KV tiers the other loses its KV",
     )
 
     def __init__(self, starve_steps: int = 200, boost_tokens: int = 50) -> None:
