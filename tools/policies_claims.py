@@ -65,6 +65,13 @@ CLAIMS: dict[str, Claims] = {
             Claim("tiers", "attainment", HIGHER, "online promises kept next to offline work"),
         ),
     ),
+    "continuum": Claims(
+        claims=(
+            Claim("bursts", "program.mean", LOWER, "agents end sooner: KV stays over tool calls"),
+            Claim("bursts", "prefix_hits", HIGHER, "so less is computed again after them"),
+        ),
+        lacks="a time to live for each kind of tool, and an offload of KV to the host",
+    ),
     "dlpm": Claims(
         claims=(
             Claim("agents", "gap", LOWER, "users are served alike within a bound"),

@@ -82,6 +82,16 @@ SCENES: dict[str, Scene] = {
         "small for all of them",
         figures=("prefix_hits", "programs", "gap"),
     ),
+    "bursts": Scene(
+        workload="agents(arrivals='onoff(on=15,off=60)',turns=10.0,max_context=16384,"
+        "num_systems=0,lengths='log-uniform(prompt=(128, 1024), output=(16, 64))')",
+        engine=Engine(max_num_seqs=64, max_num_batched_tokens=1024, num_blocks=6250),
+        load=0.9,
+        shows="programs that start in bursts, in which the KV of all is more than the cache holds",
+        figures=("program.mean", "prefix_hits"),
+        size=8.0,
+        policies=("fcfs", "plas", "continuum"),
+    ),
     "offline": Scene(
         workload="log-uniform(prompt_tokens=(16, 4096), output_tokens=(16, 1024))",
         engine=Engine(

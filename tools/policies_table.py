@@ -65,7 +65,7 @@ the source's words and its own measure.
 |---|---|---|---|---|---|
 """
 TABLES = """
-## All policies on six workloads, and one with adapters
+## All policies on six workloads, and some on two others
 
 `=`: equal to `fcfs` to the last digit. `-`: no figure, for instance because too many seeds are
 overloaded, where a mean would only show how long the run was.

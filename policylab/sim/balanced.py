@@ -83,9 +83,11 @@ class _Core:
         config = scheduler_config("fcfs", workload, engine)
         self.clock = VirtualClock()
         self.lengths: dict[str, int] = {}  # output tokens of unfinished requests
-        kv = KVManager(engine.num_blocks, engine.block_size, groups=engine.groups)
+        chosen = choose(config)
+        blocks = chosen.pool(engine.num_blocks)
+        kv = KVManager(blocks, engine.block_size, groups=engine.groups)
         scheduler = make_scheduler(
-            config, kv, clock=self.clock, timer=time.perf_counter, seed=seed, chosen=choose(config)
+            config, kv, clock=self.clock, timer=time.perf_counter, seed=seed, chosen=chosen
         )
         cost = timing(engine.cost, seed)
         self._worker = TimedWorker(self.clock, cost, engine.max_num_seqs, self.lengths)

@@ -17,7 +17,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
-from engine.sched.plugins.find import make_scheduler
+from engine.sched.plugins.find import choose, make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.scheduler import Scheduler
@@ -27,6 +27,7 @@ from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.kv_groups import groups_with
 from policylab.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
+from policylab.verify.draw import WILD_CACHE
 
 IDLE_SECONDS = 0.01
 FEATURES = ("deadlines", "aborts", "resets", "pauses", "clients", "salts", "turns", "twins")
@@ -115,7 +116,7 @@ def run(case: StretchCase, *, stretches: bool, sees: Container[int] | None = Non
     budget = case.config.max_num_batched_tokens
     groups = sized(groups_with(case.windows), budget, case.block_size)
     kv = RepeatingKV(
-        case.num_blocks * len(groups),
+        choose(case.config).pool(case.num_blocks * len(groups)),
         case.block_size,
         enable_prefix_caching=case.caching,
         groups=groups,
@@ -278,6 +279,8 @@ def draw_case(seed: int, policy: str | None = None) -> StretchCase:
     if is_tight:
         budget = max(20, config.max_num_batched_tokens)
         config = replace(config, max_num_seqs=20, max_num_batched_tokens=budget)
+    if seed % 3 == 0:
+        config = replace(config, cache_policy=WILD_CACHE)
     num_requests = rng.choice((3, 8, 20))
     gap = rng.choice((0.0, 0.02, 0.1, 0.5, 2.0))
     shared = [rng.randrange(2, 9) for _ in range(max_model_len)]

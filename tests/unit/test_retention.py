@@ -12,9 +12,10 @@ from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, PolicyError
 from engine.kv.manager import KVManager
 from engine.sched import CachePolicy, Keep, Policy, SchedulerInterface
-from engine.sched.cache_policies import LRU, Programs, Shares
+from engine.sched.cache_policies import LRU, Shares
 from engine.sched.plugins.find import CACHE_POLICIES, choose, find_cache_policy, make_scheduler
 from engine.sched.policies import POLICIES
+from engine.sched.policies.continuum import Continuum, Programs
 from policylab.sim.run import Engine, run
 
 PROMPT = [(7 * k) % 991 for k in range(3000)]
@@ -180,11 +181,31 @@ def test_programs_keep_for_as_long_as_their_returns_are_worth():
 
     assert call("first", "p", 0.0) == policy.first
     waits = [call(f"{n}", "p", 0.75) for n in range(9)]
-    assert waits == [0.75] * 9  # nobody took longer
+    assert waits == [1.0] * 9  # nobody took longer
     far = [call(f"far {n}", "p", 40.0) for n in range(4)]
-    assert far == [0.75] * 4  # those who take 40 s are not worth it
+    assert far == [1.0] * 4  # those who take 40 s are not worth it
     ended = [call(f"end {n}", f"q{n}", 0.0) for n in range(200)]
     assert ended[-1] == 0.0  # hardly anyone returns
+
+
+def test_continuum_goes_on_with_old_programs_and_spares_what_it_keeps_for_them():
+    clock, policy = Clock(), Continuum()
+    run = make_run(num_blocks=41, policy=policy, cache_policy=policy, clock=clock)
+    of = {name: {"hints": {"program": name}} for name in ("old", "new", "large")}
+    serve(run, "old 1", PROMPT[:160], **of["old"])
+    run.add(make_request("busy", [*range(160)], 60))
+    run.step()
+    clock.now = 1.0
+    large = make_request("large", OTHER[:340], 4, arrival_time=1.0, **of["large"])
+    run.add(large)  # 22 blocks, of 30 free ones of which 10 are pinned
+    run.step()
+    assert run.scheduler.get_request_counts().waiting == 1
+    follower = make_request("old 2", [*PROMPT[:160], 5, 6], 4, arrival_time=1.0, **of["old"])
+    run.add(follower)
+    run.step()
+    assert [req.request_id for req in run.scheduler.view.waiting] == ["large"]
+    run.drain()
+    assert run.starts["old 2"][0].num_cached_tokens == 160
 
 
 def test_a_user_keeps_no_more_than_a_share():
@@ -268,6 +289,13 @@ class TooMuch(LRU):
     max_pinned = 2.0
 
 
+class Cheap(Programs):
+    """Keeps KV for longer than is worth it."""
+
+    def __init__(self) -> None:
+        super().__init__(price=0.1)
+
+
 class OwnScheduler(SchedulerInterface):
     def __init__(self, *args, **kwargs):
         pass
@@ -298,11 +326,11 @@ def test_a_cache_policy_is_found_by_name_path_class_or_object_or_in_the_scheduli
         ("program", "did you mean 'programs'"),
         (FCFS, "it is a policy: give it as scheduling_policy"),
         (Misspelt, "must take"),
-        (TooMuch, "max_pinned is 2.0, must be a number from 0 to 1"),
+        (TooMuch, "TooMuch: max_pinned is 2.0, must be a number from 0 to 1"),
     ],
 )
 def test_a_wrong_option_is_refused(option, message):
-    with pytest.raises((ConfigError, PolicyError, ValueError), match=message):
+    with pytest.raises((ConfigError, PolicyError), match=message):
         choose(SchedulerConfig(cache_policy=option))
 
 
@@ -313,13 +341,21 @@ def test_a_scheduler_without_a_view_takes_no_cache_policy():
         make_scheduler(config, KVManager(chosen.pool(9), 4), clock=float, chosen=chosen)
 
 
+def test_a_cache_policy_needs_its_pool():
+    config = SchedulerConfig(scheduling_policy="continuum")
+    with pytest.raises(
+        ConfigError, match=r"Continuum needs .* choose\(config\).pool\(num_blocks\)"
+    ):
+        make_scheduler(config, KVManager(9, 4), clock=float)
+
+
 # -- lab and replay
 
 
 def test_the_lab_simulates_with_the_same_cache_policy():
     """With and without jumps over repeating steps."""
     workload, plans = "agents(num_requests=60, num_users=2)", {}
-    for name in (None, "lru", "programs", "shares"):
+    for name in (None, "lru", Cheap, "shares"):
         for stretches in (True, False):
             engine = Engine(num_blocks=300, scheduler={"cache_policy": name}, stretches=stretches)
             made = run("fcfs", workload, engine, seed=3, rate=8.0)

@@ -20,12 +20,13 @@ from engine.errors import ConfigError, PolicyError
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
 from engine.kv.retention import ShelvedPool
-from engine.sched.cache_policies import LRU, Programs, Shares
+from engine.sched.cache_policies import LRU, Shares
 from engine.sched.cache_policy import CachePolicy
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.checks import require_share
 from engine.sched.plugins.kept import GuardedCachePolicy
 from engine.sched.policies import POLICIES
+from engine.sched.policies.continuum import Programs
 from engine.sched.policy import API_VERSION, Policy
 from engine.sched.predict.lengths import look_up_predictor
 from engine.sched.resource import Resource
@@ -89,6 +90,11 @@ def make_scheduler(
             raise ConfigError(
                 f"cache_policy {type(cache_policy).__name__} reads the view of a Scheduler, but "
                 f"scheduler_cls {cls.__name__} is no subclass of it; leave one of them out"
+            )
+        if not isinstance(kv.pool, ShelvedPool):
+            raise ConfigError(
+                f"cache_policy {type(cache_policy).__name__} needs another pool of KV blocks: make "
+                "the KVManager with choose(config).pool(num_blocks) in place of num_blocks"
             )
         GuardedCachePolicy(cache_policy, scheduler)
     _note_objects((config.scheduling_policy, config.cache_policy, *config.resources), scheduler)
@@ -155,7 +161,10 @@ def find_cache_policy(name: Any, policy: Policy) -> CachePolicy | None:
         )
     if found is not None:
         check_hooks(type(found), CachePolicy)
-        require_share(max_pinned=found.max_pinned)
+        try:
+            require_share(max_pinned=found.max_pinned)
+        except ValueError as error:
+            raise ConfigError(f"cache policy {type(found).__name__}: {error}") from error
     return found
 
 

@@ -7,6 +7,7 @@ from engine.sched.policies.adapter_clustering import AdapterClustering
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe
 from engine.sched.policies.conserve import ConServe
+from engine.sched.policies.continuum import Continuum
 from engine.sched.policies.dlpm import DLPM
 from engine.sched.policies.early_rejection import EarlyRejection
 from engine.sched.policies.edf import EDF
@@ -34,6 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
     "andes": Andes,
     "blendserve": BlendServe,
     "conserve": ConServe,
+    "continuum": Continuum,
     "dlpm": DLPM,
     "early-rejection": EarlyRejection,
     "edf": EDF,
