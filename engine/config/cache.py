@@ -68,7 +68,9 @@ class CacheConfig:
     )
     """A further place for copies of KV blocks. kv_connector: an installed BlockStore's name, a
     class or its dotted path, or a function that makes one; kv_connector_extra_config: its options;
-    kv_role: kv_both, kv_producer (it is only written) or kv_consumer (only read)."""
+    kv_role: kv_both, kv_producer (it is only written) or kv_consumer (only read);
+    kv_load_failure_policy: after a load that fails, requests compute their tokens (recompute, the
+    default) or end with code kv_transfer_failed (fail)."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None

@@ -20,9 +20,11 @@ from support.kv_stores import HOOKS, PLACES, hooked, slow_profile
 
 from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.errors import RequestError
-from engine.kv_transfer import store_thread, tiers
+from engine.kv_transfer import compute, store_thread, tiers
+from engine.kv_transfer.pool_blocks import PoolBlocks
 from engine.kv_transfer.store_thread import MOST_FAULTS
 from engine.kv_transfer.stores import Rows
+from engine.worker.platform.host import HostPlatform
 
 NUM_NEW = 6
 PROMPTS = [[(n * k) % 281 + 3 for k in range(70 + 3 * n)] for n in (7, 11, 13)]
@@ -476,6 +478,21 @@ def test_two_engines_share_a_directory(path: str, tmp_path: Path, plain: Any) ->
             assert run(two, PROMPTS, NUM_NEW)[0] == plain(PROMPTS)
         assert run(one, PROMPTS, NUM_NEW)[0] == plain(PROMPTS)
     assert not store_threads() - before
+
+
+def test_blocks_are_copied_as_a_device_copies_them(
+    place: Place, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gathered and scattered copies, as on a GPU; its streams only a GPU can show."""
+
+    def on_device(pieces: Any, platform: Any) -> PoolBlocks:
+        return PoolBlocks(pieces, HostPlatform())
+
+    monkeypatch.setattr(compute, "PoolBlocks", on_device)
+    with place.engine() as engine:
+        place.fill(engine)
+        found, cached = run(engine, PROMPTS, NUM_NEW)
+        assert found == plain(PROMPTS) and min(cached) > 60
 
 
 def changed_copy(path: str, new: Path) -> str:
