@@ -397,11 +397,13 @@ def num_stores(resources: Iterable[Resource]) -> int:
     return sum(each.num_stores for each in resources if isinstance(each, Tiers))
 
 
-def with_recorded_tiers(chosen: Chosen, number: int) -> Chosen:
+def with_recorded_tiers(chosen: Chosen, number: int, cache: CacheConfig) -> Chosen:
     """Add the resource for KV tiers: for a replay of a step log. ``number``: of stores."""
     if not number:
         return chosen
-    return chosen._replace(resources=(*chosen.resources, Tiers(None, 1, speeds=[1.0] * number)))
+    policy = (cache.kv_transfer_config or {}).get("kv_load_failure_policy", "recompute")
+    tiers = Tiers(None, 1, speeds=[1.0] * number, failure_policy=policy)
+    return chosen._replace(resources=(*chosen.resources, tiers))
 
 
 def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:

@@ -179,7 +179,7 @@ class Replay:
         chosen = with_checked_grammars(chosen)
         chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
         chosen = with_recorded_adapters(chosen, header.max_loras)
-        chosen = with_recorded_tiers(chosen, header.num_stores)
+        chosen = with_recorded_tiers(chosen, header.num_stores, cache)
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )

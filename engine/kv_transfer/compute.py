@@ -33,7 +33,7 @@ from engine.worker.memory import pool_bytes, tensors_of
 from engine.worker.platform import Mark
 from engine.worker.slots import LiveSeqs
 
-CLOSE_SECONDS = 10.0  # for all stores to keep what waits
+CLOSE_SECONDS = 1.5  # for all stores to keep what waits; the processes of cores end within 2
 
 logger = logging.getLogger("engine.kv")
 

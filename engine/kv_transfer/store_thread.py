@@ -169,6 +169,8 @@ class StoreThread:
     def counters(self) -> dict[str, int]:
         """Counters of the store and of its use, apart from what it has at present."""
         counted = dict(self.counts)
+        if self._is_late:  # it might not answer
+            return counted
         try:
             for name, count in self.store.counts().items():
                 if name not in ("num_blocks", "num_bytes"):

@@ -248,6 +248,7 @@ def test_a_read_that_hangs_ends_all_loads_until_it_returns(
         "the KV store test failed: read has not returned for 0.02 s; it is not used until that"
     ]
     assert bench.loaded(b"c") == [None] and bench.thread.contains([b"a"]) == [False]
+    assert bench.thread.counters() == {"errors": 1}  # the store is not called
     del bench.store.does["read"]
     gate.set()
     bench.until(lambda: bench.thread.is_used)
