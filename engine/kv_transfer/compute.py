@@ -100,6 +100,11 @@ class TierCopies(Feature):
             StoreThread(opened.store, loading, reads=opened.reads, writes=opened.writes)
             for opened in self.planned.open(namespace, block_bytes)
         ]
+        logger.info(
+            "copies of KV blocks (%.2f MiB each) are kept in: %s",
+            block_bytes / (1 << 20),
+            ", ".join(self.names),
+        )
 
     @property
     def names(self) -> Sequence[str]:
