@@ -195,7 +195,7 @@ class Snapshots:
         """Note a snapshot whose blocks have been cached without a step that wrote them."""
         if self.find(kept.block_hash):
             kept.last_used = self._cache.evictions.now
-            self._published.setdefault(kept.block_hash, kept)
+            self._published[kept.block_hash] = kept  # one that was evicted may still be noted
 
     def discard(self, snapshot: Snapshot) -> None:
         """Empty the blocks of a snapshot that still belong to it; they are the next to be taken."""

@@ -8,7 +8,9 @@ from support.holders import fill, holder
 from support.simulate import Run, expected, make_request, make_run
 
 from engine.errors import ConfigError
+from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
+from engine.kv.snapshots import KeptSnapshot, Snapshots
 from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.spec.decide import Drafts
@@ -260,3 +262,20 @@ def test_a_request_that_stops_among_its_drafts_leaves_a_snapshot_before_its_stop
     assert run.outputs["a"] == answer[:num_output]
     hit = serve(run, "b", PROMPT[:34] + answer[:num_output] + OTHER[:9])
     assert hit in {(34 + num_output) // 4 * 4, (34 + num_output - 1) // 4 * 4}
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["statistics between", "none"])
+def test_a_snapshot_that_comes_back_has_no_former_uses(counts: bool) -> None:
+    """Whether statistics were read meanwhile changes nothing, so that replays repeat."""
+    pool = BlockPool(4)
+    snapshots = Snapshots(pool, 1)
+    (written,) = snapshots.reserve(1)
+    assert snapshots.publish(written, KeptSnapshot(b"hash", 8, is_branch=True)) is not None
+    pool.release(pool.take(3))  # it is evicted
+    if counts:
+        assert snapshots.count_cached() == 0
+    (block,) = pool.take(1)
+    pool.cache.publish(block, snapshots.keys_of(b"hash")[0])
+    snapshots.restore(KeptSnapshot(b"hash", 8))
+    kept = snapshots.kept(b"hash")
+    assert kept is not None and not kept.is_branch
