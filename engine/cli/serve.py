@@ -18,6 +18,10 @@ LIMITED = (
 LIMITS = {name: name for name in LIMITED}
 HTTP_LIMITS = {"header_timeout": "header_seconds", "body_timeout": "body_seconds"}
 
+ROLES = {
+    "prefill": "cores that compute long prompts, the same as --prefill-cores",
+    "decode": "cores that compute the rest, the same as --decode-cores",
+}
 TLS = {
     "certfile": "the server's certificate; enables HTTPS",
     "keyfile": "the certificate's key, if it is in another file",
@@ -32,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
     group.add_argument("--uds", metavar="PATH", help="socket file to listen on, not host and port")
+    for name, about in ROLES.items():
+        group.add_argument(
+            f"--{name}",
+            dest=f"{name}_cores",
+            type=int,
+            metavar="N",
+            default=argparse.SUPPRESS,
+            help=about,
+        )
     group.add_argument(
         "--served-model-name",
         action="append",

@@ -27,6 +27,13 @@ class CoreOptions:
     """Cores that share the requests, each in its own process with the whole model (and its own GPU,
     where there are GPUs). A request goes where its prompt is cached, or where the load is
     lowest."""
+    prefill_cores: int = field(default=0, metadata=STARTER)
+    """Cores that compute only long prompts, for decode_cores, so that a long prompt delays no
+    output. KV blocks come through kv_offloading_size (default: 1 GiB). 0: all cores do both."""
+    decode_cores: int = field(default=0, metadata=STARTER)
+    """Cores that compute short prompts and all outputs, beside prefill_cores."""
+    prefill_threshold: int = field(default=256, metadata=STARTER)
+    """Prompts go to prefill_cores if a decode core lacks at least this many of their tokens."""
     data_parallel_backend: DataParallelBackend = field(default="mp", metadata=STARTER)
     """Where these cores run. mp: on this machine. ray: on the nodes of the Ray cluster that this
     machine belongs to, each core with num_threads CPUs or a GPU."""
@@ -46,6 +53,18 @@ class CoreOptions:
     drain_timeout: float = 30.0
     """Seconds that unfinished requests may go on after SIGTERM."""
 
+    @property
+    def num_cores(self) -> int:
+        """How many cores this engine starts."""
+        return self.prefill_cores + self.decode_cores or self.data_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """The options that say how many cores there are, for messages."""
+        if self.prefill_cores or self.decode_cores:
+            return f"prefill_cores is {self.prefill_cores} and decode_cores is {self.decode_cores}"
+        return f"data_parallel_size is {self.data_parallel_size}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig(CoreOptions):
@@ -64,6 +83,7 @@ class CoreConfig(CoreOptions):
                 f"data_parallel_size is {self.data_parallel_size} and multiprocess is False: "
                 "several cores need processes of their own; set multiprocess=True"
             )
+        self._check_roles()
         if self.data_parallel_backend == "ray" and not self.multiprocess:
             raise ConfigError(
                 "data_parallel_backend is 'ray' and multiprocess is False: cores on a Ray cluster "
@@ -84,6 +104,33 @@ class CoreConfig(CoreOptions):
             raise ConfigError(
                 f"core_address is {self.core_address!r}, must be one address, or up to {MAX_CORES} "
                 "different ones separated by commas"
+            )
+
+    def _check_roles(self) -> None:
+        """Raise ``ConfigError`` for numbers of prefill and decode cores that make no sense."""
+        check_range(self, 0, MAX_CORES - 1, "prefill_cores", "decode_cores")
+        check_range(self, 1, None, "prefill_threshold")
+        if not (self.prefill_cores or self.decode_cores):
+            return
+        what = self.sizes
+        if not (self.prefill_cores and self.decode_cores) or self.num_cores > MAX_CORES:
+            raise ConfigError(
+                f"{what}: set both to 1 or more, together at most {MAX_CORES}, or leave both out"
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"{what}, and data_parallel_size is {self.data_parallel_size}: leave "
+                "data_parallel_size out, or the two others"
+            )
+        if not self.multiprocess:
+            raise ConfigError(
+                f"{what}, and multiprocess is False: several cores need processes of their own; "
+                "set multiprocess=True"
+            )
+        if self.data_parallel_backend == "ray":
+            raise ConfigError(
+                f"{what}, and data_parallel_backend is 'ray': these cores share memory, so they "
+                "run on one machine; leave data_parallel_backend out"
             )
 
     @property

@@ -114,15 +114,31 @@ class EngineConfig(EngineOptions):
                 "machine (None: the cores that this process may use)"
             )
         self._check_events()
+        if self.core.prefill_cores:
+            self._check_prefill()
+
+    def _check_prefill(self) -> None:
+        """Raise ``ConfigError`` if blocks of prefill cores could not be found by decode cores."""
+        cache, prefill_cores = self.cache, self.core.prefill_cores
+        for name, needed in (
+            ("enable_prefix_caching", True),
+            ("prefix_caching_hash_algo", "sha256"),
+        ):
+            if (value := getattr(cache, name)) != needed:
+                raise ConfigError(
+                    f"prefill_cores is {prefill_cores}, but {name} is {value!r}: decode cores find "
+                    f"the KV of prompts by the prefix cache; set {name}={needed!r}, or leave "
+                    "prefill_cores and decode_cores out"
+                )
 
     def _check_events(self) -> None:
-        endpoint, num_cores = self.cache.kv_events_endpoint, self.core.data_parallel_size
+        endpoint, num_cores = self.cache.kv_events_endpoint, self.core.num_cores
         _, is_tcp, port = (endpoint or "").rpartition(":")
         most = MAX_EVENTS_PORT + 2 - 2 * num_cores
         if num_cores > 1 and is_tcp and port.isdigit() and int(port) > most:
             raise ConfigError(
-                f"kv_events_endpoint is {endpoint!r} and data_parallel_size is {num_cores}: each "
-                f"core needs two ports from there on, so the port must be at most {most}"
+                f"kv_events_endpoint is {endpoint!r} and {self.core.sizes}: each core needs two "
+                f"ports from there on, so the port must be at most {most}"
             )
 
 

@@ -132,7 +132,7 @@ def build_core(
         clock=clock,
         failures=failures,
         adapters=adapters,
-        methods=CoreWatch(core, clock).methods,
+        methods={**CoreWatch(core, clock).methods, **tier_methods(chosen.resources)},
         media=store,
     )
     client.loads = copies
@@ -395,6 +395,12 @@ def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
 def num_stores(resources: Iterable[Resource]) -> int:
     """Number of stores of KV blocks outside the pool."""
     return sum(each.num_stores for each in resources if isinstance(each, Tiers))
+
+
+def tier_methods(resources: Iterable[Resource]) -> dict[str, Callable[..., None]]:
+    """What clients may call of KV tiers, by name."""
+    tiers = [each for each in resources if isinstance(each, Tiers)]
+    return {name: method for each in tiers for name, method in each.methods.items()}
 
 
 def with_recorded_tiers(chosen: Chosen, number: int, cache: CacheConfig) -> Chosen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from engine.kv.manager import KVManager
@@ -75,6 +76,13 @@ class Awaited:
         """End a wait, if there is one. Returns whether the request was parked because of it."""
         wait = self._waits.pop(req.arrival, None)
         return wait is not None and wait.is_parked
+
+    def stop(self, request_ids: Sequence[str]) -> None:
+        """End the waits of these requests in the next step; unknown ids are ignored."""
+        names = set(request_ids)
+        for wait in self._waits.values():
+            if wait.req.request_id in names:
+                wait.until = -inf
 
     def over(self, now: float) -> list[tuple[Request, bool]]:
         """The requests whose waits are over, and whether their blocks have come."""

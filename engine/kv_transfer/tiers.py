@@ -12,7 +12,7 @@ What stores report comes by ``transferred`` and ``Outside.find``, which step log
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol
@@ -133,6 +133,12 @@ class Tiers(Resource):
         self._counts: Counter[str] = Counter()
         self._kv: KVManager
         self._awaited: Awaited
+
+    @property
+    def methods(self) -> dict[str, Callable[..., None]]:
+        """What clients may call by name: ``stop_awaiting(request_ids)`` ends waits for blocks that
+        will not come."""
+        return {"stop_awaiting": lambda request_ids: self._awaited.stop(request_ids)}
 
     @property
     def num_stores(self) -> int:

@@ -28,10 +28,12 @@ MEMORY = 2.0  # a core's stored blocks are forgotten after this many times its c
 
 
 class Placed(NamedTuple):
-    """An unfinished request: its core, and the ids of its prompt's blocks."""
+    """An unfinished request: its core, the ids of its prompt's blocks, and how many tokens of the
+    prompt its core lacked."""
 
     core: int
     ids: list[int]
+    num_lacking: int
 
 
 @dataclass(slots=True)
@@ -95,12 +97,18 @@ class Balancer:
         """Ids of the blocks that a core has in its prefix cache, as far as it has reported."""
         return frozenset(self._cores[core].cached)
 
-    def choose(self, request: AddRequest) -> int:
-        """Choose the core for a request, and add the request to that core's work."""
+    @property
+    def here(self) -> Sequence[int]:
+        """The cores that can be chosen."""
+        return self._here
+
+    def choose(self, request: AddRequest, among: Sequence[int] | None = None) -> int:
+        """Choose the core for a request, and add the request to that core's work. among: the cores
+        to choose from; ``None``: all that can be chosen."""
         ids = self._ids(request)
         num_prompt = len(request.prompt_token_ids)
         best, num_cached, lowest = 0, 0, (inf, inf)
-        for index in self._here:
+        for index in self._here if among is None else among:
             core = self._cores[index]
             known = min(core.num_known(ids[core.secret]) * self._block_size, num_prompt - 1)
             price = (core.load + PRICE * (num_prompt - known), core.num_stored)
@@ -108,10 +116,23 @@ class Balancer:
                 best, num_cached, lowest = index, known, price
         core = self._cores[best]
         core.own.add(request, num_cached)
-        placed = self._placed[request.request_id] = Placed(best, ids[core.secret])
+        placed = Placed(best, ids[core.secret], num_prompt - num_cached)
+        self._placed[request.request_id] = placed
         for each in placed.ids:
             core.coming[each] = core.coming.get(each, 0) + 1
         return best
+
+    def placed(self, request_id: str) -> Placed | None:
+        """Where an unfinished request is."""
+        return self._placed.get(request_id)
+
+    def set_apart(self, request_id: str) -> None:
+        """Record that another core computes the prompt of an unfinished request: it is no work for
+        its own core, and later requests do not find its blocks there yet."""
+        placed = self._placed[request_id]
+        self._forget_coming(placed)
+        self._placed[request_id] = placed._replace(ids=[])
+        self._cores[placed.core].own.start(request_id)
 
     def core_of(self, request_id: str) -> int | None:
         """The core of an unfinished request, or None."""
@@ -129,9 +150,11 @@ class Balancer:
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
-        core = self._cores[placed.core]
-        core.own.end(request_id)
-        coming = core.coming
+        self._cores[placed.core].own.end(request_id)
+        self._forget_coming(placed)
+
+    def _forget_coming(self, placed: Placed) -> None:
+        coming = self._cores[placed.core].coming
         for each in placed.ids:
             num = coming[each] - 1
             if num:

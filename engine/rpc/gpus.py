@@ -15,11 +15,12 @@ NVIDIA_DRIVER = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
 
 
-def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
+def environments_of(device: Device, num_cores: int, sizes: str = "") -> list[Mapping[str, str]]:
     """The environment variables that make one GPU visible to each core; none on a machine without
     GPUs.
 
-    Raises ``ConfigError`` if there are fewer GPUs than cores.
+    sizes: the options that say how many cores there are. Raises ``ConfigError`` if there are fewer
+    GPUs than cores.
     """
     nothing: list[Mapping[str, str]] = [NO_VALUES] * num_cores
     if device == "cpu" or interprets_cuda() or not may_have_gpu():
@@ -33,10 +34,9 @@ def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
     gpus = visible_gpus(num_gpus)
     if len(gpus) < num_cores:
         raise ConfigError(
-            f"data_parallel_size is {num_cores}, but this process sees {num_gpus} "
-            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs one: lower "
-            f"data_parallel_size to at most {num_gpus}, make more visible with {VISIBLE_GPUS}, "
-            "or use device='cpu'"
+            f"{sizes or f'there are {num_cores} cores'}, but this process sees {num_gpus} "
+            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs one: start "
+            f"at most {num_gpus}, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
         )
     return [{VISIBLE_GPUS: gpu} for gpu in gpus[:num_cores]]
 

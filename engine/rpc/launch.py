@@ -29,6 +29,7 @@ from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, StartReport,
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
 from engine.observe.steplog import core_log
+from engine.rpc.apart import Roles, check_shared, roles_of, with_shared_blocks
 from engine.rpc.failures import KINDS, death_of
 from engine.rpc.gpus import environments_of
 from engine.rpc.host import ORPHANED, EngineCoreHost
@@ -51,7 +52,7 @@ def open_core(config: EngineConfig) -> CoreClient:
         return attach_cores(config, addresses)
     if addresses:
         return attach_core(config, addresses[0])
-    if config.core.data_parallel_size > 1 or config.core.on_core_death == "restart":
+    if config.core.num_cores > 1 or config.core.on_core_death == "restart":
         return start_cores(config, build_core)
     if config.core.multiprocess:
         return start_core(config, build_core)
@@ -80,13 +81,16 @@ def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
 
 
 def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
-    """Start ``data_parallel_size`` cores, each in a process with its share of the machine or its
-    own GPU. Raises ``ConfigError`` if there are too few GPUs or too little memory."""
-    num_cores = config.core.data_parallel_size
+    """Start the cores that the options want, each in a process with its share of the machine or
+    its own GPU. Raises ``ConfigError`` if there are too few GPUs or too little memory."""
+    num_cores, environments = config.core.num_cores, [NO_VALUES]
+    config = with_shared_blocks(config)
     own = share_of(config, num_cores) if num_cores > 1 else config
-    environments = [NO_VALUES] if num_cores == 1 else environments_of(config.device, num_cores)
+    if num_cores > 1:
+        environments = environments_of(config.device, num_cores, config.core.sizes)
     num_starts = [count() for _ in range(num_cores)]
     arena = share_arena(config.cache, num_cores)
+    check_shared(config, arena.handle)
     own = replace(own, kv_arena=arena.handle)
 
     def start(index: int) -> Starting:
@@ -101,7 +105,8 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
             starting.append(start(index))
             failing.callback(starting[-1].child.close)
         restarts = start if config.core.on_core_death == "restart" else None
-        return many(failing, iter(connect_all(starting)), restarts, arena.close)
+        clients = iter(connect_all(starting))
+        return many(failing, clients, restarts, arena.close, roles_of(config.core))
 
 
 def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
@@ -126,14 +131,16 @@ def many(
     clients: Iterator[EngineCoreClient],
     start: Start | None = None,
     at_end: Callable[[], object] = lambda: None,
+    roles: Roles | None = None,
 ) -> ManyCoresClient:
     """Combine the clients of several cores into one, which calls ``at_end`` after its shutdown. If
-    this fails, the clients made so far are shut down when ``failing`` is closed."""
+    this fails, the clients made so far are shut down when ``failing`` is closed. roles: if some
+    cores only compute prompts."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
         known.append(client)
-    together = ManyCoresClient(known, start=start, at_end=at_end)
+    together = ManyCoresClient(known, start=start, at_end=at_end, roles=roles)
     failing.pop_all()
     return together
 

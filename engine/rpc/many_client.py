@@ -15,7 +15,13 @@ from typing import Any
 import zmq
 
 from engine.core.client import CoreClient, NumCores
-from engine.errors import ConfigError, EngineDeadError, EngineError, RestartingError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    RequestError,
+    RestartingError,
+)
 from engine.ipc import sockets
 from engine.messages.media import MediaContent
 from engine.messages.requests import (
@@ -28,6 +34,7 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import MAX_CALL_BYTES
 from engine.rpc.adapter_loads import AdapterLoads
+from engine.rpc.apart import PrefillApart, Roles
 from engine.rpc.balance import Balancer
 from engine.rpc.joined import JOINED, DeadCounters, first_of, sum_of
 from engine.rpc.restarts import RestartOutcome, Restarts, Start
@@ -51,8 +58,10 @@ class ManyCoresClient(CoreClient):
         *,
         start: Start | None = None,
         at_end: Callable[[], object] = lambda: None,
+        roles: Roles | None = None,
     ) -> None:
-        """at_end: called when all cores have been shut down."""
+        """at_end: called when all cores have been shut down. roles: if some cores only compute
+        prompts."""
         self._at_end = at_end
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
@@ -74,6 +83,9 @@ class ManyCoresClient(CoreClient):
         self._restarts: Restarts | None = None
         if start is not None:
             self._restarts = Restarts(start, self._waker.wake)
+        self._apart: PrefillApart | None = None
+        if roles is not None:
+            self._apart = PrefillApart(roles, self._cores, self._balancer, self._named)
         for index, core in enumerate(self._cores):
             self._watch(index, core)
 
@@ -93,18 +105,29 @@ class ManyCoresClient(CoreClient):
         if not self._alive:
             return {place: self._restarting() for place in range(len(requests))}
         errors: dict[int, Exception] = {}
+        apart, sent = self._apart, list(requests)
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
         for place, request in enumerate(requests):
             if self._balancer.core_of(request.request_id) is not None:
                 errors[place] = in_use(request.request_id)  # another core would accept it
-            else:
+            elif apart is None:
                 places[self._balancer.choose(request)].append(place)
+            else:
+                try:
+                    core, sent[place] = apart.choose(request)
+                    places[core].append(place)
+                except RequestError as error:
+                    errors[place] = error
         for core, own in places.items():
-            errors |= self._add_to(core, requests, own)
+            errors |= self._add_to(core, sent, own)
+        if apart is not None:
+            apart.tend()
         return errors
 
     def bring(self, request_ids: Sequence[str], content: MediaContent) -> None:
         self.check_alive()
+        if self._apart is not None:
+            request_ids = [*request_ids, *self._apart.prefills_of(request_ids)]
         for core, own in self._by_core(request_ids).items():
             with self._named(core):
                 self._cores[core].bring(own, content)
@@ -117,6 +140,10 @@ class ManyCoresClient(CoreClient):
         for core, own in names.items():
             with self._named(core):
                 self._cores[core].abort(own)
+        if self._apart is not None:
+            for request_id in chain(*names.values()):
+                self._apart.end(request_id)
+            self._apart.tend()
 
     def step(self) -> list[CoreOutputs]:
         batches = self._take()
@@ -139,7 +166,8 @@ class ManyCoresClient(CoreClient):
 
     def num_unfinished(self) -> int:
         alive = sum(self._cores[index].num_unfinished() for index in self._alive)
-        return alive + sum(len(batch.finished) for batch in self._lost)
+        lost = sum(len(batch.finished) for batch in self._lost)
+        return alive + lost - (0 if self._apart is None else self._apart.num_unfinished())
 
     def num_cores(self) -> NumCores:
         return NumCores(len(self._alive), len(self._cores), self._num_deaths)
@@ -151,7 +179,7 @@ class ManyCoresClient(CoreClient):
                 stats = self._cores[index].latest_stats()
                 self._counters.update(index, stats)
                 known.append(stats)
-        return self._counters.add_to(sum_of(known))
+        return self._with_counters(sum_of(known))
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility on all cores. Statistics are added, traces are joined, and
@@ -170,7 +198,7 @@ class ManyCoresClient(CoreClient):
         answer = JOINED.get(name, first_of)(answers)
         if self._loads.record(name, args, answer):
             self._balancer.adapters.update(self._loads.digests())
-        return self._counters.add_to(answer) if name == "stats" else answer
+        return self._with_counters(answer) if name == "stats" else answer
 
     def end_restarts(self) -> None:
         if self._restarts is not None:
@@ -183,6 +211,10 @@ class ManyCoresClient(CoreClient):
         shut_down(self._cores)
         self._at_end()
         self._waker.close()
+
+    def _with_counters(self, stats: SchedulerStats | None) -> SchedulerStats | None:
+        stats = self._counters.add_to(stats)
+        return stats if self._apart is None else self._apart.add_to(stats)
 
     def _by_core(self, request_ids: Sequence[str]) -> dict[int, list[str]]:
         """The ids of unfinished requests, by the number of their core."""
@@ -200,6 +232,8 @@ class ManyCoresClient(CoreClient):
             refused = self._cores[core].add_all([requests[place] for place in places])
         for index in refused:
             self._balancer.end(requests[places[index]].request_id)
+            if self._apart is not None:
+                self._apart.end(requests[places[index]].request_id)
         return {places[index]: error for index, error in refused.items()}
 
     def begin_each(self, name: str, *args: Any) -> Callable[[], dict[int, Any] | None]:
@@ -281,6 +315,8 @@ class ManyCoresClient(CoreClient):
         for source in core.sources:
             self._poller.unregister(source)
         names = self._balancer.remove(index)
+        if self._apart is not None:
+            names = self._apart.lost(index, names)
         self._counters.add_dead(index)
         what = self._start_again(index, core)
         logger.error("%s; its %d unfinished requests end with an error%s", death, len(names), what)
@@ -388,7 +424,7 @@ class ManyCoresClient(CoreClient):
                 self._balancer.start(batch.request_ids[started.index])
             for end in batch.finished:
                 self._balancer.end(batch.request_ids[end.index])
-        return batches
+        return batches if self._apart is None else self._apart.take(batches)
 
     def _take_from_all(self) -> list[CoreOutputs]:
         """The outputs received from all cores. If the last core has died, the error is stored, so

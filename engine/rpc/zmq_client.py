@@ -145,11 +145,22 @@ class EngineCoreClient(CoreClient):
         return cls(address_of(core, secret), name=name)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        parts, errors = self.begin_add(requests)
+        return errors | self.end_add(parts)
+
+    def begin_add(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
+        """Send requests without waiting for the core's answers, for which ``end_add`` must be
+        called. Also returns the errors of requests that cannot be encoded, by index."""
         self._live()
         parts, errors = self._protocol.submit(requests)
+        for part in parts:
+            self._request(part.number, part.frame)
+        return parts, errors
+
+    def end_add(self, parts: Sequence[Part]) -> dict[int, Exception]:
+        """Wait for the answers to added requests. Returns the errors of refused ones, by index."""
+        errors: dict[int, Exception] = {}
         try:
-            for part in parts:
-                self._request(part.number, part.frame)
             for part in parts:
                 errors |= refused(part, self._answer(part.number))
         finally:  # interrupted or not: an answer that comes later is dropped

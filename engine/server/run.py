@@ -234,7 +234,7 @@ def policy_name(config: EngineConfig) -> str:
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
     """Limit the engine's queue: it refuses new requests while too many are waiting, or while they
     would wait more than ``max_seconds`` for their first token, by its estimate."""
-    seats = args.max_num_seqs * args.data_parallel_size
+    seats = args.max_num_seqs * (args.decode_cores or args.data_parallel_size)
     least = MIN_POOLED_QUEUE if engine.runner == "pooling" else MIN_QUEUE
     most = args.max_waiting_requests or max(least, QUEUE_PER_SEAT * seats)
     engine.limit_queue(most, max_seconds, num_seats=seats)
