@@ -141,8 +141,7 @@ class PrefillApart:
         self._prefills[name].names.add(request.request_id)
         self._waits[request.request_id] = name
         balancer.set_apart(request.request_id)
-        params = {**(request.kv_transfer_params or {}), "await_blocks": AWAIT_SECONDS}
-        return core, replace(request, kv_transfer_params=params)
+        return core, replace(request, kv_transfer_params={"await_blocks": AWAIT_SECONDS})
 
     def prefills_of(self, request_ids: Sequence[str]) -> list[str]:
         """The ids of the prefills of these requests."""
@@ -312,5 +311,7 @@ class PrefillApart:
 
 
 def _can_be_apart(request: AddRequest) -> bool:
-    """True if the request can use KV blocks that another core has computed."""
-    return request.pooling is None and request.params.prompt_logprobs is None
+    """True if the request can use KV blocks that another core has computed, and does not say itself
+    which it wants."""
+    no_logprobs = request.params.prompt_logprobs is None
+    return request.pooling is None and no_logprobs and not request.kv_transfer_params
