@@ -392,7 +392,7 @@ class Tiers(Resource):
         """Note for a step log what a request would load in this step."""
         view, loaded = self._scheduler.view, set(wanted.keys)
         made = view.loads.made
-        if made and made[-1][:2] == (view.step.index, req.request_id):
+        if made and made[-1][:2] == (view.step.index, req.request_id) and made[-1].stores:
             return
         keys = self._kv.outside_keys(req)
         stores = bytes(found[key] if key in loaded else NOT_LOADED for key in keys)
