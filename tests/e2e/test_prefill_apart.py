@@ -14,6 +14,7 @@ import pytest
 from e2e.general_models import model_and_reference
 from e2e.references import WHOLE, engine_for
 from e2e.tiny_models import TinyModels
+from support.kv_stores import slow_profile
 from support.live_core import wait_until
 
 from engine import LLMEngine, RequestOutput, SamplingParams
@@ -100,8 +101,17 @@ def right() -> list[list[list[list[int]]]]:
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[LLMEngine]:
-    with engine_for(str(BOX_MODEL), **APART) as engine:
+def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Options with which blocks are always loaded, and awaited on a busy machine, too."""
+    profile = slow_profile(tmp_path_factory.mktemp("profile") / "slow.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.rpc.apart.GRACE_SECONDS", 60.0)
+        yield {**APART, "cost_profile": profile}
+
+
+@pytest.fixture(scope="module")
+def apart(options: dict[str, Any]) -> Iterator[LLMEngine]:
+    with engine_for(str(BOX_MODEL), **options) as engine:
         yield engine
 
 
@@ -209,7 +219,11 @@ def test_a_decode_core_dies(amid: str, right: list[list[list[list[int]]]]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "mistral-window", "qwen3.5", "gpt-oss-sinks"])
 def test_tokens_of_other_models_are_the_same(
-    family: str, tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    options: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = str(model_and_reference(family, tiny_models, tmp_path / "m")[0])
     prompts = [[token % 250 + 3 for token in prompt] for prompt in PROMPTS]
@@ -217,7 +231,7 @@ def test_tokens_of_other_models_are_the_same(
         add(engine, prompts)
         tokens = tokens_of(drain(engine))
     log = tmp_path / "steps"
-    options = {**APART, "num_kv_blocks": 2000, "step_log": str(log)}
+    options = {**options, "num_kv_blocks": 2000, "step_log": str(log)}
     with engine_for(path, **options) as engine:
         add(engine, prompts)
         outs = drain(engine)
