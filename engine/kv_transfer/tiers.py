@@ -35,6 +35,7 @@ NOWHERE = -1
 ANYTHING = TierParams()
 MAX_SECONDS = 10.0  # that a request waits for a load
 HELD_STEPS = 4  # in which a request whose blocks were loaded may start
+MOST_LOADS = 2  # for a request that does not start after them: others take its place meanwhile
 LOOK_EVERY = 8  # steps after which stores are searched again for a request that still waits
 LEAST_SECONDS = 2e-4  # of a load, however small
 
@@ -73,11 +74,13 @@ class Speed:
 
 class Found(NamedTuple):
     """Which stores have the blocks that a waiting request could use. ``step``, ``hit``: number of
-    the step in which they were searched, and tokens of its prefix hit then."""
+    the step in which they were searched, and tokens of its prefix hit then. ``num_loads``: since
+    it has waited."""
 
     stores: dict[bytes, int]
     step: float = 0
     hit: int = 0
+    num_loads: int = 0
 
 
 @dataclass(slots=True)
@@ -212,7 +215,9 @@ class Tiers(Resource):
                 self._end_wait(load, f"it took more than {MAX_SECONDS:g} s")
         for arrival in [each for each, (until, _) in self._held.items() if step.index > until]:
             self._let_go(arrival)
-            self._found.pop(arrival, None)  # it may load them again when it can start
+            found = self._found.get(arrival)
+            if found is not None and found.num_loads < MOST_LOADS:
+                self._found[arrival] = found._replace(step=0)  # it may load again when it can start
         missed, self._missed = self._missed, []
         for req in missed:
             self._scheduler.wake(req.request_id)
@@ -234,9 +239,10 @@ class Tiers(Resource):
         if req in self._awaited:
             self._awaited.park(req)
             return
-        found = self._found[req.arrival].stores
+        found, num_loads = self._found[req.arrival].stores, self._found[req.arrival].num_loads
         wanted = self._choose(req, found)
-        self._found[req.arrival] = Found({}, inf)  # it computes what the load does not bring
+        # It computes what the load does not bring.
+        self._found[req.arrival] = Found({}, inf, num_loads=num_loads + 1)
         if not wanted.keys or not self._kv.can_promote(wanted):
             self._missed.append(req)
             return
@@ -414,11 +420,12 @@ class Tiers(Resource):
         ``hit`` tokens."""
         found, step = self._found.get(req.arrival), self._scheduler.view.step.index
         if found is None or hit < found.hit or step - found.step >= LOOK_EVERY:
+            num_loads = 0 if found is None else found.num_loads
             keys = self._kv.outside_keys(req)
             stores = self._outside.find(keys) if keys and self._outside is not None else []
             pairs = zip(keys, stores, strict=True)
             known = {key: store for key, store in pairs if store != NOWHERE}
-            found = self._found[req.arrival] = Found(known, step, hit)
+            found = self._found[req.arrival] = Found(known, step, hit, num_loads)
         return found.stores
 
     def _pays(self, num_tokens: int, context: int, num_bytes: dict[int, int]) -> bool:

@@ -251,9 +251,12 @@ def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check that no request was preempted or refused for lack of KV blocks while a lower-ranked
     request with enough blocks got tokens (invariant 21).
 
-    Not checked if the policy itself chooses the order of requests or the victims."""
+    Not checked if the policy itself chooses the order of requests or the victims, or if a request
+    has ended in this step, whose blocks may have come too late for others."""
     step, guard = scheduler.view.step, scheduler.guard
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
+        return
+    if scheduler.settler.has_ended:
         return
     granted = scheduler.roster.requests(plan.rows)
     if guard.waiting_may_preempt:  # new ones were waiting when ``outranks`` was called

@@ -794,8 +794,7 @@ CANARIES = (
     Canary(
         "load again and again what no store supplies",
         TIERS,
-        "        self._found[req.arrival] = Found({}, inf)"
-        "  # it computes what the load does not bring\n",
+        "        self._found[req.arrival] = Found({}, inf, num_loads=num_loads + 1)\n",
         "        del self._found[req.arrival]\n",
     ),
     Canary(
