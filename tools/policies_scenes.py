@@ -83,13 +83,14 @@ SCENES: dict[str, Scene] = {
         figures=("prefix_hits", "programs", "gap"),
     ),
     "bursts": Scene(
-        workload="agents(arrivals='onoff(on=15,off=60)',turns=10.0,max_context=16384,"
-        "num_systems=0,lengths='log-uniform(prompt=(128, 1024), output=(16, 64))')",
+        workload="agents(arrivals='burst(every=120,seconds=20,times_as_many=1000)',turns=10.0,"
+        "max_context=16384,num_systems=0,"
+        "lengths='log-uniform(prompt=(128, 1024), output=(16, 64))')",
         engine=Engine(max_num_seqs=64, max_num_batched_tokens=1024, num_blocks=6250),
         load=0.9,
         shows="programs that start in bursts, in which the KV of all is more than the cache holds",
         figures=("program.mean", "prefix_hits"),
-        size=8.0,
+        size=6.0,
         policies=("fcfs", "plas", "continuum"),
     ),
     "offline": Scene(

@@ -24,7 +24,7 @@ class Programs(CachePolicy):
     ``price``: what a second of the whole pool is worth, in seconds of computing; ``first``: seconds
     to keep while no pause is known; ``max_pinned``: share of the pool."""
 
-    def __init__(self, price: float = 1.0, first: float = 2.0, max_pinned: float = 0.6) -> None:
+    def __init__(self, price: float = 1.0, first: float = 2.0, max_pinned: float = 0.9) -> None:
         require_positive("price", "first", price=price, first=first, max_pinned=max_pinned)
         self.price, self.first, self.max_pinned = price, first, max_pinned
         self.pauses: deque[float] = deque(maxlen=1000)
