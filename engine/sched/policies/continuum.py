@@ -15,6 +15,7 @@ from engine.sched import (
     Request,
     SchedView,
     require_positive,
+    require_share,
 )
 
 
@@ -25,11 +26,12 @@ class Programs(CachePolicy):
     to keep while no pause is known; ``max_pinned``: share of the pool."""
 
     def __init__(self, price: float = 1.0, first: float = 2.0, max_pinned: float = 0.9) -> None:
-        require_positive("price", "first", price=price, first=first, max_pinned=max_pinned)
+        require_positive("price", "first", price=price, first=first)
+        require_share(max_pinned=max_pinned)
         self.price, self.first, self.max_pinned = price, first, max_pinned
         self.pauses: deque[float] = deque(maxlen=1000)
-        self.times: dict[str, tuple[float, float]] = {}  # first arrival and last end, by program
         self.num_ends = self.num_returns = 0
+        self.times: dict[str, tuple[float, float]] = {}  # first arrival and last end, by program
 
     def keep(self, req: Request, has_ended: bool, view: SchedView) -> Keep | None:
         if not has_ended or "program" not in req.hints:
@@ -57,8 +59,7 @@ class Programs(CachePolicy):
 class Continuum(Programs, Policy):
     """Runs programs in order of arrival, and keeps their KV during tool calls where that pays.
 
-    New programs do not displace what is kept. ``price``, ``first``, ``max_pinned``: as for
-    ``Programs``."""
+    New programs displace nothing kept. ``price``, ``first``, ``max_pinned``: see ``Programs``."""
 
     by_design: ClassVar = {"starvation": "a program without end goes before all later ones"}
 
