@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -19,7 +20,9 @@ from support.live_core import wait_until
 
 from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.assets import BOX_MODEL
+from engine.cli import serve
 from engine.cli.main import main
+from engine.cli.options import engine_args
 from engine.core.client import CoreClient
 from engine.errors import ConfigError
 
@@ -261,3 +264,10 @@ def test_tokens_of_other_models_are_the_same(
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_for(str(BOX_MODEL), **options)
+
+
+def test_the_server_has_short_names_for_these_options() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    args = engine_args(parser.parse_args(["--prefill", "1", "--decode", "2"]))
+    assert (args.prefill_cores, args.decode_cores, args.num_cores) == (1, 2, 3)
