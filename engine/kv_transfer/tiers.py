@@ -274,9 +274,10 @@ class Tiers(Resource):
             for key, is_good in zip(keys, report.is_good, strict=True)
         ]
         self._kv.promoted(load.promotion, good)
-        if load.req is None:
+        if load.req is None or load.req.slot >= 0:  # it may have been woken before
             self._kv.end_promotion(load.promotion)
         else:
+            self._let_go(load.req.arrival)  # of an earlier load, if the cache was reset since
             until = self._scheduler.view.step.index + HELD_STEPS
             self._held[load.req.arrival] = until, load.promotion
         num_bytes = sum(load.bytes_by_store.values())
