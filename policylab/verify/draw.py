@@ -13,7 +13,7 @@ from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
 from engine.sched.interface import PauseState
-from engine.sched.plugins.find import find_policy
+from engine.sched.plugins.find import find_cache_policy, find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policy import Policy
 from policylab.verify.case import (
@@ -90,7 +90,8 @@ def with_states(case: Case, seed: int) -> Case:
     """The case, with recurrent states in some of the model's layers for a part of the seeds. A
     separate random generator leaves the rest of the case unchanged."""
     rng = Random(f"states of {seed}")
-    if rng.random() >= STATEFUL or "remote" in case.setup.needs:
+    share = 0.5 if "tiers" in case.setup.needs else STATEFUL
+    if rng.random() >= share or "remote" in case.setup.needs:
         return case
     setup, size = case.setup, rng.choice((1, 2, 3, case.setup.block_size))
     size = min(size, setup.block_size)  # small blocks have many hits
@@ -199,7 +200,7 @@ def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
         options[name] = _near(rng, parameter.default)
     options = {name: value for name, value in options.items() if value is not None}
     try:
-        find_policy(cls, options)
+        find_cache_policy(None, find_policy(cls, options))  # it may also be one
     except ValueError:
         return {}
     return options

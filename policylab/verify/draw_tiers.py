@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from policylab.verify.case import VOCAB_SIZE, Add, Case, Event, Jump
+from policylab.verify.case import VOCAB_SIZE, Add, Case, Event, Jump, Reset
 from policylab.verify.tiers import AWAIT_BLOCKS, PLAIN, STORES, SimulatedTiers
 
 edit = msgspec.structs.replace
@@ -79,4 +79,8 @@ def with_returns(rng: Random, case: Case) -> Case:
     config = replace(setup.config, max_num_seqs=seats)
     groups = len(setup.windows)
     setup = edit(setup, block_size=size, num_blocks=1 + entries * groups, config=config)
+    if rng.random() < 0.2:
+        some = [event for event in events if rng.random() < 0.3]
+        events += [Reset(event.at + rng.randint(1, 4), reset_running=True) for event in some]
+        events.sort(key=lambda event: event.at)
     return edit(case, setup=setup, events=events)

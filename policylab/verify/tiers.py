@@ -5,6 +5,7 @@ another write in between, or a read before the end, finds a wrong digest."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -184,6 +185,7 @@ class SimulatedTiers(Tiers, Need):
         self._is_eager = seed % 4 > 0  # with few tokens, computing rarely takes longer
         speeds = [SPEEDS[(seed + index) % len(SPEEDS)] for index in range(len(stores))]
         policy: FailurePolicy = "fail" if self.may_fail else "recompute"
+        self.loaded_for: Counter[str] = Counter()  # loads by request id
         self._num_withdrawn = 0
         self._begun: dict[int, tuple[int, str | None]] = {}  # by number of the load
         Tiers.__init__(self, self.copies, 1, speeds=speeds, failure_policy=policy)
@@ -215,6 +217,7 @@ class SimulatedTiers(Tiers, Need):
         if self._num_loads == num_loads:
             return
         self._begun[self._num_loads] = self._num_withdrawn, req.adapter
+        self.loaded_for[req.request_id] += 1
         num_tokens = self._loads[self._num_loads].promotion.wanted.num_tokens - hit
         most = (req.add.kv_transfer_params or {}).get("max_load_tokens")
         assert most is None or num_tokens <= most, (
@@ -245,6 +248,8 @@ class SimulatedTiers(Tiers, Need):
         for load in self._loads.values():
             shared = [b for b in load.promotion.blocks if refs[b] != 1 or find(b) is not None]
             assert not shared, f"tiers: blocks {shared} are loaded while others use them"
+        started = [req for req in running if req.arrival in self._held]
+        assert not started, f"tiers: blocks are held for {started}, which have started"
 
     def check_over(self) -> None:
         """Check that nothing is kept of ended requests and loads."""

@@ -725,19 +725,6 @@ CANARIES = (
         "kv.is_content(key)",
     ),
     Canary(
-        "store what is only reserved for a snapshot",
-        TIERS,
-        "kv.is_content(key) and kv.cache.hash_of(block) == key",
-        "kv.cache.hash_of(block) == key",
-    ),
-    Canary(
-        "keep the step in which a block was published first",
-        TIERS,
-        "            fresh.pop(block, None)  # so that steps ascend\n"
-        "            fresh[block] = step, key\n",
-        "            fresh[block] = fresh.get(block, (step, key))[0], key\n",
-    ),
-    Canary(
         "copy blocks when a step is launched, while earlier ones run",
         WORKER,
         "        self.apply(plan)\n        drafts = draft_rows(plan)\n",

@@ -1,6 +1,7 @@
 """Random engines with KV tiers, and small cases of what was wrong once."""
 
 import logging
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine.messages.requests import AddRequest
 from policylab.verify.case import Abort, Add, Case, Event, Setup
 from policylab.verify.draw import draw_case
 from policylab.verify.simulation import Simulation
-from policylab.verify.tiers import DEAD, PLAIN, SimulatedTiers
+from policylab.verify.tiers import DEAD, PLAIN, SLOW, SimulatedTiers
 
 LIMIT = 4  # ticks that a request waits for a load
 
@@ -73,6 +74,21 @@ def test_blocks_that_loads_hold_count_in_their_group_until_then() -> None:
     assert outcome.num_loaded > 0
 
 
+def test_a_request_that_others_overtake_is_not_loaded_again_and_again() -> None:
+    """While it waits for a load, small requests take its place, and the blocks of its prompt."""
+    big, rng = list(range(14)), Random(25)
+    events = [add(0, "first", big)]
+    events += [add(10 + n, f"between {n}", [60 - n] * 7) for n in range(6)]
+    for n in range(100):
+        prompt = [rng.randrange(61) for _ in range(rng.randint(3, 7))]
+        events.append(add(40 + n * 2, f"small {n}", prompt, num_new=rng.randint(2, 9)))
+    events.append(add(60, "big", [*big, 5]))
+    events.sort(key=lambda event: event.at)
+    simulation = simulate(events, stores=(SLOW,), num_blocks=24, patience=30, longest=32)
+    simulation.run()
+    assert 0 < tiers_of(simulation).loaded_for["big"] <= 2
+
+
 def test_a_request_may_keep_its_blocks_out_of_stores() -> None:
     for wishes, num_stored in (({"store": False}, 0), (None, 5), ({"store": True}, 5)):
         simulation = simulate([add(0, "a", [1, 2, 3, 4, 5], wishes=wishes)])
@@ -108,16 +124,21 @@ def simulate(
     stores: tuple[str, ...] = (PLAIN,),
     num_blocks: int = 20,
     windows: tuple[int, ...] = (0,),
+    patience: int = LIMIT,
+    longest: int = 16,
 ) -> Simulation:
     config = SchedulerConfig(
-        max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, num_steps_in_flight=depth
+        max_num_batched_tokens=longest,
+        max_num_seqs=longest // 8,
+        max_model_len=longest,
+        num_steps_in_flight=depth,
     )
     setup = Setup(
         config=config,
         num_blocks=num_blocks,
         block_size=1,
         windows=windows,
-        needs={SimulatedTiers.name: LIMIT},
+        needs={SimulatedTiers.name: patience},
         seed=1,
         stores=stores,
     )
