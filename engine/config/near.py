@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 
 MOST = 2  # suggested names
+MOST_ENDING = 3  # suggested options that end in what was typed
 MOST_SLIPS = 3  # typing errors
 MOST_COMPARED = 32  # of many names
 MOST_CHARS = 100  # of a name from anyone
@@ -47,7 +48,7 @@ def near_options(name: str, known: Iterable[str]) -> list[str]:
     near = near_names(name, known)
     if near and not near[0].lower().startswith(name.lower()):
         return near
-    if 0 < len(ends) <= MOST:
+    if 0 < len(ends) <= MOST_ENDING:
         return ends
     return near or (begins if len(begins) <= MOST else [])
 

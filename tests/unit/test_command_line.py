@@ -32,7 +32,7 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         (
             "generate --policy edf x",
             "generate",
-            "'--scheduling-policy' or '--state-snapshot-policy'?",
+            "'--scheduling-policy' or '--cache-policy' or '--state-snapshot-policy'?",
         ),
         ("generate --max_num_seq 3 x", "generate", "did you mean '--max-num-seqs'?"),
         ("serve -port 1", "serve", "option '-port'; did you mean '--port'?"),

@@ -159,7 +159,7 @@ def test_adapters_are_reported_when_they_change(followed: FollowedCore) -> None:
 def test_when_all_have_left_nothing_is_collected(followed: FollowedCore) -> None:
     followed.sessions.leave(followed.follow(b"a"))
     followed.followers.report(0.0)
-    assert followed.kv.cache.follower is None
+    assert not followed.kv.cache.followers
     followed.follow(b"a")
     followed.run(0, 1)
     assert len(followed.news(1.0)[0].stored) == 8
