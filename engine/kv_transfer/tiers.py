@@ -279,6 +279,7 @@ class Tiers(Resource):
         else:
             self._let_go(load.req.arrival)  # of an earlier load, if the cache was reset since
             until = self._scheduler.view.step.index + HELD_STEPS
+            self._let_go(load.req.arrival)  # what it had loaded before the cache was emptied
             self._held[load.req.arrival] = until, load.promotion
         num_bytes = sum(load.bytes_by_store.values())
         for store, part in load.bytes_by_store.items():
