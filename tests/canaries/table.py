@@ -732,14 +732,6 @@ CANARIES = (
         "        plan.kv_transfer = None\n        drafts = draft_rows(plan)\n",
     ),
     Canary(
-        "load into blocks whose snapshot is still to be read",
-        WORKER,
-        "        if self.states is not None:\n            self.states.begin(plan)\n"
-        "        self.begin_loads()\n",
-        "        self.begin_loads()\n"
-        "        if self.states is not None:\n            self.states.begin(plan)\n",
-    ),
-    Canary(
         "let others evict the prefix that a load continues",
         PROMOTIONS,
         "held = [[b for b in table if b not in (OUTSIDE, NULL_BLOCK)] for table in tables]",
