@@ -21,7 +21,7 @@ from support.kv_stores import HOOKS, PLACES, hooked, slow_profile
 
 from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.core.replay import replay
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 from engine.kv_transfer import compute, store_thread, tiers
 from engine.kv_transfer.pool_blocks import PoolBlocks
 from engine.kv_transfer.store_thread import MOST_FAULTS
@@ -523,6 +523,14 @@ def test_blocks_are_copied_as_a_device_copies_them(
         place.fill(engine)
         found, cached = run(engine, PROMPTS, NUM_NEW)
         assert found == plain(PROMPTS) and min(cached) > 60
+
+
+def test_a_start_that_fails_leaves_no_thread_of_a_store(place: Place) -> None:
+    before = store_threads()
+    modules = ["mine=/no/such/adapter"]
+    with pytest.raises(ConfigError, match="/no/such/adapter"):
+        place.engine(enable_lora=True, lora_modules=modules)
+    assert not store_threads() - before
 
 
 def changed_copy(path: str, new: Path) -> str:
