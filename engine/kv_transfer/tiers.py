@@ -231,6 +231,9 @@ class Tiers(Resource):
         if why := self._failed.get(req.arrival):
             message = f"its KV could not be loaded: {why}"
             return Fit(0, message, OnRefuse.FAIL, code="kv_transfer_failed")
+        kv = self._kv
+        if -(-req.num_tokens // kv.block_size) * kv.num_groups > kv.num_usable:
+            return Fit(num_tokens)  # it has no room at once, but in chunks that leave their windows
         if self._wanted(req) is None:
             return Fit(num_tokens)
         return Fit(0, room=req.num_tokens)
