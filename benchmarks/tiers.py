@@ -37,7 +37,7 @@ from measure import median_interval
 from engine import LLM, SamplingParams
 
 FIRST, LAST = 100, 2000  # token ids of prompts
-PROMPT, OUTPUT, NUM_PROMPTS = 512, 24, 24  # of ``nothing``
+PROMPT, OUTPUT, NUM_PROMPTS = 512, 24, 72  # of ``nothing``
 PARTS = ("restart", "cores", "nothing")
 GREEDY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
@@ -127,6 +127,8 @@ def measured(part: str, model: str, num_tokens: int, rounds: int) -> dict[str, A
         if part == "restart":
             child(part, model, kinds["disk"], num_tokens)  # fills the directory
         for nth in range(rounds):
+            if part == "nothing":  # each round has a directory of its own
+                kinds = kinds_of(part, Path(root) / str(nth))
             order = list(kinds.items())
             for name, options in order if nth % 2 else order[::-1]:
                 found.setdefault(name, []).append(child(part, model, options, num_tokens))

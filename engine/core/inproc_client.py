@@ -38,7 +38,10 @@ class Loads(Protocol):
     """Loads of KV blocks from outside the pool."""
 
     def take_reports(self) -> Sequence[Loaded]:
-        """The loads that have ended since the last call."""
+        """The loads that have ended since the last call. Called before each step."""
+
+    def step_ended(self) -> None:
+        """Called after each step."""
 
 
 class InprocClient(CoreClient):
@@ -139,6 +142,8 @@ class InprocClient(CoreClient):
             raise EngineDeadError(
                 f"the engine core died: {type(error).__name__}: {error}"
             ) from error
+        if self.loads is not None:
+            self.loads.step_ended()
         return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:

@@ -23,7 +23,7 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
 from engine.kv_transfer.opening import GIB, PlannedStores, namespace_of
 from engine.kv_transfer.pool_blocks import PoolBlocks
-from engine.kv_transfer.store_thread import BATCH_BYTES, Load, Loading, StoreThread
+from engine.kv_transfer.store_thread import BATCH_BYTES, Activity, Load, Loading, StoreThread
 from engine.kv_transfer.stores import Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
@@ -60,6 +60,7 @@ class TierCopies(Feature):
         """planned: the stores to open, the fastest first."""
         self.planned = planned
         self._blocks: PoolBlocks
+        self._activity = Activity()
         self._threads: list[StoreThread] = []
         self._planned: list[LoadOrder] = []
         self._reports: deque[Loaded] = deque()
@@ -97,7 +98,13 @@ class TierCopies(Feature):
         block_bytes = self._blocks.num_bytes
         loading = Loading(block_bytes, self._blocks.rows, self._fill, self._end)
         self._threads = [
-            StoreThread(opened.store, loading, reads=opened.reads, writes=opened.writes)
+            StoreThread(
+                opened.store,
+                loading,
+                reads=opened.reads,
+                writes=opened.writes,
+                activity=self._activity if opened.paces_writes else None,
+            )
             for opened in self.planned.open(namespace, block_bytes)
         ]
         logger.info(
@@ -122,8 +129,13 @@ class TierCopies(Feature):
                     found[i] = index
         return found
 
+    def step_ended(self) -> None:
+        """Called after each step of the engine."""
+        self._activity.in_step, self._activity.last = False, time.monotonic()
+
     def take_reports(self) -> list[Loaded]:
-        """The loads that have ended since the last call."""
+        """The loads that have ended since the last call. Called before each step."""
+        self._activity.in_step = True
         for thread in self._threads:
             thread.check()
         reports = []
@@ -182,7 +194,7 @@ class TierCopies(Feature):
         lacking = {
             thread: {i for i, has in enumerate(thread.contains(keys)) if not has}
             for thread in self._threads
-            if thread.writes and thread.is_used
+            if thread.writes and thread.is_used and thread.has_room(len(keys))
         }
         copied = sorted({i for places in lacking.values() for i in places})
         size = max(1, BATCH_BYTES // self._blocks.num_bytes)

@@ -47,14 +47,17 @@ class PlannedStore(NamedTuple):
     speed: float
     open: Callable[[StoreIdentity], BlockStore]
     role: str = "kv_both"
+    paces_writes: bool = False
 
 
 class OpenStore(NamedTuple):
-    """A store. ``reads``: blocks are loaded from it; ``writes``: blocks are stored there."""
+    """A store. ``reads``: blocks are loaded from it; ``writes``: blocks are stored there;
+    ``paces_writes``: writing takes so much processor time that steps would take longer."""
 
     store: BlockStore
     reads: bool = True
     writes: bool = True
+    paces_writes: bool = False
 
 
 class PlannedStores:
@@ -66,7 +69,7 @@ class PlannedStores:
             plans.append(PlannedStore("host", HOST_SPEED, partial(open_core_store, config)))
         if cache.kv_offload_dir is not None:
             open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
-            plans.append(PlannedStore("disk", DISK_SPEED, open_disk))
+            plans.append(PlannedStore("disk", DISK_SPEED, open_disk, paces_writes=True))
         options = cache.kv_transfer_config
         self.failure_policy = _failure_policy(options or {})
         if options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
@@ -90,7 +93,8 @@ class PlannedStores:
         try:
             for plan in self._plans:
                 reads, writes = plan.role != "kv_producer", plan.role != "kv_consumer"
-                opened.append(OpenStore(plan.open(identity), reads, writes))
+                store = plan.open(identity)
+                opened.append(OpenStore(store, reads, writes, plan.paces_writes))
         except BaseException:
             for each in opened:
                 each.store.close()

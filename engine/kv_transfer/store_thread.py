@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,11 @@ from engine.messages.kv_orders import LoadOrder
 
 BATCH_BYTES = 16 << 20  # of blocks that are copied at once
 MOST_PENDING = 256 << 20  # bytes that wait to be stored
+MOST_PACED = 128 << 20  # the same, where writes leave the engine its processors
 MOST_FAULTS = 8  # of a method in a row, after which a store is used no more
+BUSY_SHARE = 0.01  # of the time, that writes may take while the engine computes
+IDLE_SECONDS = 0.1  # without a step, after which the engine is idle
+LOOK_SECONDS = 0.05  # between two looks whether it is
 MOST_SECONDS = 5.0  # of a call in the thread, after which nothing waits for it any longer
 MOST_FIND_SECONDS = 1.0  # of ``contains``, for which steps wait
 SLOW, PROMISED = "slow", "promised"  # kinds of faults of calls that have not failed
@@ -63,11 +68,33 @@ class Loading(NamedTuple):
     ended: Callable[[Load, float], None]
 
 
+@dataclass(slots=True)
+class Activity:
+    """Whether the engine computes. ``in_step``: a step is under way; ``last``: when one was last,
+    in seconds on the monotonic clock."""
+
+    in_step: bool = False
+    last: float = -inf
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the engine computes, or has just done so."""
+        return self.in_step or time.monotonic() - self.last < IDLE_SECONDS
+
+
 class StoreThread:
-    """Calls a store. ``reads``: loads come from it; ``writes``: blocks are stored there."""
+    """Calls a store. ``reads``: loads come from it; ``writes``: blocks are stored there.
+    ``activity``: of the engine, if writes must leave it its processors: they then take only a small
+    share of the time while it computes, and blocks that wait too long are not stored."""
 
     def __init__(
-        self, store: BlockStore, loading: Loading, *, reads: bool = True, writes: bool = True
+        self,
+        store: BlockStore,
+        loading: Loading,
+        *,
+        reads: bool = True,
+        writes: bool = True,
+        activity: Activity | None = None,
     ) -> None:
         self.store = store
         self.name = str(store.name)
@@ -75,6 +102,8 @@ class StoreThread:
         self.writes = writes
         self.counts: Counter[str] = Counter()
         self._loading = loading
+        self._activity = activity
+        self._write_after = -inf  # on the monotonic clock, while the engine computes
         self._is_left_out = False
         self._faults: Counter[str] = Counter()  # in a row, by method or kind
         self._wakened = threading.Condition()  # guards all that follows
@@ -109,6 +138,15 @@ class StoreThread:
         else:
             self._faults[SLOW] = 0
         return found or [False] * len(keys)
+
+    def has_room(self, num_blocks: int) -> bool:
+        """True if this many blocks may wait to be stored; else they are counted as skipped."""
+        most = MOST_PENDING if self._activity is None else MOST_PACED
+        if self._num_pending + num_blocks * self._loading.block_bytes <= most:
+            return True
+        with self._wakened:
+            self.counts["skipped"] += num_blocks
+        return False
 
     def add_writes(self, keys: list[bytes], rows: Callable[[], Rows]) -> None:
         """Store blocks soon. If too many wait, these are not stored. ``rows``: waits until their
@@ -218,13 +256,18 @@ class StoreThread:
                 if not self._writes:
                     self._forgotten.clear()
             self._now = None
-            while not (self._loads or self._writes or self._is_closed):
-                self._wakened.wait()
+            while not (self._loads or self._is_closed or (self._writes and self._may_write)):
+                self._wakened.wait(LOOK_SECONDS if self._writes else None)
             if self._loads:
                 self._now = self._loads.popleft()
             elif self._writes:
                 self._now = self._writes.popleft()
             return self._now
+
+    @property
+    def _may_write(self) -> bool:
+        is_paced = self._activity is not None and self._activity.is_busy
+        return not is_paced or time.monotonic() >= self._write_after
 
     def _read(self, load: Load) -> None:
         """Read what a load needs, in batches."""
@@ -264,7 +307,10 @@ class StoreThread:
         except Exception as error:  # memory is short, or a device fails
             self._fault("write", _words(error))
             return
+        begun = time.monotonic()
         self.counts["stored"] += sum(self._timed("write", self.store.write, keys, rows) or ())
+        now = time.monotonic()
+        self._write_after = now + (now - begun) * (1 / BUSY_SHARE - 1)
         with self._wakened:
             gone = self._forgotten.intersection(keys)
             is_cleared = write.epoch != self._epoch

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.kv_transfer import store_thread
-from engine.kv_transfer.store_thread import MOST_FAULTS, Load, Loading, StoreThread
+from engine.kv_transfer.store_thread import MOST_FAULTS, Activity, Load, Loading, StoreThread
 from engine.kv_transfer.stores import Rows
 from engine.messages.kv_orders import LoadOrder
 
@@ -77,7 +77,7 @@ class Store:
 class Bench:
     """A thread with a store, and a pool that its loads fill."""
 
-    def __init__(self, store: Store, **roles: bool) -> None:
+    def __init__(self, store: Store, **roles: Any) -> None:
         self.store = store
         self.pool: dict[int, bytes] = {}
         self.ended: list[int] = []
@@ -338,3 +338,25 @@ def test_a_slow_search_is_a_fault(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     for _ in range(MOST_FAULTS):
         assert bench.thread.contains([b"a"]) == [True]
     assert bench.thread.contains([b"a"]) == [False]
+
+
+def test_writes_leave_the_processor_to_an_engine_that_computes() -> None:
+    """The second write waits much longer than the first one took, but not once nothing runs."""
+    store = Store()
+
+    def write(keys: Sequence[bytes], rows: Rows) -> list[bool]:
+        time.sleep(0.2)
+        store.blocks |= dict.fromkeys(keys, b"")
+        return [True] * len(keys)
+
+    store.does["write"] = write
+    activity = Activity(in_step=True)
+    bench = Bench(store, activity=activity)
+    bench.write(b"a")
+    bench.until(lambda: b"a" in store.blocks)
+    bench.write(b"b")
+    time.sleep(0.2)
+    assert b"b" not in store.blocks
+    activity.in_step = False
+    bench.until(lambda: b"b" in store.blocks)
+    bench.close()
