@@ -191,11 +191,7 @@ class TierCopies(Feature):
 
     def _store(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks that a store lacks, and let it keep them."""
-        lacking = {
-            thread: {i for i, has in enumerate(thread.contains(keys)) if not has}
-            for thread in self._threads
-            if thread.writes and thread.is_used and thread.has_room(len(keys))
-        }
+        lacking = {thread: set(thread.lacking(keys)) for thread in self._threads}
         copied = sorted({i for places in lacking.values() for i in places})
         size = max(1, BATCH_BYTES // self._blocks.num_bytes)
         for start in range(0, len(copied), size):

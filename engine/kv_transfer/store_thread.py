@@ -127,7 +127,7 @@ class StoreThread:
     # -- called by the thread of the steps
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store answers; nothing if it fails."""
+        """Which of these keys the store has; none of them if it fails or is not used."""
         if not self.is_used:
             return [False] * len(keys)
         begun = time.perf_counter()
@@ -139,21 +139,24 @@ class StoreThread:
             self._faults[SLOW] = 0
         return found or [False] * len(keys)
 
-    def has_room(self, num_blocks: int) -> bool:
-        """True if this many blocks may wait to be stored; else they are counted as skipped."""
+    def lacking(self, keys: Sequence[bytes]) -> list[int]:
+        """The places of the keys whose blocks are to be stored: the store lacks them, and they may
+        wait. Those for which too many wait are counted as skipped."""
+        if not (self.writes and self.is_used):
+            return []
+        places = [i for i, has in enumerate(self.contains(keys)) if not has]
         most = MOST_PENDING if self._activity is None else MOST_PACED
-        if self._num_pending + num_blocks * self._loading.block_bytes <= most:
-            return True
         with self._wakened:
-            self.counts["skipped"] += num_blocks
-        return False
+            room = max(0, most - self._num_pending) // self._loading.block_bytes
+            self.counts["skipped"] += max(0, len(places) - room)
+        return places[:room]
 
     def add_writes(self, keys: list[bytes], rows: Callable[[], Rows]) -> None:
-        """Store blocks soon. If too many wait, these are not stored. ``rows``: waits until their
-        content is on the host, and returns it."""
+        """Store blocks soon, which were ``lacking``. ``rows``: waits until their content is on the
+        host, and returns it."""
         num_bytes = len(keys) * self._loading.block_bytes
         with self._wakened:
-            if self._is_closed or self._num_pending + num_bytes > MOST_PENDING:
+            if self._is_closed:
                 self.counts["skipped"] += len(keys)
                 return
             self._num_pending += num_bytes

@@ -280,7 +280,6 @@ class Tiers(Resource):
         if load.req is None or load.req.slot >= 0:  # it may have been woken before
             self._kv.end_promotion(load.promotion)
         else:
-            self._let_go(load.req.arrival)  # of an earlier load, if the cache was reset since
             until = self._scheduler.view.step.index + HELD_STEPS
             self._let_go(load.req.arrival)  # what it had loaded before the cache was emptied
             self._held[load.req.arrival] = until, load.promotion

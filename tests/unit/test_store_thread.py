@@ -360,3 +360,19 @@ def test_writes_leave_the_processor_to_an_engine_that_computes() -> None:
     activity.in_step = False
     bench.until(lambda: b"b" in store.blocks)
     bench.close()
+
+
+def test_only_as_many_blocks_wait_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first blocks of a large step are stored, and those that the store has take no room."""
+    monkeypatch.setattr(store_thread, "MOST_PACED", 3 * SIZE)
+    store, gate = Store(), threading.Event()
+    store.blocks[b"a"] = bytes(SIZE)
+    store.does["write"] = lambda keys, rows: [gate.wait(WAIT)] * len(keys)
+    bench = Bench(store, activity=Activity(in_step=True))
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    assert bench.thread.lacking(keys) == [1, 2, 3]
+    assert bench.thread.counts["skipped"] == 1
+    bench.write(b"b", b"c")
+    assert bench.thread.lacking(keys[3:]) == [0]
+    gate.set()
+    bench.close()

@@ -274,7 +274,7 @@ def _copy(sent: Sent, sources: Sequence[Rows], wanted: Wanted) -> int:
     for place, source, checksum in zip(places, sources, sent.sums, strict=True):
         row = wanted.rows[place]
         row[:] = source
-        # Of the copy, since the server could still change what it shares.
+        # The copy is checked, since the server could still change what it shares.
         is_right = xxhash.xxh3_64_intdigest(row.data) == checksum
         wanted.found[place] = is_right
         num_damaged += not is_right
