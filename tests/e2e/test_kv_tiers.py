@@ -44,7 +44,6 @@ QUICK = {
     ("lfm2", "two steps in flight"),
     ("lfm2", "preempted"),
     ("lfm2", "n-grams"),
-    ("mamba2", "one by one"),  # loads must not fill blocks whose snapshots the same plan reads
 }
 CASES = [
     pytest.param(family, situation, marks=() if (family, situation) in QUICK else pytest.mark.slow)
