@@ -115,6 +115,11 @@ class EngineDeadError(EngineError, RuntimeError):
     """The engine core has died; the cause is chained and part of the message."""
 
 
+class RankError(EngineError, RuntimeError):
+    """A group of workers that compute one model together has stopped, since one of them has failed
+    or does not answer; the message names it by its rank."""
+
+
 def reason_of(error: Exception) -> str:
     """The reason why a file cannot be used, in words, without the file's path."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

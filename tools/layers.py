@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("kv", "parallel", "observe", "pictures"),
-        "KV blocks; logs and step logs; pictures in prompts",
+        "KV blocks; operations of ranks; logs and step logs; pictures in prompts",
     ),
     (("sched", "layers"), "the scheduler; layers of models"),
     (("models", "sample"), "the decoder and model families; sampling"),
@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("policylab.cli", "policylab.bench"), "commands of the policy lab; load tests of servers"),
 )
 PACKAGES = ("kernels", "policylab")  # next to `engine`, to which all other names belong
-PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet
+PLANNED = ("pooling",)  # places that are kept, with nothing in them yet
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers -->\n```\n", "```\n<!-- layers end -->\n"
 

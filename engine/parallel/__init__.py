@@ -1,0 +1,1 @@
+"""Collective operations of the ranks that compute one model together."""
