@@ -94,7 +94,7 @@ COMPUTES = (
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)
 NAMES_FEATURES = (
-    *("engine.core.build", "policylab.sim.run", "policylab.sim.adapters", "policylab.sim.tiers"),
+    *("engine.core.build", "policylab.sim.core", "policylab.sim.adapters", "policylab.sim.tiers"),
     *("policylab.verify.simulation", "policylab.verify.wild", "policylab.verify.adapters"),
     *("policylab.verify.pictures", "policylab.verify.tiers"),
 )

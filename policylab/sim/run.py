@@ -5,48 +5,40 @@ simulated."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import inf, isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.config.cache import CacheConfig
-from engine.config.check import check_kind, check_range
-from engine.config.kv_groups import FULL, Group, longest_request, sized
+from engine.config.kv_groups import FULL
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineError, PolicyError, RequestError
 from engine.messages.requests import CoreOutputs
-from engine.sched.plugins.find import choose, find_policy, make_scheduler
+from engine.sched.plugins.find import choose
 from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
-from engine.sched.predict.profile import AdapterCost, Profile
-from engine.states.decide import StateSnapshots
-from engine.states.policies import find_snapshot_policy
-from engine.states.policy import SnapshotPolicy
-from policylab.sim.adapters import SimulatedAdapters
+from policylab.sim.core import IDLE_SECONDS, SimulatedCore
 from policylab.sim.demand import DemandSample, drawn, served_per_second
+from policylab.sim.engine import Engine as Engine
+from policylab.sim.engine import PolicyVariant as PolicyVariant
+from policylab.sim.engine import described_engine
+from policylab.sim.engine import name_of as name_of
+from policylab.sim.engine import scheduler_config as scheduler_config
+from policylab.sim.engine import weights_for as weights_for
 from policylab.sim.history import History
 from policylab.sim.job import Job
-from policylab.sim.jumps.blocks import RepeatingKV
-from policylab.sim.jumps.core import JumpingCore
-from policylab.sim.kv_groups import size_of
-from policylab.sim.named import call
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
-from policylab.sim.tiers import SimulatedTiers, Tier, described
-from policylab.sim.timing import timing
-from policylab.sim.watched import Watched
-from policylab.sim.worker import StepCost, VirtualClock, parameters_of
+from policylab.sim.tiers import SimulatedTiers
 from policylab.sim.workloads import Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
 
 FORMAT = 1
-IDLE_SECONDS = 0.005  # between two polls while all requests wait for a time
 NUM_AT_ONCE = 2000  # requests in the measurement of a capacity, with few seats
 ROUNDS_AT_ONCE = 8  # requests per seat in it, with many seats
 MOST_AT_ONCE = 20_000
@@ -57,87 +49,6 @@ MOST_KEPT = 64  # cached capacities
 MAX_LOAD = 1000.0
 
 STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
-
-
-class PolicyVariant(NamedTuple):
-    """A policy with arguments for its constructor."""
-
-    policy: Any
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"{name_of(self.policy)}({options})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """The sizes and options of the simulated engine."""
-
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    num_blocks: int = 700
-    block_size: int = 16
-    depth: int = 1
-    length_predictor: Any = "none"
-    enable_prefix_caching: bool = True
-    kv_groups: tuple[Group, ...] = (FULL,)
-    """Groups of the model's layers by sliding window; all take their blocks from one pool."""
-    snapshot_blocks: int = 0
-    """Blocks of a snapshot of the model's recurrent states; 0: it has no states. With states, steps
-    are never jumped over, and each run is repeated without them for comparison."""
-    snapshot_policy: Any = "cost"
-    """Which of these snapshots are taken and stay: as ``state_snapshot_policy`` of an engine, or a
-    name with options, as in "marconi(alpha=0.5)"."""
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of ``SchedulerConfig``."""
-    cost: StepCost | Profile = field(default_factory=StepCost)
-    """The model of step times."""
-    max_loras: int = 8
-    """Different LoRA adapters among the running requests."""
-    max_cpu_loras: int | None = None
-    """Adapters in the host's memory; ``None``: all that were ever used."""
-    adapter_cost: AdapterCost | None = None
-    """How long it takes to load an adapter; ``None``: as the profile says, or the engine's guess. A
-    step takes longer by the time to copy the adapters that it loads into slots."""
-    kv_tiers: tuple[Tier, ...] = ()
-    """Stores of KV blocks outside the pool, the fastest first. With any, steps are never jumped
-    over."""
-    stretches: bool = True
-    """Jump over repeating steps, which gives the same run, bit by bit, in less time."""
-    noise_seed: int | None = None
-    """Seed of the noise of step times, if ``cost`` has any; default: the seed of the run."""
-    max_idle_looks: int = 200_000
-    """The run fails if the engine was polled this many times (every 5 ms) without computing
-    anything."""
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.depth, int) and self.depth >= 1):
-            raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
-        check_kind("snapshot_blocks", self.snapshot_blocks, (int,))
-        check_range(self, 0, self.num_blocks - 1, "snapshot_blocks")
-        for name in ("max_loras", "max_cpu_loras"):
-            if (value := getattr(self, name)) is not None:
-                check_kind(name, value, (int,))
-                check_range(self, 1, None, name)
-
-    @property
-    def loads(self) -> AdapterCost:
-        """How long it takes to load an adapter."""
-        if self.adapter_cost is not None:
-            return self.adapter_cost
-        return self.cost.adapters if isinstance(self.cost, Profile) else AdapterCost()
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups with the most blocks that a request holds in each."""
-        return sized(self.kv_groups, self.max_num_batched_tokens, self.block_size)
-
-    @property
-    def longest_request(self) -> float:
-        """Tokens of the longest request that the KV pool can hold."""
-        longest = longest_request(self.num_blocks - 1, self.groups, self.block_size)
-        return inf if longest is None else longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,47 +270,6 @@ def _measured(served: Workload, others: Workload, engine: Engine) -> float:
     return found
 
 
-def name_of(policy: Any) -> str:
-    """The name of a policy as shown in tables."""
-    if isinstance(policy, str | PolicyVariant):
-        return str(policy)
-    return policy.__name__ if isinstance(policy, type) else type(policy).__name__
-
-
-def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
-    """The scheduler options for a run of the workload with this policy. Raises ``ConfigError`` for
-    invalid options."""
-    policy, options = policy if isinstance(policy, PolicyVariant) else (policy, {})
-    CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
-    return SchedulerConfig(
-        **{
-            "max_num_batched_tokens": engine.max_num_batched_tokens,
-            "max_num_seqs": engine.max_num_seqs,
-            "max_model_len": workload.max_model_len,
-            "scheduling_policy": policy,
-            "policy_options": options,
-            "length_predictor": engine.length_predictor,
-            "user_weights": weights_for(policy, options, workload),
-            **engine.scheduler,
-        }
-    )
-
-
-def snapshot_policy_of(engine: Engine) -> SnapshotPolicy:
-    """Create the snapshot policy of an engine. Raises ``ConfigError``."""
-    policy = engine.snapshot_policy
-    if not isinstance(policy, str):
-        return find_snapshot_policy(policy)
-    name, options = call(policy, "--snapshot-policy", "marconi(alpha=0.5)")
-    return find_snapshot_policy(name, options)
-
-
-def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
-    """The weight of each user of the workload if the policy uses weights; otherwise empty."""
-    weights = workload.user_weights
-    return weights if weights and find_policy(policy, options).uses_ledger else {}
-
-
 class _SimulatedRun:
     """A simulation in progress: engine core, virtual clock and records."""
 
@@ -417,41 +287,14 @@ class _SimulatedRun:
         self._policy = policy
         self._max_tokens = workload.max_output
         self._max_model_len = config.max_model_len
-        self._clock = VirtualClock()
-        chosen = choose(config)
-        self._kv = RepeatingKV(
-            chosen.pool(engine.num_blocks),
-            engine.block_size,
-            enable_prefix_caching=engine.enable_prefix_caching,
-            groups=engine.groups,
-        )
-        if engine.snapshot_blocks:
-            self._kv.keep_states(engine.snapshot_blocks)
-        if self._kv.states is not None:
-            snapshots = StateSnapshots(snapshot_policy_of(engine))
-            chosen = chosen._replace(resources=(*chosen.resources, snapshots))
-        self._adapters = SimulatedAdapters(
-            engine.max_loras, engine.max_cpu_loras, self._clock, engine.loads.read
-        )
-        chosen = chosen._replace(resources=(*chosen.resources, self._adapters.slots))
-        self._tiers: SimulatedTiers | None = None
-        if engine.kv_tiers:
-            self._tiers = SimulatedTiers(engine.kv_tiers, self._clock)
-            chosen = chosen._replace(resources=(*chosen.resources, self._tiers.resource))
-        self._policy_class = type(chosen.policy)
-        scheduler = make_scheduler(
-            config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
-        )
-        self._lengths: dict[str, int] = {}  # output tokens of unfinished requests
-        self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
-        worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
-        self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
-        self._worker.copy_seconds = engine.loads.copy
-        self._worker.tiers = self._tiers
         is_plain = not (keeps_steps or engine.snapshot_blocks or engine.kv_tiers)
-        jumps = engine.stretches and is_plain
-        self._core = JumpingCore(
-            scheduler, self._worker, engine.depth, clock=self._clock, jumps=jumps
+        self._core = SimulatedCore(
+            config,
+            engine,
+            seed=seed,
+            jumps=engine.stretches and is_plain,
+            keeps_steps=keeps_steps,
+            make_tiers=partial(SimulatedTiers, engine.kv_tiers) if engine.kv_tiers else None,
         )
         self._source = workload.source(seed, rate)
         self._tells_length = engine.length_predictor == "oracle"
@@ -465,7 +308,7 @@ class _SimulatedRun:
             "workload": str(workload),
             "seed": seed,
             "rate": workload.natural_rate if rate is None else min(rate, 1e300),
-            **_described(engine),
+            **described_engine(engine),
         }
 
     def finish(self) -> Run:
@@ -475,23 +318,21 @@ class _SimulatedRun:
         except EngineError:
             raise
         except Exception as error:
-            raise PolicyError(_crash(self._policy, self._policy_class, error)) from error
+            raise PolicyError(_crash(self._policy, self._core.policy_class, error)) from error
 
     def _finished(self) -> Run:
-        source, core, clock = self._source, self._core, self._clock
-        num_idle = 0
+        source, simulated, clock = self._source, self._core, self._core.clock
+        core, num_idle = simulated.core, 0
         while source.next_time < inf or core.has_work:
             while source.next_time <= clock.now:
                 self._add(source.take())
-            for report in [] if self._tiers is None else self._tiers.take_reports():
-                core.scheduler.transferred(report)
-            outputs = core.step(source.next_time)
+            outputs = simulated.step(source.next_time)
             if core.stretch is not None:
                 self._seen.stretched(core.stretch)
                 peaks = core.stretch.growth.peaks
-                self._worker.kv_peaks.add(peaks.usage, peaks.blocks)
+                simulated.worker.kv_peaks.add(peaks.usage, peaks.blocks)
             self._note(outputs.values())
-            self._worker.rest()
+            simulated.end_step()
             if not core.is_idle:
                 num_idle = 0
                 continue
@@ -501,11 +342,7 @@ class _SimulatedRun:
                     f"policy {self._policy!r} never lets its requests end: for "
                     f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
                 )
-            until = min(source.next_time, self._adapters.reader.next_time)
-            if self._tiers is not None:
-                until = min(until, self._tiers.next_time)
-            if core.scheduler.has_unfinished_requests():
-                until = min(until, clock.now + IDLE_SECONDS)
+            until = min(source.next_time, simulated.next_time)
             if until < inf:
                 clock.now = max(clock.now, until)
         return self._result()
@@ -513,33 +350,31 @@ class _SimulatedRun:
     def _add(self, job: Job) -> None:
         if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
             job = replace(job, num_output=most)  # the engine cuts it at its maximum length
-        self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:
             request = job.request(self._max_tokens, tell_length=self._tells_length)
-            self._core.scheduler.add_request(self._adapters.named(request))
+            self._core.add(request, job.num_output)
         except RequestError:
             self._seen.refused(job)
-            self._source.ended(job, self._clock.now)
+            self._source.ended(job, self._core.clock.now)
             return
         self._seen.came(job)
-        self._lengths[job.request_id] = job.num_output
 
     def _note(self, batches: Iterable[CoreOutputs]) -> None:
         for job, ended_at in self._seen.note(batches):
-            del self._lengths[job.request_id]
+            del self._core.lengths[job.request_id]
             self._source.ended(job, ended_at)
 
     def _result(self) -> Run:
-        stats = self._core.scheduler.make_stats()
+        stats, worker = self._core.scheduler.make_stats(), self._core.worker
         assert stats is not None
-        steps, history, work = self._worker.steps, self._seen.history, self._worker.work
+        steps, history, work = worker.steps, self._seen.history, worker.work
         if history is not None and work is not None:
             names = self._seen.requests.names["request_id"]
             history.work = work.spans({name: place for place, name in enumerate(names)})
         totals = {
-            **totals_of(stats, self._worker.kv_peaks),
-            "busy_seconds": self._worker.busy_seconds,
-            "decisions": self._worker.decisions,
+            **totals_of(stats, worker.kv_peaks),
+            "busy_seconds": worker.busy_seconds,
+            "decisions": worker.decisions,
         }
         return Run(
             head=self._head,
@@ -550,21 +385,6 @@ class _SimulatedRun:
             hook_seconds=sum(stats.hook_seconds.values()),
             history=history,
         )
-
-
-def _described(engine: Engine) -> dict[str, Any]:
-    """The engine's options and step cost in the head of a run."""
-    others = ("cost", "stretches", "kv_groups", "kv_tiers")
-    options = {
-        each.name: getattr(engine, each.name) for each in fields(engine) if each.name not in others
-    }
-    return {
-        "engine": options
-        | {"kv_groups": list(map(size_of, engine.kv_groups))}
-        | ({"kv_tiers": described(engine.kv_tiers)} if engine.kv_tiers else {}),
-        "cost": str(engine.cost),
-        "step_cost": parameters_of(engine.cost),
-    }
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
