@@ -295,7 +295,13 @@ def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> C
     if copies is None:
         return chosen
     planned = copies.planned
-    tiers = Tiers(copies, block_bytes, speeds=planned.speeds, failure_policy=planned.failure_policy)
+    tiers = Tiers(
+        copies,
+        block_bytes,
+        speeds=planned.speeds,
+        failure_policy=planned.failure_policy,
+        remote=planned.remote,
+    )
     return chosen._replace(resources=(*chosen.resources, tiers))
 
 

@@ -355,6 +355,12 @@ class KVManager:
         hashes, first = self._prefix_of(req), self.lookup(req).num_tokens // self.block_size
         return self._promotions.keys_of(hashes, first, self._prefix_index.snapshots)
 
+    def cached_blocks(self, req: KVRequest) -> tuple[list[bytes], list[int]]:
+        """The keys and blocks of all that the pool has of a request's prefix, as far as this was
+        searched before."""
+        chain = [] if (allocation := self._found(req)) is None else allocation.chain
+        return self._promotions.cached(chain, self._prefix_index.snapshots)
+
     def wanted(self, req: KVRequest, outside: Container[bytes], upto: int | None = None) -> Wanted:
         """What to load for a request, given the keys of the blocks of which there are copies.
         ``upto``: the most tokens that its prefix hit may have after that."""

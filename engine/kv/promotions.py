@@ -96,10 +96,21 @@ class Promotions:
         """All keys outside the pool that a request with these block hashes could use, if its prefix
         hit has ``first`` blocks."""
         find = self._pool.cache.find
-        keys = [key for g in range(len(self._groups)) for key in group_keys(hashes[first:], g)]
+        return [key for key in self._all_keys(hashes[first:], snapshots) if find(key) is None]
+
+    def cached(
+        self, hashes: Sequence[bytes], snapshots: Snapshots | None
+    ) -> tuple[list[bytes], list[int]]:
+        """The keys and blocks of all that the pool has of these block hashes."""
+        keys = self._all_keys(hashes, snapshots)
+        found = [(key, block) for key in keys if (block := self._pool.cache.find(key)) is not None]
+        return [key for key, _ in found], [block for _, block in found]
+
+    def _all_keys(self, hashes: Sequence[bytes], snapshots: Snapshots | None) -> list[bytes]:
+        keys = [key for g in range(len(self._groups)) for key in group_keys(hashes, g)]
         if snapshots is not None:
-            keys += [key for each in hashes[first:] for key in snapshots.keys_of(each)]
-        return [key for key in keys if find(key) is None]
+            keys += [key for each in hashes for key in snapshots.keys_of(each)]
+        return keys
 
     def wanted(
         self,

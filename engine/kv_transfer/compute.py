@@ -3,7 +3,8 @@
     before a step ──> blocks to store are copied to rows of bytes, which the thread of a store keeps
     loads ──> a thread reads rows from the store and copies them into blocks, while steps go on
 
-Each store has a thread, so that a slow one holds up no other. Loads come before blocks to store."""
+Each store has a thread, so that a slow one holds up no other; some have further ones for loads.
+Loads come before blocks to store."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -62,6 +64,7 @@ class TierCopies(Feature):
         self._blocks: PoolBlocks
         self._activity = Activity()
         self._threads: list[StoreThread] = []
+        self._helpers: list[list[StoreThread]] = []  # of each store, which only load
         self._planned: list[LoadOrder] = []
         self._reports: deque[Loaded] = deque()
         self._progress: dict[int, Progress] = {}  # by number of the load
@@ -94,19 +97,26 @@ class TierCopies(Feature):
         for feature in self._machine.features:
             pieces += feature.block_memory(num_blocks)
         self._blocks = PoolBlocks(pieces, self._machine.platform)
-        namespace = namespace_of(config, facts, drafting)
+        by_content = self.planned.is_between_hosts
+        namespace = namespace_of(config, facts, drafting, by_content=by_content)
         block_bytes = self._blocks.num_bytes
         loading = Loading(block_bytes, self._blocks.rows, self._fill, self._end)
-        self._threads = [
-            StoreThread(
-                opened.store,
-                loading,
-                reads=opened.reads,
-                writes=opened.writes,
-                activity=self._activity if opened.paces_writes else None,
+        for opened in self.planned.open(namespace, block_bytes):
+            self._threads.append(
+                StoreThread(
+                    opened.store,
+                    loading,
+                    reads=opened.reads,
+                    writes=opened.writes,
+                    activity=self._activity if opened.paces_writes else None,
+                )
             )
-            for opened in self.planned.open(namespace, block_bytes)
-        ]
+            self._helpers.append(
+                [
+                    StoreThread(opened.store, loading, writes=False)
+                    for _ in range(opened.num_threads - 1)
+                ]
+            )
         logger.info(
             "copies of KV blocks (%.2f MiB each) are kept in: %s",
             block_bytes / (1 << 20),
@@ -136,7 +146,7 @@ class TierCopies(Feature):
     def take_reports(self) -> list[Loaded]:
         """The loads that have ended since the last call. Called before each step."""
         self._activity.in_step = True
-        for thread in self._threads:
+        for thread in self._all_threads():
             thread.check()
         reports = []
         while self._reports:
@@ -149,6 +159,10 @@ class TierCopies(Feature):
         for thread in self._threads:
             for name, count in thread.counters().items():
                 key = f"{thread.name}.{name}"
+                counted[key] = counted.get(key, 0) + count
+        for helper in chain.from_iterable(self._helpers):
+            for name, count in helper.counts.items():
+                key = f"{helper.name}.{name}"
                 counted[key] = counted.get(key, 0) + count
         return counted
 
@@ -180,7 +194,7 @@ class TierCopies(Feature):
             self._load(order)
 
     def shutdown(self) -> None:
-        threads, self._threads = self._threads, []
+        threads, self._threads, self._helpers = self._all_threads(), [], []
         for thread in threads:
             thread.begin_close()
         until = time.monotonic() + CLOSE_SECONDS
@@ -188,6 +202,17 @@ class TierCopies(Feature):
             thread.end_close(max(0.0, until - time.monotonic()))
 
     # -- helpers
+
+    def _all_threads(self) -> list[StoreThread]:
+        return [*self._threads, *chain.from_iterable(self._helpers)]
+
+    def _loader(self, store: int) -> StoreThread:
+        """The thread of a store that begins a load soonest."""
+        thread = self._threads[store]
+        if not thread.is_used:
+            return thread
+        free = [each for each in (thread, *self._helpers[store]) if each.is_used]
+        return min(free, key=lambda each: each.num_loads)
 
     def _store(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks that a store lacks, and let it keep them."""
@@ -212,7 +237,7 @@ class TierCopies(Feature):
         with self._lock:
             self._progress[order.number] = Progress(len(by_store), is_good, after)
         for store, places in by_store.items():
-            self._threads[store].add_load(Load(order, places))
+            self._loader(store).add_load(Load(order, places))
 
     def _fill(self, order: LoadOrder, places: list[int], rows: Rows) -> None:
         """Copy rows into the blocks at these places of an order. Runs in the thread of a store."""

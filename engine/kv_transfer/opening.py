@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from dataclasses import replace as with_values
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+
+import xxhash
 
 from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig, ResolvedConfig
@@ -17,6 +20,9 @@ from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from engine.kv_transfer.disk import open_disk_store
 from engine.kv_transfer.host import open_core_store
+from engine.kv_transfer.peers.connector import NUM_THREADS, PeerConnector
+from engine.kv_transfer.peers.options import DEFAULT_GIB, PEERS, ROLES, peer_options
+from engine.kv_transfer.remote import RemotePrefill
 from engine.kv_transfer.stores import BlockStore, StoreIdentity
 from engine.kv_transfer.tiers import FailurePolicy
 from engine.sched.plugins.find import find_named
@@ -26,6 +32,7 @@ GIB = 1 << 30
 NAMESPACE_VERSION = 1
 SAMPLED_PLACES = 256  # of a file of weights
 SAMPLED_BYTES = 4096
+READ_BYTES = 1 << 20  # of files that are read whole
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 WITHOUT_EFFECT = (  # options of the model on which the content of blocks does not depend
     *("model", "tokenizer", "hf_token", "download_dir", "generation_config", "seed", "revision"),
@@ -36,8 +43,8 @@ OF_TEXT = (  # beginnings of the names of files on which it does not depend
     "chat_template",
 )
 HOST_SPEED, DISK_SPEED, OTHER_SPEED = 4e9, 1e9, 5e8  # bytes/s that are expected at first
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
 KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")
+PEER_KEYS = (*KEYS, "kv_ip", "kv_port", "engine_id")
 
 
 class PlannedStore(NamedTuple):
@@ -48,16 +55,19 @@ class PlannedStore(NamedTuple):
     open: Callable[[StoreIdentity], BlockStore]
     role: str = "kv_both"
     paces_writes: bool = False
+    num_threads: int = 1
 
 
 class OpenStore(NamedTuple):
     """A store. ``reads``: blocks are loaded from it; ``writes``: blocks are stored there;
-    ``paces_writes``: writing takes so much processor time that steps would take longer."""
+    ``paces_writes``: writing takes so much processor time that steps would take longer;
+    ``num_threads``: loads from it at the same time."""
 
     store: BlockStore
     reads: bool = True
     writes: bool = True
     paces_writes: bool = False
+    num_threads: int = 1
 
 
 class PlannedStores:
@@ -65,14 +75,27 @@ class PlannedStores:
 
     def __init__(self, config: EngineConfig) -> None:
         cache, plans = config.cache, []
+        options = cache.kv_transfer_config
+        self._peers = _peer_connector(options or {}, config)
+        if self._peers is not None and self._peers.options.sends:
+            size = cache.kv_offloading_size or DEFAULT_GIB
+            config = with_values(config, cache=with_values(cache, kv_offloading_size=size))
+            cache = config.cache
         if cache.kv_offloading_size is not None:
-            plans.append(PlannedStore("host", HOST_SPEED, partial(open_core_store, config)))
+            plans.append(PlannedStore("host", HOST_SPEED, partial(self._open_host, config)))
         if cache.kv_offload_dir is not None:
             open_disk = partial(_open_disk, str(cache.kv_offload_dir), cache.kv_offload_dir_gib)
             plans.append(PlannedStore("disk", DISK_SPEED, open_disk, paces_writes=True))
-        options = cache.kv_transfer_config
         self.failure_policy = _failure_policy(options or {})
-        if options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
+        if self._peers is not None:
+            if self._peers.options.receives:
+                open_peers = self._peers.open
+                plans.append(
+                    PlannedStore(
+                        PEERS, OTHER_SPEED, open_peers, "kv_consumer", num_threads=NUM_THREADS
+                    )
+                )
+        elif options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
             plans.append(_connector(options))
         self._plans = plans
         size = cache.kv_offloading_size or 0.0
@@ -80,6 +103,17 @@ class PlannedStores:
         """This core's share of the host's memory that stores take."""
         self.is_shared = config.num_ranks > 1
         """True if other cores may use what this one stores in the host's memory."""
+
+    @property
+    def is_between_hosts(self) -> bool:
+        """True if hosts with copies of the same files use each other's blocks."""
+        return self._peers is not None
+
+    @property
+    def remote(self) -> RemotePrefill | None:
+        """For prompts that other engines compute, or that are computed for them."""
+        peers = self._peers
+        return None if peers is None else RemotePrefill(peers.options, peers.announce)
 
     @property
     def speeds(self) -> list[float]:
@@ -94,22 +128,39 @@ class PlannedStores:
             for plan in self._plans:
                 reads, writes = plan.role != "kv_producer", plan.role != "kv_consumer"
                 store = plan.open(identity)
-                opened.append(OpenStore(store, reads, writes, plan.paces_writes))
+                opened.append(OpenStore(store, reads, writes, plan.paces_writes, plan.num_threads))
         except BaseException:
             for each in opened:
                 each.store.close()
             raise
         return opened
 
+    def _open_host(self, config: EngineConfig, identity: StoreIdentity) -> BlockStore:
+        store = open_core_store(config, identity)
+        if self._peers is None:
+            return store
+        try:
+            return self._peers.serve(store, identity)
+        except BaseException:
+            store.close()
+            raise
 
-def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfig | None) -> str:
+
+def namespace_of(
+    config: ResolvedConfig,
+    facts: ModelFacts,
+    drafting: ModelConfig | None,
+    *,
+    by_content: bool = False,
+) -> str:
     """Hex digest of all that the content of KV blocks depends on, apart from their tokens: model
     and weights, types, block size and layout, draft model. Engines with equal digests may use each
-    other's blocks."""
+    other's blocks. by_content: copies of the same files have the same digest; they are all read."""
     models = [config.model] if drafting is None else [config.model, drafting]
+    longest = config.scheduler.max_model_len
     about = {
         "version": [NAMESPACE_VERSION, version("metronome-engine")],
-        "models": [_model(model, config.scheduler.max_model_len) for model in models],
+        "models": [_model(model, longest, by_content=by_content) for model in models],
         "cache": {
             "dtype": config.cache.kv_cache_dtype,
             "states": config.cache.mamba_ssm_cache_dtype,
@@ -126,13 +177,13 @@ def namespace_of(config: ResolvedConfig, facts: ModelFacts, drafting: ModelConfi
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _model(model: ModelConfig, max_model_len: int) -> dict[str, Any]:
+def _model(model: ModelConfig, max_model_len: int, *, by_content: bool) -> dict[str, Any]:
     options = {name: value for name, value in asdict(model).items() if name not in WITHOUT_EFFECT}
     if model.load_format == "dummy":
         options["seed"] = model.seed
-    path = Path(model.model)
+    path, digest_of = Path(model.model), content_digest if by_content else weights_digest
     longest = max_model_len if _depends_on_length(path) else None
-    return {**options, "files": weights_digest(path), "longest": longest}
+    return {**options, "files": digest_of(path), "longest": longest}
 
 
 def _depends_on_length(path: Path) -> bool:
@@ -147,13 +198,10 @@ def weights_digest(path: Path) -> str:
     """Digest of a model's configuration and code, and of samples of its weights, with the sizes and
     times of their files: a change of weights changes it, and copying them may."""
     digest = hashlib.sha256()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
-        if not file.is_file() or file.name.startswith(OF_TEXT):
-            continue
+    for file in _files(path):
         if file.suffix in (".json", ".py"):
             digest.update(f"{file.name} {file.stat().st_size}".encode() + file.read_bytes())
-        elif file.suffix in WEIGHTS or file == path:
+        else:
             about = file.stat()
             digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}".encode())
             with file.open("rb") as stream:
@@ -163,27 +211,46 @@ def weights_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def content_digest(path: Path) -> str:
+    """Digest of a model's configuration, code and weights. It reads all of their bytes."""
+    digest = hashlib.sha256()
+    for file in _files(path):
+        content, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
+        with file.open("rb", buffering=0) as stream:
+            while num := stream.readinto(buffer):
+                content.update(memoryview(buffer)[:num])
+        digest.update(f"{file.name} {content.hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a model on which the content of KV blocks may depend."""
+    if not path.is_dir():
+        return [path]
+    kinds = (".json", ".py", *WEIGHTS)
+    return [
+        file
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.suffix in kinds and not file.name.startswith(OF_TEXT)
+    ]
+
+
 def _open_disk(directory: str, gib: float, identity: StoreIdentity) -> BlockStore:
     return open_disk_store(directory, int(gib * GIB), identity)
 
 
+def _peer_connector(options: Mapping[str, Any], config: EngineConfig) -> PeerConnector | None:
+    """The connector between engines, if the options name it. Raises ``ConfigError``."""
+    if options.get("kv_connector") != PEERS:
+        return None
+    _check_options(options, PEER_KEYS)
+    return PeerConnector(
+        peer_options(options, config.rank, config.num_ranks), config.core.core_secret
+    )
+
+
 def _connector(options: Mapping[str, Any]) -> PlannedStore:
-    unknown = [name for name in options if name not in KEYS]
-    if unknown:
-        raise ConfigError(
-            f"kv_transfer_config has {', '.join(map(repr, unknown))}, which is not known; it takes "
-            f"{', '.join(KEYS)}"
-        )
-    role, extra = options.get("kv_role", "kv_both"), options.get("kv_connector_extra_config") or {}
-    if role not in ROLES:
-        raise ConfigError(
-            f"kv_transfer_config: kv_role is {role!r:.80}, must be one of {', '.join(ROLES)}"
-        )
-    if not isinstance(extra, dict):
-        raise ConfigError(
-            f"kv_transfer_config: kv_connector_extra_config is {extra!r:.80}, must be a dict of "
-            "options of the connector"
-        )
+    role, extra = _check_options(options, KEYS)
     if (name := options.get("kv_connector")) is None:
         raise ConfigError(
             "kv_transfer_config lacks kv_connector: give the name or the dotted path of a "
@@ -211,6 +278,28 @@ def _connector(options: Mapping[str, Any]) -> PlannedStore:
         return opened
 
     return PlannedStore(str(name), OTHER_SPEED, open_connector, role)
+
+
+def _check_options(options: Mapping[str, Any], known: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Check the names of options and their values that all connectors have. Returns ``kv_role``
+    and ``kv_connector_extra_config``. Raises ``ConfigError``."""
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"kv_transfer_config has {', '.join(map(repr, unknown))}, which is not known; it takes "
+            f"{', '.join(known)}"
+        )
+    role, extra = options.get("kv_role", "kv_both"), options.get("kv_connector_extra_config") or {}
+    if role not in ROLES:
+        raise ConfigError(
+            f"kv_transfer_config: kv_role is {role!r:.80}, must be one of {', '.join(ROLES)}"
+        )
+    if not isinstance(extra, dict):
+        raise ConfigError(
+            f"kv_transfer_config: kv_connector_extra_config is {extra!r:.80}, must be a dict of "
+            "options of the connector"
+        )
+    return role, extra
 
 
 def _failure_policy(options: Mapping[str, Any]) -> FailurePolicy:

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from engine.kv_transfer.awaited import AWAIT_BLOCKS, objection
-
-FOREIGN = ("do_remote_", "remote_", "transfer_id", "tp_size")
-"""How names begin that routers of other engines send to all engines; they change nothing here."""
+from engine.kv_transfer.remote import FOREIGN, RemoteParams, read_remote
 
 
 class TierParams(NamedTuple):
     """What a request allows. ``max_load_tokens``: the most tokens whose KV is loaded for it,
-    ``None`` for no limit. ``store``: whether blocks that it computes are stored."""
+    ``None`` for no limit. ``store``: whether blocks that it computes are stored. ``remote``: which
+    other engine has part in it."""
 
     max_load_tokens: int | None = None
     store: bool = True
+    remote: RemoteParams = RemoteParams()
 
 
-KNOWN = (*TierParams._fields, AWAIT_BLOCKS)
+KNOWN = ("max_load_tokens", "store", AWAIT_BLOCKS)
 
 
 def read_params(given: Mapping[str, Any]) -> TierParams:
@@ -30,8 +30,7 @@ def read_params(given: Mapping[str, Any]) -> TierParams:
                 f"kv_transfer_params has {name!r:.80}, which is not known; it takes "
                 f"{', '.join(KNOWN)}"
             )
-    params = TierParams(given.get("max_load_tokens"), given.get("store", True))
-    most, store = params
+    most, store = given.get("max_load_tokens"), given.get("store", True)
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise ValueError(
             f"max_load_tokens in kv_transfer_params is {most!r:.80}, must be a whole number from 0 "
@@ -41,4 +40,4 @@ def read_params(given: Mapping[str, Any]) -> TierParams:
         raise ValueError(f"store in kv_transfer_params is {store!r:.80}, must be True or False")
     if wrong := objection(dict(given)):
         raise ValueError(wrong)
-    return params
+    return TierParams(most, store, read_remote(given))

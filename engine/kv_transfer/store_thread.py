@@ -124,6 +124,11 @@ class StoreThread:
         """False after several faults, and while a call takes too long."""
         return not (self._is_left_out or self._is_late)
 
+    @property
+    def num_loads(self) -> int:
+        """Loads that have not ended."""
+        return len(self._loads) + isinstance(self._now, Load)
+
     # -- called by the thread of the steps
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
 from engine.kv_transfer.awaited import Awaited
 from engine.kv_transfer.params import TierParams, read_params
+from engine.kv_transfer.remote import RemotePrefill
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
@@ -109,12 +111,15 @@ class Tiers(Resource):
         *,
         speeds: Sequence[float],
         failure_policy: FailurePolicy = "recompute",
+        remote: RemotePrefill | None = None,
     ) -> None:
         """outside: the stores; ``None`` in a replay, which loads what was recorded. block_bytes: of
         a block in all ranks. speeds: bytes per second that each store is expected to supply, until
         it was measured. failure_policy: after a load that fails or takes too long, a request
-        computes its tokens, or (``"fail"``) ends in error."""
+        computes its tokens, or (``"fail"``) ends in error. remote: for prompts that other engines
+        compute, or that are computed for them."""
         self._outside = outside
+        self._remote = remote
         self._block_bytes = block_bytes
         self._fails = failure_policy == "fail"
         first = 64 * block_bytes
@@ -191,10 +196,10 @@ class Tiers(Resource):
 
     def objection(self, add: AddRequest) -> str | None:
         try:
-            read_params(add.kv_transfer_params or {})
+            params = read_params(add.kv_transfer_params or {})
         except ValueError as error:
             return str(error)
-        return None
+        return None if self._remote is None else self._remote.objection(params.remote)
 
     def added(self, req: Request) -> None:
         self._awaited.add(req, self._scheduler.view.now)
@@ -224,6 +229,9 @@ class Tiers(Resource):
         self._end_lookups(step)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if self._remote is not None and (params := self._params.get(req.arrival)) is not None:
+            keys = partial(self._kv.outside_keys, req)
+            self._remote.expect(req.arrival, req.add.adapter, params.remote, keys)
         if req in self._awaited:
             return Fit(0, "kv lookup")
         if not req.is_waiting or self._kv.held(req):
@@ -266,6 +274,8 @@ class Tiers(Resource):
 
     def seated(self, req: Request, step: Step) -> None:
         self._let_go(req.arrival)
+        if self._is_sent(req):  # stores may have dropped what the pool still has
+            self.published(*self._kv.cached_blocks(req))
 
     def transferred(self, report: Loaded) -> None:
         load = self._loads.pop(report.number, None)
@@ -301,6 +311,8 @@ class Tiers(Resource):
         self._found.pop(req.arrival, None)
         self._let_go(req.arrival)
         if req.is_finished:
+            if self._remote is not None:
+                self._end_remote(self._remote, req)
             self._awaited.end(req)
             self._failed.pop(req.arrival, None)
             self._params.pop(req.arrival, None)
@@ -324,6 +336,18 @@ class Tiers(Resource):
         return dict(self._counts) | dict(of_stores)
 
     # -- helpers
+
+    def _is_sent(self, req: Request) -> bool:
+        """True if another engine will continue the request."""
+        params = self._params.get(req.arrival)
+        return self._remote is not None and params is not None and params.remote.sends
+
+    def _end_remote(self, remote: RemotePrefill, req: Request) -> None:
+        """Note the end of a request, and tell its client where its blocks are."""
+        remote.end(req.arrival)
+        if self._is_sent(req) and len(req.tokens) > req.num_prompt:
+            num_blocks = req.num_prompt // self._kv.block_size
+            req.history.kv_transfer_params = remote.answer(req.request_id, num_blocks)
 
     def _order_stores(self) -> None:
         """Order to store the blocks whose content is known to be right."""

@@ -25,13 +25,13 @@ from msgspec.structs import replace
 from engine.config.core import CoreConfig
 from engine.config.engine import EngineConfig
 from engine.errors import ConfigError, RequestError
+from engine.kv_transfer.peers.options import DEFAULT_GIB, sends_blocks
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, pick_rows
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
 from engine.rpc.zmq_client import EngineCoreClient, Part
 
-DEFAULT_GIB = 1.0  # of KV blocks that the cores share
 AWAIT_SECONDS = 3600.0  # longer than a prompt takes; what ends the wait is below
 GRACE_SECONDS = 1.0  # after the prompt was computed, its blocks come within this time
 PREFIX = "prefill apart."  # of counters
@@ -52,9 +52,11 @@ def roles_of(core: CoreConfig) -> Roles | None:
 
 
 def with_shared_blocks(config: EngineConfig) -> EngineConfig:
-    """The configuration with memory for KV blocks that prefill and decode cores share."""
+    """The configuration with memory for KV blocks that prefill and decode cores share, or that
+    cores serve to other engines."""
     cache = config.cache
-    if not config.core.prefill_cores or cache.kv_offloading_size is not None:
+    is_needed = config.core.prefill_cores or sends_blocks(cache.kv_transfer_config)
+    if not is_needed or cache.kv_offloading_size is not None:
         return config
     return with_values(config, cache=with_values(cache, kv_offloading_size=DEFAULT_GIB))
 

@@ -147,6 +147,11 @@ class OpenAIAnswer(HttpAnswer):
             extra["usage"] = self._counted.usage
         return msgspec.json.encode({**self._head, "choices": choices, **extra})
 
+    def _note_transfer(self, output: RequestOutput) -> None:
+        """Return the parameters for the engine that continues a request with its KV, if any."""
+        if output.kv_transfer_params is not None:
+            self.extra["kv_transfer_params"] = output.kv_transfer_params
+
     def _frame(self, choice: bytes) -> Frame | None:
         """Split the JSON of a streamed choice at its placeholder ``TEXT``, to reuse the bytes for
         all chunks. ``None`` if chunks differ in more than their text."""

@@ -102,6 +102,7 @@ class Chat(OpenAIAnswer):
     def _count(self, piece: AnswerPiece) -> None:
         self._counted.add(0, piece.output, [piece.completion])
         self._counted.thinking = self._generation.num_thinking_tokens
+        self._note_transfer(piece.output)
         if self._has_begun:
             return
         self._has_begun = True

@@ -116,6 +116,7 @@ class Completion(OpenAIAnswer):
 
     def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
         self._first.setdefault(place, output)
+        self._note_transfer(output)
         if self._is_echo_alone:
             for completion in output.outputs:
                 _forget_text(completion)

@@ -1,0 +1,92 @@
+"""The connector ``peers``: serves the blocks of this host's memory, and reads those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.ipc.address import tcp_address
+from engine.kv_transfer.peers.messages import Pace
+from engine.kv_transfer.peers.options import PeerOptions, check_secret
+from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
+from engine.kv_transfer.peers.server import BlockServer
+from engine.kv_transfer.peers.transports import Transport
+from engine.kv_transfer.stores import BlockStore, Rows, StoreIdentity
+
+LIMITS = PeerLimits(pace=Pace(grace_seconds=1.0), join_seconds=1.0)
+"""With ``WAIT_SECONDS``, a read of the blocks that are copied at once ends before nothing waits for
+it any longer (``engine.kv_transfer.store_thread``)."""
+WAIT_SECONDS = 1.0  # for blocks that the other engine has computed and not yet stored
+NUM_THREADS = 4  # loads at the same time, so that a slow engine does not hold up all others
+
+
+class PeerConnector:
+    """What this core has of the connector, opened once. Raises ``ConfigError``."""
+
+    def __init__(self, options: PeerOptions, secret: str | None) -> None:
+        self.options = options
+        self._secret = check_secret(secret)
+        self._store: PeerStore | None = None
+        self._transport: Transport | None = None
+
+    def serve(self, store: BlockStore, identity: StoreIdentity) -> ServedStore:
+        """Serve the blocks of a store until it is closed. Raises ``ConfigError``."""
+        address = tcp_address(self.options.address, self._secret)
+        server = BlockServer(store, identity, address, transport=self._open_transport())
+        return ServedStore(store, server)
+
+    def open(self, identity: StoreIdentity) -> PeerStore:
+        """The store of blocks that other engines have. Raises ``ConfigError``."""
+        self._store = PeerStore(
+            identity, secret=self._secret, transport=self._open_transport(), limits=LIMITS
+        )
+        return self._store
+
+    def announce(self, address: str, keys: Sequence[bytes]) -> None:
+        """Expect these blocks at an address."""
+        if self._store is not None and keys:
+            self._store.announce(address, keys, WAIT_SECONDS)
+
+    def _open_transport(self) -> Transport | None:
+        options = self.options
+        if options.transport == "mooncake" and self._transport is None:
+            from engine.kv_transfer.peers.mooncake import MooncakeTransport
+
+            self._transport = MooncakeTransport(
+                options.host, protocol=options.protocol, device=options.device
+            )
+        return self._transport
+
+
+class ServedStore:
+    """A ``BlockStore`` whose blocks other engines read."""
+
+    def __init__(self, store: BlockStore, server: BlockServer) -> None:
+        self.name = store.name
+        self._store = store
+        self._server = server
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._store.contains(keys)
+
+    def read(self, keys: Sequence[bytes], rows: Rows) -> list[bool]:
+        return self._store.read(keys, rows)
+
+    def write(self, keys: Sequence[bytes], rows: Rows) -> list[bool]:
+        written = self._store.write(keys, rows)
+        self._server.wake()  # consumers may wait for them
+        return written
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._store.forget(keys)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def counts(self) -> Mapping[str, int]:
+        """Those of the store, and those of the server as ``served.counter``."""
+        served = {f"served.{name}": count for name, count in self._server.counts().items()}
+        return {**self._store.counts(), **served}
+
+    def close(self) -> None:
+        self._server.close()
+        self._store.close()
