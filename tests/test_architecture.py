@@ -89,7 +89,7 @@ FEATURES = tuple(
 COMPUTES = (
     *("compute", "device_slots", "dora", "files", "placing", "products", "reading"),
     *("attention", "encoding", "tower"),
-    *("link", "peer_store", "server", "pool_blocks"),
+    *("link", "peer_store", "server", "pool_blocks", "connector", "opening"),
 )
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
 REAL = ("policylab.sim.real",)

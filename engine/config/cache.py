@@ -17,6 +17,8 @@ MAX_EVENTS_STEPS = 10**9
 MAX_BLOCKS = 2**24  # their free list alone takes half a GiB
 TIERS = ("kv_offloading_size", "kv_offload_dir", "kv_transfer_config")  # options of KV stores
 LEAST_GIB, MOST_GIB = 0.001, 2.0**20  # of KV blocks outside the pool
+DEFAULT_GIB = 1.0  # of KV blocks that cores share or serve, if kv_offloading_size does not say
+PEERS = "peers"  # value of kv_connector: engines serve their blocks to each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +68,12 @@ class CacheConfig:
     kv_transfer_config: dict[str, Any] | None = field(
         default=None, metadata={EXAMPLE: {"kv_connector": "pkg.Store"}}
     )
-    """A further place for copies of KV blocks. kv_connector: an installed BlockStore's name, a
-    class or its dotted path, or a function that makes one; kv_connector_extra_config: its options;
-    kv_role: kv_both, kv_producer (it is only written) or kv_consumer (only read);
-    kv_load_failure_policy: after a load that fails, requests compute their tokens (recompute, the
-    default) or end with code kv_transfer_failed (fail)."""
+    """A further place for copies of KV blocks. kv_connector: peers (other engines, at the TCP
+    address kv_ip and kv_port), an installed BlockStore's name, a class or its dotted path, or a
+    function that makes one; kv_connector_extra_config: its options; kv_role: kv_both, kv_producer
+    (it is only written) or kv_consumer (only read); kv_load_failure_policy: after a load that
+    fails, requests compute their tokens (recompute, the default) or end with code
+    kv_transfer_failed (fail)."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
@@ -113,6 +116,12 @@ class CacheConfig:
     def has_tiers(self) -> bool:
         """True if copies of KV blocks are kept outside the pool."""
         return any(getattr(self, name) is not None for name in TIERS)
+
+    @property
+    def serves_blocks(self) -> bool:
+        """True if engines on other hosts may read this one's KV blocks."""
+        options = self.kv_transfer_config or {}
+        return options.get("kv_connector") == PEERS and options.get("kv_role") != "kv_consumer"
 
     def _check_tiers(self) -> None:
         check_range(self, LEAST_GIB, MOST_GIB, "kv_offloading_size", "kv_offload_dir_gib")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from engine.config.cache import DEFAULT_GIB, PEERS
 from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.model import ModelConfig
@@ -21,7 +22,7 @@ from engine.errors import ConfigError
 from engine.kv_transfer.disk import open_disk_store
 from engine.kv_transfer.host import open_core_store
 from engine.kv_transfer.peers.connector import NUM_THREADS, PeerConnector
-from engine.kv_transfer.peers.options import DEFAULT_GIB, PEERS, ROLES, peer_options
+from engine.kv_transfer.peers.options import ROLES, peer_options
 from engine.kv_transfer.remote import RemotePrefill
 from engine.kv_transfer.stores import BlockStore, StoreIdentity
 from engine.kv_transfer.tiers import FailurePolicy

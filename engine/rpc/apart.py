@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from engine.config.cache import DEFAULT_GIB
 from engine.config.core import CoreConfig
 from engine.config.engine import EngineConfig
 from engine.errors import ConfigError, RequestError
-from engine.kv_transfer.peers.options import DEFAULT_GIB, sends_blocks
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, pick_rows
 from engine.messages.stats import SchedulerStats
@@ -55,7 +55,7 @@ def with_shared_blocks(config: EngineConfig) -> EngineConfig:
     """The configuration with memory for KV blocks that prefill and decode cores share, or that
     cores serve to other engines."""
     cache = config.cache
-    is_needed = config.core.prefill_cores or sends_blocks(cache.kv_transfer_config)
+    is_needed = config.core.prefill_cores or cache.serves_blocks
     if not is_needed or cache.kv_offloading_size is not None:
         return config
     return with_values(config, cache=with_values(cache, kv_offloading_size=DEFAULT_GIB))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from support.kv_stores import slow_profile
 from support.remote_prefill import SECRET, counters, decode, is_idle, peers, prefill
 from support.served import free_port
 
-from engine import LLMEngine, SamplingParams
+from engine import SamplingParams
 
 NUM_NEW, BLOCK = 8, 8
 PROMPTS = [[(n * k) % 281 + 3 for k in range(90 + 3 * n)] for n in (7, 11, 13)]

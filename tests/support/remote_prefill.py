@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from support.patience import WAIT_SECONDS
-
 from engine import LLMEngine, RequestOutput, SamplingParams
+from support.patience import WAIT_SECONDS
 
 SECRET = "a secret that these engines share"
 TO_PRODUCER = {

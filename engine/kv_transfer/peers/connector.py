@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.ipc.address import tcp_address
 from engine.kv_transfer.peers.messages import Pace
+from engine.kv_transfer.peers.mooncake import MooncakeTransport
 from engine.kv_transfer.peers.options import PeerOptions, check_secret
 from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
 from engine.kv_transfer.peers.server import BlockServer
@@ -26,17 +27,21 @@ class PeerConnector:
         self.options = options
         self._secret = check_secret(secret)
         self._store: PeerStore | None = None
-        self._transport: Transport | None = None
 
     def serve(self, store: BlockStore, identity: StoreIdentity) -> ServedStore:
         """Serve the blocks of a store until it is closed. Raises ``ConfigError``."""
         address = tcp_address(self.options.address, self._secret)
-        server = BlockServer(store, identity, address, transport=self._open_transport())
-        return ServedStore(store, server)
+        transport = self._open_transport()
+        try:
+            server = BlockServer(store, identity, address, transport=transport)
+        except BaseException:
+            _close(transport)
+            raise
+        return ServedStore(store, server, transport)
 
-    def open(self, identity: StoreIdentity) -> PeerStore:
+    def open(self, identity: StoreIdentity) -> ConnectedStore:
         """The store of blocks that other engines have. Raises ``ConfigError``."""
-        self._store = PeerStore(
+        self._store = ConnectedStore(
             identity, secret=self._secret, transport=self._open_transport(), limits=LIMITS
         )
         return self._store
@@ -48,22 +53,27 @@ class PeerConnector:
 
     def _open_transport(self) -> Transport | None:
         options = self.options
-        if options.transport == "mooncake" and self._transport is None:
-            from engine.kv_transfer.peers.mooncake import MooncakeTransport
+        if options.transport != "mooncake":
+            return None
+        return MooncakeTransport(options.host, protocol=options.protocol, device=options.device)
 
-            self._transport = MooncakeTransport(
-                options.host, protocol=options.protocol, device=options.device
-            )
-        return self._transport
+
+class ConnectedStore(PeerStore):
+    """A ``PeerStore`` that closes its transport."""
+
+    def close(self) -> None:
+        super().close()
+        _close(self._offer.transport)
 
 
 class ServedStore:
     """A ``BlockStore`` whose blocks other engines read."""
 
-    def __init__(self, store: BlockStore, server: BlockServer) -> None:
+    def __init__(self, store: BlockStore, server: BlockServer, transport: Transport | None) -> None:
         self.name = store.name
         self._store = store
         self._server = server
+        self._transport = transport
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._store.contains(keys)
@@ -89,4 +99,10 @@ class ServedStore:
 
     def close(self) -> None:
         self._server.close()
+        _close(self._transport)
         self._store.close()
+
+
+def _close(transport: Transport | None) -> None:
+    if transport is not None:
+        transport.close()

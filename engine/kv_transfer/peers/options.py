@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any, NamedTuple
 
+from engine.config.cache import PEERS
 from engine.errors import ConfigError
 from engine.ipc.address import MIN_SECRET_CHARS, TCP
 
-PEERS = "peers"  # value of kv_connector
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-DEFAULT_GIB = 1.0  # of memory for blocks that this engine serves
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 14579
 MOST_PORT = 65534
 EXTRA = ("allowed", "transport", "protocol", "device")
@@ -67,13 +66,6 @@ class PeerOptions(NamedTuple):
 def address_of(host: str, port: int) -> str:
     """The address of a server of blocks."""
     return f"{TCP}{host}:{port}"
-
-
-def sends_blocks(options: Mapping[str, Any] | None) -> bool:
-    """True if ``kv_transfer_config`` makes this engine serve its blocks to others."""
-    if options is None or options.get("kv_connector") != PEERS:
-        return False
-    return options.get("kv_role") != "kv_consumer"
 
 
 def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerOptions:
