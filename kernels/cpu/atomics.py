@@ -20,6 +20,7 @@ if platform.machine() == "aarch64":
 _CALLS = {"x86_64": (202, 24), "aarch64": (98, 124)}
 FUTEX, YIELD = _CALLS.get(platform.machine(), (0, 0))
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # the private variants, for threads of one process
+SHARED_WAIT, SHARED_WAKE = 0, 1  # for processes that share memory
 IS_SUPPORTED = sys.platform == "linux" and FUTEX != 0
 
 
@@ -89,6 +90,21 @@ def system_call(typing_context, function, number, first, second, third):
         return builder.call(target, [*args[1:], _I64(0)])
 
     return types.int64(*[types.int64] * 5), build
+
+
+@intrinsic
+def timed_wait(typing_context, function, address, seen, timeout):
+    """Sleep until another process wakes those that wait at ``address``, unless the 32-bit word
+    there differs from ``seen``. timeout: address of a ``timespec``. function: libc's ``syscall``.
+    """
+
+    def build(context, builder, signature, args):
+        kind = ir.FunctionType(_I64, [_I64] * 5)
+        target = builder.inttoptr(args[0], kind.as_pointer())
+        call = [_I64(FUTEX), args[1], _I64(SHARED_WAIT), args[2], args[3]]
+        return builder.call(target, call)
+
+    return types.int64(*[types.int64] * 4), build
 
 
 @intrinsic

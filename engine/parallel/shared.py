@@ -1,0 +1,123 @@
+"""``Collectives`` of processes of one machine, in memory that they share.
+
+The memory has no name: it is a sealed file of the process that makes the group, and is freed when
+the last rank ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.errors import RankError
+from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
+from kernels.cpu.collectives import DIFFERENT, LATE, WAIT_SECONDS, SharedRanks, shared_bytes
+
+NAME = "metronome-ranks"
+
+
+class SharedMemory:
+    """The memory of a group of ``size`` ranks. ``handle``: with which ranks open it.
+
+    Raises ``OSError`` if there is no anonymous memory that other processes can open."""
+
+    def __init__(self, size: int) -> None:
+        self._fd: int | None = create(NAME, shared_bytes(size))
+        try:
+            self.handle = seal(self._fd, can_be_written=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. Ranks that have opened the memory keep it. May be repeated."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class SharedCollectives:
+    """One rank's operations.
+
+    num_threads: computing threads of all ranks of this machine; if they are more than the
+    processors, ranks do not spin while they wait. wait_seconds: how long a rank waits for another
+    one. Raises ``WireError`` if the memory cannot be opened."""
+
+    def __init__(
+        self,
+        memory: SealedFile | NDArray[np.uint8],
+        rank: int,
+        size: int,
+        *,
+        num_threads: int,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        """memory: handle of the group's memory, or the memory, if ranks are threads."""
+        self.rank = rank
+        self.size = size
+        self._wait_seconds = wait_seconds
+        self._ranks = SharedRanks(
+            _opened(memory) if isinstance(memory, SealedFile) else memory,
+            rank,
+            size,
+            num_threads=num_threads,
+            wait_seconds=wait_seconds,
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous(), (x.shape, x.stride())
+        self._ranks.all_reduce(x)
+        self.check()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous(), (x.shape, x.stride())
+        gathered = self._ranks.all_gather(x)
+        self.check()
+        return gathered
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+        self.check()
+
+    def check(self) -> None:
+        if self._ranks.has_failed:
+            raise RankError(self._reason())
+
+    def stop(self) -> None:
+        """Let the operations in which a rank waits raise ``RankError``, in all ranks. Any thread of
+        any rank may call this."""
+        self._ranks.stop()
+
+    def _reason(self) -> str:
+        failure = self._ranks.failure
+        assert failure is not None
+        code, other, mine, theirs, number = failure
+        if code == DIFFERENT:
+            return (
+                f"rank {self.rank} computes {mine}, but rank {other} computes {theirs} (meeting "
+                f"{number}): all ranks must do the same"
+            )
+        if code == LATE:
+            return (
+                f"rank {other} has not answered for {self._wait_seconds:g} s: rank {self.rank} "
+                f"waited for it in {mine} (meeting {number})"
+            )
+        return (
+            f"the group has stopped: rank {self.rank} waited for rank {other} in {mine} (meeting "
+            f"{number})"
+        )
+
+
+def _opened(handle: SealedFile) -> NDArray[np.uint8]:
+    fd = open_sealed(handle, NAME, to_write=True)
+    try:
+        memory = np.frombuffer(mmap.mmap(fd, handle.size), np.uint8)
+    finally:
+        os.close(fd)  # the mapping keeps the file
+    np.add.reduce(memory[:: mmap.PAGESIZE])  # the first step need not wait for pages
+    return memory
