@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from dataclasses import replace as with_values
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -30,7 +31,6 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, pick_rows
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
-from engine.rpc.zmq_client import EngineCoreClient, Part
 
 AWAIT_SECONDS = 3600.0  # longer than a prompt takes; what ends the wait is below
 GRACE_SECONDS = 1.0  # after the prompt was computed, its blocks come within this time
@@ -70,6 +70,29 @@ def check_shared(config: EngineConfig, arena: object | None) -> None:
         )
 
 
+class ApartCore(Protocol):
+    """What the routing needs of the client of a core; see ``EngineCoreClient``."""
+
+    @property
+    def decided(self) -> Any: ...
+
+    def begin_add(self, requests: Sequence[AddRequest]) -> tuple[list[Any], dict[int, Exception]]:
+        """Send requests. Returns the messages, which have a ``number``, and errors by index."""
+
+    def end_add(self, parts: Sequence[Any]) -> dict[int, Exception]:
+        """The errors of refused requests of these messages, by index."""
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def begin_call(self, name: str, *args: Any) -> int:
+        """Begin a call; returns its number."""
+
+    def end_call(self, name: str, number: int) -> Any: ...
+
+    def is_answered(self, number: int) -> bool:
+        """True if the core has answered a message or call."""
+
+
 @dataclass(slots=True)
 class Prefill:
     """A prompt that a prefill core computes. ``names``: the requests that wait for it."""
@@ -78,8 +101,8 @@ class Prefill:
     request: AddRequest
     content: int | None  # identifies the prompt's blocks
     names: set[str] = field(default_factory=set)
-    begun: float = 0.0
-    parts: list[Part] = field(default_factory=list)  # messages that the core has not answered yet
+    begun: float | None = None  # when it was sent
+    parts: list[Any] = field(default_factory=list)  # messages that the core has not answered yet
 
 
 class PrefillApart:
@@ -91,7 +114,7 @@ class PrefillApart:
     def __init__(
         self,
         roles: Roles,
-        cores: Sequence[EngineCoreClient],
+        cores: Sequence[ApartCore],
         balancer: Balancer,
         named: Callable[[int], AbstractContextManager[None]],
         *,
@@ -113,7 +136,7 @@ class PrefillApart:
         self._due: dict[str, float] = {}  # when requests stop waiting whose prefill has ended
         self._to_send: list[str] = []  # ids of new prefills
         self._to_abort: list[str] = []
-        self._calls: list[tuple[int, EngineCoreClient, int]] = []  # without an answer
+        self._calls: list[tuple[int, ApartCore, int]] = []  # without an answer
         self._counts: Counter[str] = Counter()
 
     # -- requests
@@ -194,9 +217,14 @@ class PrefillApart:
     def num_unfinished(self) -> int:
         """How many prefills the clients of the cores count among their unfinished requests."""
         self._read_answers()
-        return sum(each.begun > 0.0 and not each.parts for each in self._prefills.values())
+        return sum(each.begun is not None and not each.parts for each in self._prefills.values())
 
     # -- messages
+
+    @property
+    def next_due(self) -> float:
+        """When ``tend`` has something to do at the latest, on the clock; infinity for never."""
+        return min(self._due.values(), default=inf)
 
     def tend(self) -> None:
         """Send what has to be sent, and let requests go on that have waited long enough."""
@@ -270,7 +298,7 @@ class PrefillApart:
             if prefill is None:
                 continue
             self._balancer.end(name)
-            if not prefill.begun:
+            if prefill.begun is None:
                 del self._prefills[name]
                 continue
             with self._named(prefill.core):
@@ -300,7 +328,8 @@ class PrefillApart:
         self._balancer.end(name)
         now = self._clock()
         self._counts[how if prefill.names else "aborted"] += 1
-        self._counts["milliseconds"] += round(1000 * (now - prefill.begun))
+        if prefill.begun is not None:
+            self._counts["milliseconds"] += round(1000 * (now - prefill.begun))
         for request_id in prefill.names:
             del self._waits[request_id]
             self._due[request_id] = now + (GRACE_SECONDS if how == "done" else 0.0)

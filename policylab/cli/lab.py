@@ -28,7 +28,7 @@ from policylab.sim.named import call, split
 from policylab.sim.recorded import Log, read_log
 from policylab.sim.recorded import engine_of as recorded_engine
 from policylab.sim.run import Engine, PolicyVariant, Run, capacity_of
-from policylab.sim.tiers import read_tiers
+from policylab.sim.tiers import read_link, read_tiers
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.reader import FileWorkload
@@ -131,6 +131,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "store, as in 'host(blocks=20000, load=2e-5, latency=1e-4, store=0)'; default: none",
     )
     _add_adapters(group)
+    _add_cores(group)
     group.add_argument(
         "--kv-cache-memory-bytes",
         type=int,
@@ -184,6 +185,30 @@ def _add_adapters(group: argparse._ArgumentGroup) -> None:
         metavar=("COPY", "READ"),
         help="time to copy an adapter from the host's memory into a slot, and to read it from a "
         f"disk; default: {loads.copy:g} {loads.read:g}, or as the profile says",
+    )
+
+
+def _add_cores(group: argparse._ArgumentGroup) -> None:
+    for flag, what in (
+        ("--data-parallel-size", "equal cores that share the requests"),
+        ("--prefill", "cores that compute only long prompts, for --decode cores"),
+        ("--decode", "cores that compute short prompts and all outputs"),
+    ):
+        group.add_argument(flag, type=int, metavar="N", help=f"{what}; default: one core in all")
+    group.add_argument(
+        "--prefill-threshold",
+        type=int,
+        metavar="N",
+        help="prompts go to prefill cores if a decode core lacks at least this many tokens; "
+        f"default: {Engine.prefill_threshold}",
+    )
+    group.add_argument(
+        "--kv-link",
+        metavar="L",
+        help="how decode cores get blocks of prefill cores, one transfer after another: blocks "
+        "that prefill cores keep, seconds to move one, seconds of latency, and seconds that a step "
+        "takes longer for each block to store; default: "
+        "'link(blocks=20000, load=2e-5, latency=1e-4, store=0)'",
     )
 
 
@@ -243,6 +268,11 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
         "snapshot_blocks": parsed.snapshot_blocks,
         "snapshot_policy": parsed.snapshot_policy,
         "kv_tiers": None if parsed.kv_tiers is None else read_tiers(parsed.kv_tiers),
+        "data_parallel_size": parsed.data_parallel_size,
+        "prefill_cores": parsed.prefill,
+        "decode_cores": parsed.decode,
+        "prefill_threshold": parsed.prefill_threshold,
+        "kv_link": None if parsed.kv_link is None else read_link(parsed.kv_link),
         "cost": _cost(parsed.profile, parsed.cost),
         "max_loras": parsed.max_loras,
         "max_cpu_loras": parsed.max_cpu_loras,
@@ -359,6 +389,13 @@ def engine_line(engine: Engine, workload: Workload | None = None) -> str:
         groups += f"{engine.snapshot_blocks} blocks a snapshot, policy {engine.snapshot_policy}; "
     if engine.kv_tiers:
         groups += f"KV tiers: {', '.join(map(str, engine.kv_tiers))}; "
+    if engine.data_parallel_size > 1:
+        groups += f"{engine.data_parallel_size} such cores; "
+    if engine.prefill_cores:
+        groups += (
+            f"{engine.prefill_cores} prefill and {engine.decode_cores} such decode cores, "
+            f"{engine.kv_link}; "
+        )
     if workload is not None and workload.num_adapters:
         groups += (
             f"{engine.max_loras} adapter slots, {1e3 * engine.loads.copy:g} ms a copy into one, "

@@ -161,24 +161,32 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--out {str(parsed.out)!r}: create its directory first")
     if parsed.out is not None and parsed.out.is_dir():
         raise ConfigError(f"--out {str(parsed.out)!r} is a directory, must be a file")
-    if parsed.real and parsed.steps:
+    if parsed.real:
+        _check_real(parsed)
+        return
+    for name in ("model", "num_threads", "step_log"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs a run in real time; add --real")
+
+
+def _check_real(parsed: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for options that cannot be combined with --real."""
+    if parsed.steps:
         raise ConfigError("--steps needs a simulated run; with --real use --step-log")
-    if parsed.real and parsed.rate is None and parsed.profile is None:
+    if parsed.data_parallel_size or parsed.prefill or parsed.decode:
+        raise ConfigError(
+            "--data-parallel-size, --prefill and --decode need a simulated run; leave --real out"
+        )
+    if parsed.rate is None and parsed.profile is None:
         raise ConfigError(
             "--real needs an arrival rate: give --rate, or --profile so that the rate of a "
             "--load can be computed"
         )
-    if parsed.real and (parsed.kv_groups or parsed.kv_cache_memory_bytes) is not None:
+    if (parsed.kv_groups or parsed.kv_cache_memory_bytes) is not None:
         raise ConfigError(
             "--kv-groups and --kv-cache-memory-bytes need a simulated run; leave "
             "--real out: a real model has its own groups, and --num-kv-blocks sizes its pool"
         )
-    if not parsed.real:
-        for name in ("model", "num_threads", "step_log"):
-            if getattr(parsed, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} needs a run in real time; add --real"
-                )
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
@@ -207,6 +215,9 @@ def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
         "cost",
         "max_num_seqs",
         "kv_groups",
+        "data_parallel_size",
+        "prefill",
+        "decode",
     ):
         if getattr(parsed, name) is not None:
             raise ConfigError(

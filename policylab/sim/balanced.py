@@ -5,10 +5,9 @@ virtual clock; a front end learns what a step has done when the step ends."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -16,19 +15,16 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
 from engine.kv.changes import CacheChanges
-from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.wire import CacheNews
 from engine.rpc.work import Work
-from engine.sched.plugins.find import choose, make_scheduler
+from policylab.sim.core import SimulatedCore
+from policylab.sim.cores import Ended, OneClock
+from policylab.sim.engine import Engine, scheduler_config
 from policylab.sim.job import Job
 from policylab.sim.records import Floats
-from policylab.sim.run import Engine, scheduler_config
-from policylab.sim.timing import timing
-from policylab.sim.worker import TimedWorker, VirtualClock
 from policylab.sim.workloads import Workload
 
 
@@ -67,48 +63,14 @@ class Balanced:
         return float(np.percentile(times, percentile))
 
 
-class _Event(NamedTuple):
-    """A step of a core ends, with these outputs (``None``: the core begins)."""
+class Reports:
+    """What the front ends of a core are sent after its steps."""
 
-    time: float
-    number: int
-    core: int
-    outputs: Mapping[int, CoreOutputs] | None
-
-
-class _Core:
-    """A simulated core. Requests that arrive during a step are added when it ends."""
-
-    def __init__(self, workload: Workload, engine: Engine, seed: int, num_clients: int) -> None:
-        config = scheduler_config("fcfs", workload, engine)
-        self.clock = VirtualClock()
-        self.lengths: dict[str, int] = {}  # output tokens of unfinished requests
-        chosen = choose(config)
-        blocks = chosen.pool(engine.num_blocks)
-        kv = KVManager(blocks, engine.block_size, groups=engine.groups)
-        scheduler = make_scheduler(
-            config, kv, clock=self.clock, timer=time.perf_counter, seed=seed, chosen=chosen
-        )
-        cost = timing(engine.cost, seed)
-        self._worker = TimedWorker(self.clock, cost, engine.max_num_seqs, self.lengths)
-        self._core = EngineCore(scheduler, self._worker, engine.depth)
-        changes = kv.follow_cache()
+    def __init__(self, core: SimulatedCore, num_clients: int) -> None:
+        changes = core.kv.follow_cache()
         assert changes is not None
         self._changes: CacheChanges = changes
-        self.arrived: list[AddRequest] = []
-        self.is_busy = False
         self.clients = [Work() for _ in range(num_clients)]
-
-    def step(self) -> Mapping[int, CoreOutputs] | None:
-        """Add what has arrived and run a step, which moves the clock. ``None``: nothing to do."""
-        for request in self.arrived:
-            self._core.scheduler.add_request(request)
-        self.arrived.clear()
-        if not self._core.has_work:
-            return None
-        outputs = self._core.step()
-        self._worker.rest()
-        return outputs
 
     def news(self) -> list[CacheNews]:
         """What each front end is sent after a step."""
@@ -139,58 +101,46 @@ class _BalancedRun:
         rate: float | None,
     ) -> None:
         self._routers = [make_router() for _ in range(num_front_ends)]
-        self._cores = [_Core(workload, engine, seed, num_front_ends) for _ in range(num_cores)]
+        config = scheduler_config("fcfs", workload, engine)
+        cores = [SimulatedCore(config, engine, seed=seed) for _ in range(num_cores)]
+        self._reports = [Reports(core, num_front_ends) for core in cores]
+        self._clock = OneClock(cores, engine.max_idle_looks)
         self._source = workload.source(seed, rate)
         self._max_tokens = workload.max_output
-        self._events: list[_Event] = []
-        self._num_events = 0
         self._living: dict[str, _Living] = {}
         self._waits_for_token: dict[str, float] = {}  # arrival by request id
         self._made = Balanced()
 
     def finish(self) -> Balanced:
         """Simulate until all requests have ended."""
-        source, events = self._source, self._events
-        while source.next_time < inf or events:
-            if events and events[0].time <= source.next_time:
-                self._settle(heappop(events))
-            else:
+        source, clock = self._source, self._clock
+        while source.next_time < inf or clock.next_time < inf:
+            if source.next_time < clock.next_time:
                 self._arrive(source.take())
+            elif (ended := clock.advance()) is not None:
+                self._settle(ended)
         return self._made
 
     def _arrive(self, job: Job) -> None:
         request = job.request(self._max_tokens)
         front_end = crc32(job.program.encode()) % len(self._routers)
         place = self._routers[front_end].choose(request)
-        core = self._cores[place]
-        core.arrived.append(msgspec.structs.replace(request, client_index=front_end))
-        core.lengths[job.request_id] = job.num_output
-        core.clients[front_end].add(request)
+        self._reports[place].clients[front_end].add(request)
         self._living[job.request_id] = _Living(job, front_end, place)
         self._waits_for_token[job.request_id] = job.arrival
-        if not core.is_busy:
-            core.is_busy = True
-            core.clock.now = max(core.clock.now, job.arrival)
-            self._push(core.clock.now, place, None)
+        sent = msgspec.structs.replace(request, client_index=front_end)
+        core = self._clock.cores[place]
+        self._clock.send(place, partial(core.add, sent, job.num_output), job.arrival)
 
-    def _push(self, at: float, core: int, outputs: Mapping[int, CoreOutputs] | None) -> None:
-        heappush(self._events, _Event(at, self._num_events, core, outputs))
-        self._num_events += 1
+    def _settle(self, ended: Ended) -> None:
+        for router, news in zip(self._routers, self._reports[ended.core].news(), strict=True):
+            router.update(ended.core, news)
+        for front_end, batch in ended.outputs.items():
+            self._note(ended.core, front_end, batch)
 
-    def _settle(self, event: _Event) -> None:
-        core = self._cores[event.core]
-        if event.outputs is not None:
-            for router, news in zip(self._routers, core.news(), strict=True):
-                router.update(event.core, news)
-            for front_end, batch in event.outputs.items():
-                self._note(core, front_end, batch)
-        outputs = core.step()
-        core.is_busy = outputs is not None
-        if outputs is not None:
-            self._push(core.clock.now, event.core, outputs)
-
-    def _note(self, core: _Core, front_end: int, batch: CoreOutputs) -> None:
-        router, client, made = self._routers[front_end], core.clients[front_end], self._made
+    def _note(self, core: int, front_end: int, batch: CoreOutputs) -> None:
+        client = self._reports[core].clients[front_end]
+        router, made = self._routers[front_end], self._made
         for started in batch.started:
             name = batch.request_ids[started.index]
             router.start(name)
@@ -205,7 +155,7 @@ class _BalancedRun:
             router.end(name)
             client.end(name)
             living = self._living.pop(name)
-            del core.lengths[name]
+            del self._clock.cores[core].lengths[name]
             made.seconds = max(made.seconds, batch.time)
             self._source.ended(living.job, batch.time)
 

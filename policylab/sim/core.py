@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 from engine.config.sched import SchedulerConfig
 from engine.messages.requests import AddRequest
@@ -82,6 +83,11 @@ class SimulatedCore:
         self.clock.now += self._timing.add_seconds(len(request.prompt_token_ids))
         self.scheduler.add_request(self.adapters.named(request))
         self.lengths[request.request_id] = num_output
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a method of the resource for KV tiers, as clients do by name."""
+        assert self._tiers is not None
+        self._tiers.resource.methods[name](*args)
 
     def step(self, until: float = inf) -> StepOutputs:
         """Take a step, or jump over steps that begin before ``until``. The clock then shows when

@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.check import check_kind, check_range
+from engine.config.core import CoreConfig
 from engine.config.kv_groups import FULL, Group, longest_request, sized
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.sched.plugins.find import find_policy
 from engine.sched.predict.profile import AdapterCost, Profile
 from policylab.sim.kv_groups import size_of
-from policylab.sim.tiers import Tier, described
+from policylab.sim.tiers import LINK, Tier, described
 from policylab.sim.worker import StepCost, parameters_of
 from policylab.sim.workloads import Workload
+
+CORES = ("data_parallel_size", "prefill_cores", "decode_cores", "prefill_threshold")
 
 
 class PolicyVariant(NamedTuple):
@@ -64,6 +67,17 @@ class Engine:
     kv_tiers: tuple[Tier, ...] = ()
     """Stores of KV blocks outside the pool, the fastest first. With any, steps are never jumped
     over."""
+    data_parallel_size: int = 1
+    """Cores that share the requests, each as described here. Their steps are never jumped over."""
+    prefill_cores: int = 0
+    """Cores that compute only long prompts, for ``decode_cores``."""
+    decode_cores: int = 0
+    """Cores that compute short prompts and all outputs, next to ``prefill_cores``."""
+    prefill_threshold: int = CoreConfig.prefill_threshold
+    """Prompts go to prefill cores if a decode core lacks at least this many of their tokens."""
+    kv_link: Tier = LINK
+    """What prefill cores store, and the link over which decode cores load it, one transfer after
+    another."""
     stretches: bool = True
     """Jump over repeating steps, which gives the same run, bit by bit, in less time."""
     noise_seed: int | None = None
@@ -81,6 +95,19 @@ class Engine:
             if (value := getattr(self, name)) is not None:
                 check_kind(name, value, (int,))
                 check_range(self, 1, None, name)
+        counts = [getattr(self, name) for name in CORES]
+        if counts != [getattr(Engine, name) for name in CORES]:
+            CoreConfig(multiprocess=True, **dict(zip(CORES, counts, strict=True)))
+        if self.prefill_cores and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"prefill_cores is {self.prefill_cores}, but enable_prefix_caching is False: "
+                "decode cores find the KV of prompts by the prefix cache"
+            )
+
+    @property
+    def num_cores(self) -> int:
+        """The number of cores."""
+        return self.prefill_cores + self.decode_cores or self.data_parallel_size
 
     @property
     def loads(self) -> AdapterCost:
@@ -135,14 +162,17 @@ def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dic
 
 def described_engine(engine: Engine) -> dict[str, Any]:
     """The engine's options and step cost in the head of a run."""
-    others = ("cost", "stretches", "kv_groups", "kv_tiers")
+    others = ["cost", "stretches", "kv_groups", "kv_tiers", "kv_link"]
+    if engine.num_cores == 1:
+        others += CORES
     options = {
         each.name: getattr(engine, each.name) for each in fields(engine) if each.name not in others
     }
     return {
         "engine": options
         | {"kv_groups": list(map(size_of, engine.kv_groups))}
-        | ({"kv_tiers": described(engine.kv_tiers)} if engine.kv_tiers else {}),
+        | ({"kv_tiers": described(engine.kv_tiers)} if engine.kv_tiers else {})
+        | ({"kv_link": vars(engine.kv_link)} if engine.prefill_cores else {}),
         "cost": str(engine.cost),
         "step_cost": parameters_of(engine.cost),
     }

@@ -224,7 +224,7 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
         kv_peak=totals["kv_peak"],
         prefix_hits=totals["prefix_hits"],
         num_steps=totals["num_steps"],
-        bounds=bounds(work) if work else None,
+        bounds=bounds(work) if work and "data_parallel_size" not in engine else None,
         mean_e2e=float((last - arrival)[requests.done].mean()) if requests.done.any() else nan,
         counters=totals["counters"],
         kv_groups=totals.get("kv_groups", []),

@@ -242,8 +242,10 @@ class Seen:
         self._living[job.request_id] = (place, job)
 
     def refused(self, job: Job) -> None:
-        """Record a refused job."""
-        self.requests.end(self._add(job), REFUSED)
+        """Record a refused job, which may have been recorded as accepted."""
+        self._places.pop(job.request_id, None)
+        known = self._living.pop(job.request_id, None)
+        self.requests.end(self._add(job) if known is None else known[0], REFUSED)
 
     def _add(self, job: Job) -> int:
         if self.history is not None:

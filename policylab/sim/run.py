@@ -6,6 +6,7 @@ simulated."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from engine.messages.requests import CoreOutputs
 from engine.sched.plugins.find import choose
 from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
+from policylab.sim.apart import ApartRun
 from policylab.sim.core import IDLE_SECONDS, SimulatedCore
 from policylab.sim.demand import DemandSample, drawn, served_per_second
 from policylab.sim.engine import Engine as Engine
@@ -192,7 +194,15 @@ def run(
     workload = find_workload(workload) if isinstance(workload, str) else workload
     if load is not None:
         rate = rate_at(load, workload, engine)
-    made = _SimulatedRun(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+    if engine.num_cores > 1:
+        if steps:
+            raise ConfigError(
+                f"steps are kept of one core, but the engine has {engine.num_cores}; leave them out"
+            )
+        made = _with_several_cores(policy, workload, engine, seed, rate)
+    else:
+        single = _SimulatedRun(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps)
+        made = single.finish()
     if load is not None:
         made.head["load"] = load
     if "snapshot_peak" in made.totals:
@@ -225,11 +235,15 @@ def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None 
     """The rate at which fcfs can serve requests of this workload, in requests per second.
 
     It is measured by a simulation of ``num_requests`` requests (default: enough for 1 to 2 %
-    precision) that arrive at once, with a fixed seed, and cached. Raises ``ConfigError`` if no
+    precision) that arrive at once, with a fixed seed, and cached. Several cores serve as many times
+    more. Raises ``ConfigError`` if no
     request can be served."""
     at_once = num_requests or max(NUM_AT_ONCE, ROUNDS_AT_ONCE * engine.max_num_seqs)
     at_once = min(at_once, MOST_AT_ONCE)
     served = _sized(workload, at_once)
+    if engine.num_cores > 1:
+        one = replace(engine, prefill_cores=0, decode_cores=0)
+        return engine.num_cores * capacity_of(workload, one, num_requests=num_requests)
     for known, by, found in _capacities:
         if (known, by) == (served, engine):
             return found
@@ -300,25 +314,12 @@ class _SimulatedRun:
         self._tells_length = engine.length_predictor == "oracle"
         self._seen = Seen(keeps_history=keeps_steps)
         self._max_idle_looks = engine.max_idle_looks
-        self._head = {
-            "format": FORMAT,
-            "version": version("metronome-engine"),
-            "kind": "simulated",
-            "policy": name_of(policy),
-            "workload": str(workload),
-            "seed": seed,
-            "rate": workload.natural_rate if rate is None else min(rate, 1e300),
-            **described_engine(engine),
-        }
+        self._head = _head(policy, workload, engine, seed, rate)
 
     def finish(self) -> Run:
         """Simulate until all requests have ended. Raises ``PolicyError`` if the run fails."""
-        try:
+        with _explained(self._policy, self._core.policy_class):
             return self._finished()
-        except EngineError:
-            raise
-        except Exception as error:
-            raise PolicyError(_crash(self._policy, self._core.policy_class, error)) from error
 
     def _finished(self) -> Run:
         source, simulated, clock = self._source, self._core, self._core.clock
@@ -385,6 +386,50 @@ class _SimulatedRun:
             hook_seconds=sum(stats.hook_seconds.values()),
             history=history,
         )
+
+
+def _with_several_cores(
+    policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
+) -> Run:
+    """Simulate several cores until all requests have ended."""
+    made = ApartRun(policy, workload, engine, seed=seed, rate=rate)
+    with _explained(policy, made.clock.cores[0].policy_class):
+        made.finish()
+    return Run(
+        head=_head(policy, workload, engine, seed, rate),
+        requests=made.seen.requests,
+        gaps=made.seen.gaps,
+        steps=None,
+        totals=made.totals(),
+        hook_seconds=made.hook_seconds,
+    )
+
+
+def _head(
+    policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
+) -> dict[str, Any]:
+    """The head of a run."""
+    return {
+        "format": FORMAT,
+        "version": version("metronome-engine"),
+        "kind": "simulated",
+        "policy": name_of(policy),
+        "workload": str(workload),
+        "seed": seed,
+        "rate": workload.natural_rate if rate is None else min(rate, 1e300),
+        **described_engine(engine),
+    }
+
+
+@contextmanager
+def _explained(policy: Any, cls: type[Policy]) -> Iterator[None]:
+    """Context in which an exception that is none of the engine's becomes a ``PolicyError``."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PolicyError(_crash(policy, cls, error)) from error
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
