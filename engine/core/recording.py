@@ -13,7 +13,6 @@ from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
 from engine.errors import RequestError
 from engine.kv.changes import CacheChanges
-from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
@@ -253,9 +252,6 @@ class RecordingScheduler(SchedulerInterface):
 
     def masks(self, plan: StepPlan) -> Masks | None:
         return self.inner.masks(plan)
-
-    def get_kv_connector(self) -> KVSource | None:
-        return self.inner.get_kv_connector()
 
     def make_stats(self) -> SchedulerStats | None:
         return self.inner.make_stats()

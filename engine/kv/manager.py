@@ -8,22 +8,19 @@ snapshots      copies of recurrent states in blocks, for models that have states
 request_states which snapshots requests start from, and which they have made
 promotions     blocks into which copies from outside the pool are loaded
 retention      the order in which free blocks lose their content, if a cache policy chooses it
-transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.kv_groups import FULL, Group
-from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.changes import CacheChanges
-from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
 from engine.kv.prefix_ends import CACHING_OFF, NO_SNAPSHOT, NOT_READ, PrefixEnds, is_bare
 from engine.kv.prefix_index import BlockHasher, Chains, PrefixIndex, Sha256Hasher, Withheld
@@ -42,7 +39,6 @@ from engine.kv.tables import (
     PrefixHit,
     peak_blocks,
 )
-from engine.kv.transfers import Loan, Transfers
 
 
 class KVManager:
@@ -62,14 +58,8 @@ class KVManager:
         enable_prefix_caching: bool = True,
         hasher: BlockHasher | None = None,
         groups: Sequence[Group] = (FULL,),
-        source: KVSource | None = None,
         events: EventLog | None = None,
     ) -> None:
-        windows = [group.window for group in groups]
-        if source is not None and windows != [0]:
-            raise ConfigError(
-                f"a KV source needs full attention (window 0), but the model has windows {windows}"
-            )
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_groups = len(self.groups)  # a further table entry takes this many blocks
@@ -78,7 +68,6 @@ class KVManager:
         self.pool = num_blocks if isinstance(num_blocks, BlockPool) else BlockPool(num_blocks)
         self.cache = self.pool.cache
         self.tables = BlockTables(self.pool, groups, block_size)
-        self.transfers = None if source is None else Transfers(self.pool, source)
         self.num_held: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self.num_published: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         chains = Chains(hasher or Sha256Hasher(), block_size)
@@ -94,9 +83,7 @@ class KVManager:
     def keep_states(self, snapshot_blocks: int, interval: int = 0) -> None:
         """Set up the manager for a model with recurrent states, before any request. With prefix
         caching, copies of a request's states are kept in ``snapshot_blocks`` blocks each.
-        ``interval``: as in ``RequestStates``. Raises ``ConfigError`` if there is a KV source."""
-        if self.transfers is not None:
-            raise ConfigError("a KV source cannot load the states of a model with recurrent layers")
+        ``interval``: as in ``RequestStates``."""
         if self.caching:
             snapshots = self._prefix_index.snapshots = Snapshots(self.pool, snapshot_blocks)
             self.states = RequestStates(
@@ -127,16 +114,6 @@ class KVManager:
         return self.pool.num_blocks - 1
 
     @property
-    def source(self) -> KVSource | None:
-        """The KV source, which supplies KV computed elsewhere; ``None`` without a source."""
-        return None if self.transfers is None else self.transfers.source
-
-    @property
-    def lent(self) -> Mapping[str, Loan]:
-        """Blocks of ended requests that transfers still read, by request id."""
-        return {} if self.transfers is None else self.transfers.lent
-
-    @property
     def num_used(self) -> list[int]:
         """Blocks in use in each group of layers. A block that several requests share counts
         once."""
@@ -144,7 +121,7 @@ class KVManager:
 
     @property
     def usage(self) -> float:
-        """Fraction (0 to 1) of the pool's blocks that requests and transfers hold."""
+        """Fraction (0 to 1) of the pool's blocks that requests and loads hold."""
         return 1.0 - self.pool.num_free / self.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -167,15 +144,6 @@ class KVManager:
             allocation.prefix_end = self._end_of(req, allocation)
         return allocation.prefix_end
 
-    def is_loading(self, req: KVRequest) -> bool:
-        """True while a transfer writes into the request's blocks, so that they must not be
-        released."""
-        return (allocation := self._found(req)) is not None and allocation.loading
-
-    def load_error(self, req: KVRequest) -> str:
-        """Why the KV source could not start the request's load; "" if there was no error."""
-        return allocation.load_error if (allocation := self._found(req)) else ""
-
     def lookup(self, req: KVRequest) -> PrefixHit:
         """The longest cached prefix of the request, without its last token, which is always
         computed."""
@@ -195,7 +163,7 @@ class KVManager:
         """Numbers of leading tokens in the prefix cache, for requests given by batch row, arrival
         number and number of tokens (``known``). ``requests`` returns the requests of given rows; it
         is called for rows whose result may have changed since the last call."""
-        if self.groups != (FULL,) or self.transfers is not None or not self.caching:
+        if self.groups != (FULL,) or not self.caching:
             return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
         watch = self.cache.watch
         if watch is None:
@@ -211,13 +179,11 @@ class KVManager:
 
     def ready(self, req: KVRequest) -> int:
         """Leading tokens that need not be computed when the request is scheduled next: those taken
-        from the cache or loaded; without blocks yet, its prefix hit and what can be loaded within
-        the step."""
+        from the cache; without blocks yet, its prefix hit."""
         allocation = self._allocation(req)
         if allocation.blocks:
-            return allocation.num_ready
-        hit = self._hit(req, allocation)
-        return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
+            return allocation.num_adopted * self.block_size
+        return self._hit(req, allocation).num_tokens
 
     def missing(self, req: KVRequest, upto: int) -> int:
         """Free blocks that the request needs to compute all positions below ``upto``, in several
@@ -272,9 +238,18 @@ class KVManager:
         adopts those of its prefix hit.
 
         Returns False, and changes nothing, if too few blocks are free."""
-        if not self._hold(req, upto):
+        if self._wanted(req, upto) > self.pool.num_free:
             return False
-        self.tables.queue_new(req.row, self._allocations[req.row])
+        allocation = self._allocation(req)
+        if not allocation.blocks:
+            self._adopt(req, allocation)
+        elif self.tables.windows:
+            self.tables.trim(req.row, allocation, _first_query(req))
+        wanted = self._entries(upto) - len(allocation.blocks)
+        if wanted > 0:
+            self.tables.extend(allocation, wanted)
+        self.num_held[req.row] = len(allocation.blocks)
+        self.tables.queue_new(req.row, allocation)
         return True
 
     def reserve_next(self, rows: Sequence[int]) -> None:
@@ -287,66 +262,11 @@ class KVManager:
         self.tables.extend_each(rows, allocations)
         self.num_held[rows] += 1
 
-    def hold(self, req: KVRequest, upto: int) -> bool:
-        """Allocate blocks for positions [0, upto) of a request that enters the batch later. Returns
-        False if too few blocks are free.
-
-        Also returns False if a KV load within the step could not start; the request then has no
-        blocks and must compute the tokens itself. If the model has states, the request adopts no
-        cached blocks, since the snapshot may be evicted before the request enters the batch."""
-        allocation = self._allocation(req)
-        if self.states is None or allocation.blocks:
-            return self._hold(req, upto)
-        hit = self._hit(req, allocation)
-        num_beyond = hit.num_tokens + hit.num_beyond
-        allocation.hit = PrefixHit(0, self._empty(req).tables, num_beyond=num_beyond)
-        is_held = self._hold(req, upto)
-        allocation.hit = None
-        return is_held
-
-    def _hold(self, req: KVRequest, upto: int) -> bool:
-        if self._wanted(req, upto) > self.pool.num_free:
-            return False
-        allocation = self._allocation(req)
-        load_now = False
-        if not allocation.blocks:
-            load_now = self._adopt(req, allocation, upto)
-        elif self.tables.windows:
-            self.tables.trim(req.row, allocation, _first_query(req))
-        wanted = self._entries(upto) - len(allocation.blocks)
-        if wanted > 0:
-            self.tables.extend(allocation, wanted)
-        self.num_held[req.row] = len(allocation.blocks)
-        if load_now:
-            assert self.transfers is not None
-            if not self.transfers.start(req, allocation, self._blocks_to_load(req, allocation)):
-                self.release(req)
-                return False
-            allocation.num_ready += allocation.num_remote
-        return True
-
     def trim(self, req: KVRequest) -> None:
         """Release the request's blocks that have left their windows, between two plans. ``reserve``
         does so too, but not before a decoding request needs its next block."""
         if self.tables.windows and (allocation := self._found(req)) is not None:
             self.tables.trim_between_plans(req.row, allocation, _first_query(req))
-
-    def start_load(self, req: KVRequest) -> None:
-        """Load KV from the source into the request's blocks after its prefix hit, as soon as no
-        step in flight writes them. ``take_failed_loads`` returns the request if the load cannot
-        start."""
-        assert self.transfers is not None
-        allocation = self._allocations[req.row]
-        self.transfers.load(req, allocation, self._blocks_to_load(req, allocation))
-
-    def loaded(self, req: KVRequest, upto: int) -> None:
-        """Record the end of a load that filled positions [0, upto), and cache the full blocks.
-
-        After a partly failed load, ``upto`` is smaller and the request computes the rest."""
-        allocation = self._allocations[req.row]
-        allocation.loading = False
-        allocation.num_ready = min(upto, len(req.tokens) - 1)
-        self.commit(req, allocation.num_ready)
 
     def outside_keys(self, req: KVRequest) -> list[bytes]:
         """Keys of blocks that a request without blocks could use if they were in the pool."""
@@ -399,26 +319,6 @@ class KVManager:
         """False for the key of a block that is reserved for a snapshot."""
         return self._prefix_index.snapshots is None or not is_reserved(key)
 
-    def take_failed_loads(self) -> list[KVRequest]:
-        """Return the requests whose KV load could not start since the last call. They keep their
-        blocks, but only their local prefix hit counts as computed."""
-        return [] if self.transfers is None else self.transfers.take_failed()
-
-    def step_planned(self) -> None:
-        """Record that a step which writes KV blocks will be launched next."""
-        if self.transfers is not None:
-            self.transfers.fences.planned()
-
-    def step_settled(self) -> None:
-        """Record that the oldest launched step has finished and writes no more KV."""
-        if self.transfers is not None:
-            self.transfers.fences.settled()
-
-    def sent(self, request_id: str) -> bool:
-        """Record that a transfer of an ended request's blocks has finished. The last transfer frees
-        the blocks. Returns False for an unknown request id."""
-        return self.transfers is not None and self.transfers.sent(request_id)
-
     def commit(self, req: KVRequest, upto: int) -> None:
         """Put the request's full blocks below position ``upto`` into the prefix cache. Their KV
         must have been written."""
@@ -463,21 +363,17 @@ class KVManager:
         allocation = self._found(req)
         if allocation is None:
             return
-        assert not allocation.loading, f"{req}: a transfer writes into its blocks"
         self._give_back(req, allocation)
         allocation.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
-    def finish(self, req: KVRequest) -> dict[str, Any] | None:
-        """Release the blocks of a request that has ended, except those that a transfer still reads.
-
-        Returns the KV transfer parameters for its output, or None."""
+    def finish(self, req: KVRequest) -> None:
+        """Release the blocks of a request that has ended."""
         self._prefix_index.withheld.pop(req.arrival, None)
         allocation = self._allocations.get(req.row) or self._empty(req)
-        params = self._give_back(req, allocation, has_ended=True)
+        self._give_back(req, allocation, has_ended=True)
         self._allocations.pop(req.row, None)
         self.num_held[req.row] = self.num_published[req.row] = 0
-        return params
 
     def forget_prefix(self, req: KVRequest) -> None:
         """Forget the block hashes of a request that holds no blocks, because its adapter, salt or
@@ -499,8 +395,8 @@ class KVManager:
             self.counts.missed[reason] = self.counts.missed.get(reason, 0) + missed
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False, and does nothing, while requests or transfers hold
-        blocks. Promotions in progress publish nothing."""
+        """Empty the prefix cache. Returns False, and does nothing, while requests hold blocks.
+        Promotions in progress publish nothing."""
         if self.pool.num_free + self._promotions.num_held != self.num_usable:
             return False
         self._promotions.void()
@@ -529,11 +425,9 @@ class KVManager:
             self.num_published = np.concatenate([self.num_published, more])
 
     def shutdown(self) -> None:
-        """Close the publisher of cache events and the KV source."""
+        """Close the publisher of cache events."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.close()
-        if self.source is not None:
-            self.source.shutdown()
 
     # -- helpers
 
@@ -543,25 +437,18 @@ class KVManager:
 
     def _give_back(
         self, req: KVRequest, allocation: Allocation, *, has_ended: bool = False
-    ) -> dict[str, Any] | None:
-        """Give back a request's blocks. Returns the KV transfer parameters of one that has ended,
-        or None."""
-        keep = params = None
+    ) -> None:
+        """Give back a request's blocks."""
+        keep = None
         if self.retention is not None and allocation.blocks:
             keep = self.retention.wish(req, has_ended)
-        if self.transfers is None:
-            self.tables.release(allocation)
-            if self.states is not None:
-                self.states.release(allocation)
-        elif has_ended:
-            params = self.transfers.end(req, allocation)
-        else:
-            self.transfers.give_back(live_blocks(allocation.tables))
+        self.tables.release(allocation)
+        if self.states is not None:
+            self.states.release(allocation)
         if self.retention is not None and keep is not None:
             snapshots = [] if self.states is None else self.states.blocks_of(allocation)
             # Snapshots first, which are taken last: the blocks could not be used without them.
             self.retention.pool.keep([*snapshots, *live_blocks(allocation.tables)], keep)
-        return params
 
     def _empty(self, req: KVRequest) -> Allocation:
         return Allocation([[] for _ in self.groups], req.arrival)
@@ -618,32 +505,21 @@ class KVManager:
         return hit
 
     def _search(self, req: KVRequest, allocation: Allocation) -> PrefixHit:
-        """Search the request's prefix hit in the cache, and in the KV source if there is one."""
+        """Search the request's prefix hit in the cache."""
         if not req.reads_cache:
             return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
         tables = self._prefix_index.find(req, allocation, num_blocks)
         if self.states is not None:
             return self._prefix_index.until_snapshot(allocation, tables)
-        num_tokens = len(tables[0]) * self.block_size
-        old = allocation.hit
-        if allocation.blocks:
-            return PrefixHit(num_tokens, tables)
-        if old is not None and old.num_tokens == num_tokens:
-            return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
-        if self.transfers is None:
-            return PrefixHit(num_tokens, tables)
-        return PrefixHit(num_tokens, tables, *self.transfers.match(req, allocation, num_tokens))
+        return PrefixHit(len(tables[0]) * self.block_size, tables)
 
-    def _adopt(self, req: KVRequest, allocation: Allocation, upto: int) -> bool:
-        """Begin the request's block tables with the blocks of its prefix hit. Returns True if the
-        KV source must load the blocks after them within this step."""
+    def _adopt(self, req: KVRequest, allocation: Allocation) -> None:
+        """Begin the request's block tables with the blocks of its prefix hit."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
-        allocation.num_ready = hit.num_tokens
-        allocation.num_remote = min(hit.num_remote, upto - hit.num_tokens)
-        allocation.num_found = (hit.num_tokens + hit.num_remote) // self.block_size
+        allocation.num_found = allocation.num_adopted
         if self.states is not None:
             self.states.adopt(allocation, hit)
         # Otherwise the explanation is needed at once: the request may evict blocks that it depends
@@ -651,10 +527,9 @@ class KVManager:
         is_lazy = self.num_groups == 1 and is_bare(req)
         allocation.prefix_end = None if is_lazy else self._end_of(req, allocation)
         allocation.hit = None
-        return allocation.num_remote > 0 and not hit.asynchronous
 
     def _end_of(self, req: KVRequest, allocation: Allocation) -> PrefixEnd:
-        """Why the request's prefix hit, with the tokens loaded after it, is not longer."""
+        """Why the request's prefix hit is not longer."""
         num_blocks = (len(req.tokens) - 1) // self.block_size
         num_found = allocation.num_found
         if not num_blocks:
@@ -666,13 +541,6 @@ class KVManager:
         if allocation.states is not None and allocation.states.num_beyond:
             return PrefixEnd(NO_SNAPSHOT)
         return self._prefix_ends.explain(req, allocation.chain, num_found, num_blocks)
-
-    def _blocks_to_load(self, req: KVRequest, allocation: Allocation) -> list[int]:
-        """The request's blocks after its prefix hit, into which the KV source loads KV."""
-        first = allocation.num_adopted
-        blocks = allocation.blocks[first : first + self._entries(allocation.num_remote)]
-        assert blocks, f"{req}: nothing to load"
-        return blocks
 
 
 def _first_query(req: KVRequest) -> int:

@@ -58,15 +58,12 @@ WHOLE = PrefixEnd()
 class PrefixHit:
     """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
 
-    ``num_remote``: later tokens that a KV source can load; if ``asynchronous``, a request waits.
     ``snapshot``: blocks with the model's states after these tokens, if it has states.
     ``num_beyond``: later tokens whose KV is cached, but after which no snapshot is.
     """
 
     num_tokens: int
     tables: list[list[int]]
-    num_remote: int = 0
-    asynchronous: bool = False
     snapshot: Sequence[int] = ()
     num_beyond: int = 0
 
@@ -78,7 +75,7 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class Allocation:
-    """The KV cache blocks of one request, and which of its tokens have valid KV.
+    """The KV cache blocks of one request.
 
     ``tables``: one block table per group, all of the same length.
     """
@@ -87,12 +84,8 @@ class Allocation:
     arrival: int  # identifies the request: its row may have been reused since
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
-    num_ready: int = 0  # leading tokens with valid KV when the blocks were allocated
-    num_remote: int = 0  # tokens after the adopted ones that a transfer loads or has loaded
     num_sent: int = 0  # leading entries that have been sent to the worker
-    loading: bool = False  # a transfer writes into the blocks, or waits to start
-    load_error: str = ""  # why the source could not start the load; never cleared
-    num_found: int = 0  # blocks adopted from the cache or to be loaded after them
+    num_found: int = 0  # entries that came from the cache when it last got blocks
     prefix_end: PrefixEnd | None = WHOLE  # why no more were found; None: not explained yet
     unsent_nulls: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries
     states: StateMarks | None = None  # snapshots of its states, if the model has states
@@ -109,8 +102,7 @@ class Allocation:
     def clear(self) -> None:
         """Empty the request's block tables, after their blocks were returned to the pool."""
         self.tables = [[] for _ in self.tables]
-        self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
-        self.loading = False
+        self.num_adopted = self.num_sent = 0
         self.states = self.hit = None
 
 

@@ -155,7 +155,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     masks: MaskPart | None = None
     adapters: AdapterPart | None = None
     media: MediaPart | None = None
-    kv_transfer: KVOrders | bytes | None = None  # to the worker's half; bytes: of a KV source
+    kv_transfer: KVOrders | None = None
     block_groups: Column | None = None  # KV group of each block-table change; None: all group 0
     proposals: Column | None = None  # most drafts that the worker may propose for each row
     snapshots: SnapshotPart | None = None
@@ -170,22 +170,6 @@ class StepPlan(msgspec.Struct, array_like=True):
         """True if the plan has nothing to compute and no message to the worker."""
         parts = (self.adapters, self.media, self.kv_transfer)
         return self.num_tokens == 0 and not self.freed_slots and parts == (None, None, None)
-
-
-class Received(msgspec.Struct, array_like=True):
-    """Reports the end of a request's KV load. ``num_tokens``: how many of the tokens to load, from
-    the first on, have valid KV; ``error``: why the others have none, empty if all have."""
-
-    request_id: str
-    num_tokens: int
-    error: str = ""
-
-
-class KVReport(msgspec.Struct, array_like=True):
-    """The KV transfers that have ended since the last report."""
-
-    received: list[Received] = []
-    sent: list[str] = []  # request ids
 
 
 class StepResult(msgspec.Struct, array_like=True):
@@ -204,7 +188,6 @@ class StepResult(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     seconds: float = 0.0
     drafts: DraftPart | None = None  # proposed for the next step
-    kv_transfer: KVReport | None = None
     measured_seconds: float = 0.0  # duration of the steps since the last report, including this one
     floor_seconds: float = 0.0  # least time of these steps, by memory and arithmetic speed
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"

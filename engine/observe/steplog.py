@@ -24,7 +24,7 @@ import numpy as np
 from engine.errors import ConfigError, reason_of
 from engine.messages.kv_orders import KVOrders, Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
-from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
+from engine.messages.step import EMPTY, Column, DraftPart, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
 
 MAGIC = b"metronome step log\n"
@@ -173,7 +173,6 @@ class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
     errors: dict[int, str]
     seconds: float
     drafts: DraftPart | None = None
-    kv_transfer: KVReport | None = None
     codes: dict[int, str] = {}
     lost_snapshots: bytes | None = None
     pooled: bytes | None = None  # rows with results, which are not recorded themselves
@@ -276,7 +275,6 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRec
         result.errors,
         result.seconds,
         result.drafts,
-        result.kv_transfer,
         result.codes,
         None if result.lost_snapshots is None else result.lost_snapshots.tobytes(),
         None if result.pooled is None else result.pooled.rows.tobytes(),
@@ -292,7 +290,6 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
         record.errors,
         seconds=record.seconds,
         drafts=record.drafts,
-        kv_transfer=record.kv_transfer,
         codes=record.codes,
         lost_snapshots=None if record.lost_snapshots is None else _column(record.lost_snapshots),
         pooled=None if record.pooled is None else PooledPart.without_values(_column(record.pooled)),

@@ -13,7 +13,6 @@ from engine.messages.step import Masks, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.kv.changes import CacheChanges
-    from engine.kv.connector import KVSource
     from engine.messages.kv_orders import Loaded
     from engine.sched.predict.headroom import Judgement
     from engine.sched.predict.loads import LoadChoice
@@ -121,7 +120,7 @@ class SchedulerInterface(ABC):
         """Empty the prefix cache and return True, or return False while any KV block is in use.
 
         ``reset_running``: first preempt all running requests, which then wait in their former
-        order. They stay preempted even if False is returned because a KV transfer uses blocks.
+        order. They stay preempted even if False is returned because other requests hold blocks.
         """
         return False
 
@@ -138,10 +137,6 @@ class SchedulerInterface(ABC):
         """Pause the scheduler as ``state`` defines, or resume it (``UNPAUSED``)."""
         name = type(self).__name__
         raise NotImplementedError(f"{name} cannot be paused: it lacks set_pause_state")
-
-    def get_kv_connector(self) -> KVSource | None:
-        """The connector that loads KV computed elsewhere, or ``None``."""
-        return None
 
     def take_judgements(self) -> list[Judgement | LoadChoice]:
         """Return the decisions since the last call that depended on measured times or on stores of

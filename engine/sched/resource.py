@@ -30,15 +30,13 @@ class Fit(NamedTuple):
     """How many tokens of a request a resource allows in this step; ``cause``: why not more.
 
     ``on_refuse``: what happens to a waiting request that gets no token (``None``: the resource's
-    default). ``hold``: number of tokens for which a parked request reserves KV blocks; if too few
-    are free, it is not parked and no further request starts. ``room``: number of tokens for which
-    blocks must be free before it is parked, if need be by preemption, as if it started. ``by``: the
-    resource that refused, set by the scheduler. ``code``: error code of a request that fails."""
+    default). ``room``: number of tokens for which blocks must be free before it is parked, if need
+    be by preemption, as if it started. ``by``: the resource that refused, set by the scheduler.
+    ``code``: error code of a request that fails."""
 
     num_tokens: int
     cause: str = ""
     on_refuse: OnRefuse | None = None
-    hold: int = 0
     room: int = 0
     by: Resource | None = None
     code: ErrorCode = "request_failed"

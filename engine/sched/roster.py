@@ -177,7 +177,6 @@ class Cause:
     BLOCKS = "KV blocks"
     POLICY = "policy order"
     PAUSED = "paused"
-    FAILED_LOAD = "failed load"  # a KV load failed: more tokens must be computed than was planned
     PREEMPTED = "preempted"  # followed by the cause of the preemption
     NEXT_STEP = "next step"  # it waits for the next plan only
 
@@ -296,7 +295,6 @@ class Roster:
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.parked: dict[str, Request] = {}
-        self.block_holders: dict[int, Request] = {}  # by row: hold blocks but do not run
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
         self.parked_tokens = 0  # prompt tokens of parked requests
@@ -325,17 +323,6 @@ class Roster:
             causes[self.waits.cause] += rest
         return dict(causes)
 
-    def waiting_holders(self) -> list[Request]:
-        """Waiting requests that hold KV blocks; parked requests are not included."""
-        return [req for req in self.block_holders.values() if req.is_waiting]
-
-    def lowest_holder(self) -> Request | None:
-        """The request that loses its blocks first when the scheduler is stuck: the last waiting one
-        that holds blocks or, if there is none, the last running one."""
-        if holders := self.waiting_holders():
-            return holders[-1]
-        return self.running[len(self.running) - 1] if len(self.running) else None
-
     def requests(self, rows: Rows) -> list[Request]:
         """The requests in these rows of the request table."""
         return cast(list[Request], self.by_row[rows].tolist())
@@ -362,7 +349,6 @@ class Roster:
         """Start a queued request: give it a slot of the worker."""
         self.waits.leave(req, now)
         self._dequeue(req)
-        self.block_holders.pop(req.row, None)
         req.move(Status.RUNNING)
         self.running.add(req)
         self.running_rows.add(req.row)
@@ -377,16 +363,14 @@ class Roster:
         req.move(Status.WAITING)
         self._enqueue(req)
 
-    def park(self, req: Request, now: float, cause: str, *, holds: bool = False) -> None:
-        """Take a request out of the queue until ``wake``. ``holds``: whether it has KV blocks."""
+    def park(self, req: Request, now: float, cause: str) -> None:
+        """Take a request out of the queue until ``wake``."""
         self.waits.leave(req, now)
         self.waits.enter(req, now, own=cause)
         self.waiting.remove(req)
         req.move(Status.PARKED)
         self.parked[req.request_id] = req
         self.parked_tokens += req.num_prompt
-        if holds:
-            self.block_holders[req.row] = req
 
     def wake(self, req: Request, now: float) -> None:
         """Return a parked request to the queue."""
@@ -417,7 +401,6 @@ class Roster:
         else:
             self._unpark(req)
             self.queued_tokens -= req.num_prompt
-        self.block_holders.pop(req.row, None)
         req.move(Status.FINISHED)
         self.table.alive.at[req.row] = 0
         del self.by_id[req.request_id]

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.changes import CacheChanges
-from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
@@ -54,7 +53,7 @@ from engine.sched.roster import Cause, Roster
 from engine.sched.step.builder import pad_drafts, prefill_cap, room_beside_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
-from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.step.preempt import cut_to_blocks, victims_for
 from engine.sched.step.settle import Counters, Settler
 from engine.sched.step.stats import make_stats
 from engine.sched.step_state import Step
@@ -138,10 +137,9 @@ class Scheduler(SchedulerInterface):
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)
-        if req is not None and not self.kv.is_loading(req):  # else wait for ``kv.loaded``
+        if req is not None:
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
-            self.settler.woken(req)
 
     @not_reentrant
     def arrived(self, arrival: Arrival) -> None:
@@ -203,10 +201,8 @@ class Scheduler(SchedulerInterface):
         view.now = self._clock()
         self.kv.set_time(view.now)
         self._run_timers()
-        for req in self.settler.take_orphans():
+        for req in self.resources.take_orphans():
             self.wake(req.request_id)
-        for holder in self.kv.take_failed_loads():
-            self.wake(holder.request_id)
         counters.num_steps += 1
         step = view.step = Step(counters.num_steps, self.config.max_num_batched_tokens, self.roster)
         limits, may_preempt = self.guard.limits(view), self.guard.waiting_may_preempt
@@ -303,12 +299,8 @@ class Scheduler(SchedulerInterface):
             start = self.kv.ready(req)
         elif start + num_tokens <= self.kv.num_held[req.row] * self.kv.block_size:
             return True
-        if not self._make_room(req, start + num_tokens, step):
-            return False
-        if self.kv.reserve(req, start + num_tokens):
-            return True
-        step.skip(req, Cause.FAILED_LOAD)  # enough blocks are free
-        return False
+        upto = start + num_tokens
+        return self._make_room(req, upto, step) and self.kv.reserve(req, upto)
 
     def _make_room(self, req: Request, upto: int, step: Step) -> bool:
         """Preempt requests until a seat and blocks for the request's first ``upto`` tokens are
@@ -355,23 +347,13 @@ class Scheduler(SchedulerInterface):
             step.skip(req, fit.cause)
 
     def _park(self, req: Request, fit: Fit, step: Step) -> None:
-        """Park the request until ``wake``; it holds KV blocks for ``fit.hold`` tokens meanwhile."""
-        if (fit.hold or fit.room) and not self._admits(req, step):
-            return
-        if fit.room and not self._make_room(req, fit.room, step):
-            return
-        if fit.hold:
-            # A request whose blocks are being loaded cannot be preempted, so it must not take
-            # blocks that running prompts need.
-            spared = promised_to_others(req, self.active_policy, self.view)
-            if not self.kv.fits(req, fit.hold, spared=spared):
-                if not self.settler.end_if_never(req, fit.hold):
-                    step.close(Cause.BLOCKS)
+        """Park the request until ``wake``, if there is room for ``fit.room`` tokens."""
+        if fit.room:
+            if self.settler.end_if_never(req, fit.room):
                 return
-            if not self.kv.hold(req, fit.hold):
-                step.skip(req, Cause.FAILED_LOAD)
+            if not (self._admits(req, step) and self._make_room(req, fit.room, step)):
                 return
-        self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
+        self.roster.park(req, self.view.now, fit.cause)
         self.resources.parked(req, fit.by)
 
     def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
@@ -399,7 +381,6 @@ class Scheduler(SchedulerInterface):
         if plan.num_tokens:  # else no result needs to be awaited
             self.num_in_flight += 1
             self.settler.counters.num_computed_steps += 1
-            self.kv.step_planned()
         self.settler.counters.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.end_step()
         return plan
@@ -414,7 +395,6 @@ class Scheduler(SchedulerInterface):
         self.view.now = self._clock()
         if plan.num_tokens:  # else it only carried information to the worker
             self.num_in_flight -= 1
-            self.kv.step_settled()
         has_on_step = self.guard.overrides("on_step")
         if plan.num_tokens or has_on_step:
             self.view.record_step(plan, result.seconds)
@@ -456,15 +436,12 @@ class Scheduler(SchedulerInterface):
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
 
-    def get_kv_connector(self) -> KVSource | None:
-        return self.kv.source
-
     @not_reentrant
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self.view.now = self._clock()
             self.kv.set_time(self.view.now)
-            for req in [*self.roster.running, *self.roster.block_holders.values()]:
+            for req in list(self.roster.running):
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
 
@@ -491,11 +468,8 @@ class Scheduler(SchedulerInterface):
 
     @property
     def is_transferring(self) -> bool:
-        """True while KV is loaded for a parked request, or into free blocks, or read from the
-        blocks of ended requests."""
-        if self.kv.lent or self.kv.promotions:
-            return True
-        return not all(req.is_waiting for req in self.roster.block_holders.values())
+        """True while KV is loaded into free blocks."""
+        return bool(self.kv.promotions)
 
     # -- helpers
 
@@ -503,8 +477,8 @@ class Scheduler(SchedulerInterface):
         """Make progress when no request got a token and no step is in flight.
 
         First the step is planned again in the default order, if a plug-in may have caused this. If
-        no request gets a token then either, one may be preempted to free its blocks, or its seat if
-        it awaits something, unless a KV transfer is about to free some."""
+        no request gets a token then either, the last running one may be preempted to free its
+        blocks, or its seat if it awaits something, unless a load is about to free some blocks."""
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
             len(self.roster.running) + len(self.roster.waiting)
@@ -519,8 +493,8 @@ class Scheduler(SchedulerInterface):
             return
         if self.is_transferring and not is_stuck:
             return
-        if (holder := self.roster.lowest_holder()) is not None:
-            self.preempt(holder, step, by="the lack of KV blocks")
+        if running := self.roster.running:
+            self.preempt(running[len(running) - 1], step, by="the lack of KV blocks")
 
     def _serve_by_default(self, step: Step) -> None:
         """Plan the step again with requests in the default order, not the policy's."""

@@ -23,7 +23,7 @@ from engine.sched.predict.lengths import LengthHistory, PredictsAll, find_predic
 from engine.sched.predict.loads import LoadChoices
 from engine.sched.predict.profile import ProfileCost, read_profile
 from engine.sched.request import Request
-from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
+from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows
 from engine.sched.step_state import Step
 
 UNREAD = 64  # finished steps kept until they are passed to the cost model
@@ -172,12 +172,6 @@ class View:
         rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
         considered = self._roster.table.considered.all[rows]
         return self._columns_of(rows[considered != self.step.index])
-
-    @property
-    def holders(self) -> Sequence[Request]:
-        """Running and waiting requests that hold blocks and can be preempted, in rank order."""
-        waiting = self._roster.waiting_holders()
-        return sorted([*self._roster.running, *waiting], key=by_rank) if waiting else self.running
 
     @property
     def parked(self) -> Collection[Request]:

@@ -40,7 +40,7 @@ class Machine(NamedTuple):
 
 
 class Feature:
-    """Base class of extensions of the model's computation: adapters, media, remote KV. Only
+    """Base class of extensions of the model's computation: adapters, media, KV from stores. Only
     ``part`` must be set; every hook has a default. The rows of a failed step are tried again in
     halves, so ``extend`` may be called again for them."""
 

@@ -100,7 +100,7 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Check that each KV block is either free or held, and that its reference count is the number
-    of block tables, loads and KV transfers that use it (invariants 1 and 2). Also check the numbers
+    of block tables and loads that use it (invariants 1 and 2). Also check the numbers
     of blocks in use by group."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
@@ -113,10 +113,6 @@ def check_blocks(scheduler: Scheduler) -> None:
             for block in blocks:
                 refs[block] += 1
             used[group].update(blocks)
-    for loan in kv.lent.values():
-        for block in loan.blocks:
-            refs[block] += 1
-        used[0].update(loan.blocks)
     for promotion in kv.promotions:
         for block in (*promotion.blocks, *promotion.all_held):
             refs[block] += 1
@@ -150,8 +146,8 @@ def check_kept(scheduler: Scheduler) -> None:
 
 
 def check_members(scheduler: Scheduler) -> None:
-    """Check that each live request is in exactly one queue (invariant 6), and that requests not
-    running hold no KV blocks, except those in ``roster.block_holders`` (invariant 4)."""
+    """Check that each live request is in exactly one queue (invariant 6), and that only running
+    requests hold KV blocks (invariant 4)."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]
@@ -166,9 +162,7 @@ def check_members(scheduler: Scheduler) -> None:
         )
         num_blocks = len(kv.held(req))
         assert int(kv.num_held[req.row]) == num_blocks, f"{req}: num_held differs from its table"
-        if req.status is not Status.RUNNING:
-            holds = req.row in roster.block_holders
-            assert holds or not num_blocks, f"{req} holds blocks"
+        assert req.status is Status.RUNNING or not num_blocks, f"{req} holds blocks"
     queued = sum(req.num_prompt for req in members[len(running) :])
     assert roster.queued_tokens == queued, "queued_tokens differs from the queue"
     num_parked = sum(req.num_prompt for req in roster.parked.values())
@@ -225,9 +219,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
             assert first is None and last is None, f"{req}: token times"
         if req.status is Status.RUNNING:
             held = len(kv.held(req))
-            # Blocks of a transfer are held before the tokens count as computed.
-            whole = known[row] if req.add.kv_transfer_params else 0
-            most = -(-max(computed[row] + num_drafts, whole) // size)
+            most = -(-(computed[row] + num_drafts) // size)
             assert -(-computed[row] // size) <= held <= most, f"{req} holds {held} blocks"
 
 
@@ -241,9 +233,7 @@ def check_empty(scheduler: Scheduler) -> None:
     assert not np.any(roster.table.alive.all), "a row is alive"
     assert all(req is None for req in roster.by_row), "a row is taken"
     assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
-    assert not (roster.block_holders or roster.queued_tokens), (
-        "a request still holds blocks or is queued"
-    )
+    assert not roster.queued_tokens, "a request is still queued"
     assert scheduler.intake.timers.next_time() is None, "a timer is left"
 
 

@@ -39,7 +39,7 @@ WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
 WILD_CACHE = "policylab.verify.wild.WildCache"
 SNAPSHOT_POLICIES = ("cost", "cost", "interval", "marconi")
 CROWDED = 0.15  # share of engines with many running requests
-SHARES = {"remote": 0.4, "adapters": 0.4}  # share of engines with a resource; 0.25 for any other
+SHARES = {"adapters": 0.4}  # share of engines with a resource; 0.25 for any other
 STATEFUL = 0.3  # share of models with recurrent states
 RETENTIVE = 0.3  # share of engines with a cache policy
 YEARS = 2.0**28  # seconds; a binary fraction like all times here
@@ -79,10 +79,6 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
     ]
     num_ticks = max(event.at for event in events) + rng.choice((1, 10, 40))
     events += draw_troubles(rng, features, num_ticks, num_requests)
-    if "remote" in setup.needs and rng.random() < 0.5:
-        config = replace(setup.config, num_steps_in_flight=3)  # a load may wait for more than one
-        setup = msgspec.structs.replace(setup, config=config)
-        events += aborted_loads(rng, events)
     return Case(setup=setup, events=sorted(events, key=lambda event: event.at))
 
 
@@ -91,7 +87,7 @@ def with_states(case: Case, seed: int) -> Case:
     separate random generator leaves the rest of the case unchanged."""
     rng = Random(f"states of {seed}")
     share = 0.5 if "tiers" in case.setup.needs else STATEFUL
-    if rng.random() >= share or "remote" in case.setup.needs:
+    if rng.random() >= share:
         return case
     setup, size = case.setup, rng.choice((1, 2, 3, case.setup.block_size))
     size = min(size, setup.block_size)  # small blocks have many hits
@@ -122,12 +118,9 @@ def with_cache_policy(case: Case, seed: int) -> Case:
 def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setup:
     """A random engine with few KV blocks, few seats and small budgets."""
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
-    needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
-    needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
+    needs = {"adapters": rng.randint(1, 2), "grammars": 1, "encoder": rng.randint(4, 9)}
+    needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4)}
     windows = rng.choice(((0, 5), (7,), (0, -6, 5), (0, 0, 9, -4), (0, 2), *((0,),) * 8))
-    if windows != (0,):  # loaded KV fills one group with full attention only
-        needs = {name: size for name, size in needs.items() if name not in ("loads", "remote")}
-    needs.pop(rng.choice(("loads", "remote")), None)  # both read kv_transfer_params
     return Setup(
         config=draw_config(rng, policy, options),
         num_blocks=2 + int(62 * rng.random() ** 1.5),
@@ -303,8 +296,8 @@ class RequestMaker:
         return hints
 
     def feature_fields(self, num_prompt: int) -> dict[str, Any]:
-        """Random values of the request fields that the engine's resources use: adapter, grammar, KV
-        transfer and media."""
+        """Random values of the request fields that the engine's resources use: adapter, grammar
+        and media."""
         rng, needs = self.rng, self.setup.needs
         fields: dict[str, Any] = {}
         if "adapters" in needs or "salts" in self.features:
@@ -312,12 +305,6 @@ class RequestMaker:
         if "grammars" in needs and rng.random() < 0.4:
             ticks = rng.randint(0, 20)
             fields["grammar"] = str(-ticks if rng.random() < 0.2 else ticks)
-        if ("loads" in needs or "remote" in needs) and rng.random() < 0.4:
-            fields["kv_transfer_params"] = {
-                "ticks": rng.randint(0, 20) * (rng.random() < 0.8),
-                "num_tokens": rng.randint(0, num_prompt),
-                "share": rng.choice((1.0, 1.0, 0.5, 0.0)),
-            }
         if ("encoder" in needs or "media" in self.features) and rng.random() < 0.6:
             fields["media"] = self.media(num_prompt)
         return fields
@@ -367,15 +354,6 @@ def draw_troubles(
         if "jumps" in features and rng.random() < 0.05:
             events.append(Jump(at=tick, seconds=rng.choice((YEARS, -YEARS, 1.0, -0.5))))
     return events
-
-
-def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
-    """Abort events for most requests that load remote KV, soon after their arrival."""
-    return [
-        Abort(at=event.at + rng.randint(1, 4), request_ids=[event.request.request_id])
-        for event in events
-        if isinstance(event, Add) and event.request.kv_transfer_params and rng.random() < 0.8
-    ]
 
 
 def _some_ids(rng: Random, num_requests: int) -> list[str] | None:

@@ -20,17 +20,15 @@ SHARE = 0.25  # of cases with KV tiers
 def with_tiers(case: Case, seed: int) -> Case:
     """The case with KV tiers, for a part of the seeds."""
     rng = Random(f"tiers of {seed}")
-    if rng.random() >= SHARE or "remote" in case.setup.needs:
+    if rng.random() >= SHARE:
         return case
     stores = [PLAIN if rng.random() < 0.5 else rng.choice(STORES)]
     if rng.random() < 0.5:
         stores.append(rng.choice(STORES))
-    # Simulated loads read other parameters of requests.
-    needs = {name: size for name, size in case.setup.needs.items() if name != "loads"}
     setup = edit(
         case.setup,
         caching=rng.random() < 0.95,
-        needs={**needs, SimulatedTiers.name: rng.choice((2, 6, 40))},  # ticks
+        needs={**case.setup.needs, SimulatedTiers.name: rng.choice((2, 6, 40))},  # ticks
         stores=tuple(stores),
     )
     case = edit(case, setup=setup)

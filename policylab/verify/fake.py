@@ -149,9 +149,9 @@ class DigestWorker(FakeExecutor):
     ``fail(new, upto)`` returns an error message if computing the positions before ``upto`` should
     fail. With a token mask, the next allowed token is taken.
 
-    ``carry_out``, called before a plan is computed, executes KV transfers; ``begin_loads`` is
-    called after the plan's snapshots of states were read; ``offer`` proposes draft tokens for the
-    next step. ``keep_states`` gives the model recurrent states."""
+    ``carry_out``, called before a plan is computed, executes its orders to stores; ``begin_loads``
+    is called after the plan's snapshots of states were read; ``offer`` proposes draft tokens for
+    the next step. ``keep_states`` gives the model recurrent states."""
 
     capabilities = frozenset([*PARTS, "pooling"])
 
@@ -223,16 +223,6 @@ class DigestWorker(FakeExecutor):
     def collect(self, ticket: StepResult) -> StepResult:
         """The result of a launched step."""
         return ticket
-
-    def blocks_written(self, plan: StepPlan) -> set[int]:
-        """The ids of all KV blocks that the most recently launched step writes."""
-        spans = zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
-        return {
-            block
-            for slot, start, count in spans
-            for table in self.seqs[slot].tables
-            for block in table[start // self.block_size : -(-(start + count) // self.block_size)]
-        }
 
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult

@@ -1,8 +1,8 @@
 """Invariants: what must hold after every step, over several steps, and at the end of a run.
 
 =====  ==============================================================  ==========================
-[1]    each block is free, held, lent to a transfer, or loaded into    ``check.check_blocks``
-[2]    a block's reference count is its number of tables and loans     ``check.check_blocks``
+[1]    each block is free, held, or loaded into                        ``check.check_blocks``
+[2]    a block's reference count is its number of tables and loads     ``check.check_blocks``
 [3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
 [4]    block tables fit the tokens; waiting requests hold no blocks    ``check.check_counts``
 [5]    token budget, seats and limits of resources are kept            ``check_plan``, ``needs``
@@ -186,8 +186,6 @@ class ProgressCheck:
             or scheduler.pause_state is not PauseState.UNPAUSED
             or num_refusals > self._num_refusals
             or preempted
-            or scheduler.roster.block_holders  # waiting requests hold blocks that others need
-            or scheduler.kv.lent  # blocks are lent to the load of a finished request
             or scheduler.kv.promotions  # blocks are loaded into
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )

@@ -102,21 +102,6 @@ class Grammars(Delayed):
         return self.refuse(on_refuse=OnRefuse.FAIL if ready else OnRefuse.PARK)
 
 
-class Loads(Delayed):
-    """Parks requests for ``kv_transfer_params["ticks"]`` steps, as if their KV were loaded."""
-
-    name = "loads"
-
-    def ticks(self, req: Request) -> int | None:
-        params = req.add.kv_transfer_params
-        return None if params is None else int(params["ticks"])
-
-    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        if self.ticks(req) is None or self.left.get(req) == 0:
-            return Fit(num_tokens)
-        return self.refuse()._replace(hold=req.num_tokens)
-
-
 class NeededEncoder(Need):
     """An encoder that takes at most ``amount`` media tokens per step. A prompt chunk ends before a
     media item that does not fit."""
@@ -216,5 +201,5 @@ class NeededDrafts(Need):
 
 
 NEEDS: dict[str, type[Need]] = {
-    need.name: need for need in (Grammars, Loads, NeededEncoder, Moods, NeededDrafts)
+    need.name: need for need in (Grammars, NeededEncoder, Moods, NeededDrafts)
 }

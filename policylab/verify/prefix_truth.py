@@ -21,26 +21,23 @@ class PrefixEndTruth:
     def __init__(self, scheduler: Scheduler) -> None:
         self._kv = scheduler.kv
         self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
-        self._roster = scheduler.roster
         self._cached: set[bytes] = set()  # keys at the end of the last step
         self._lost: dict[bytes, int] = {}  # evicted keys: how many were evicted before
         self._num_lost = 0
-        self._early: set[int] = set()  # arrivals of requests that got their hit before a seat
 
     def look(self) -> None:
-        """Remember the blocks that are cached now, and the requests that hold blocks and wait."""
+        """Remember the blocks that are cached now."""
         cached = {key for key in self._kv.cache.hashes if key is not None}
         for key in self._cached - cached:
             self._lost[key] = self._num_lost
             self._num_lost += 1
         self._cached = cached
-        self._early.update(req.arrival for req in self._roster.block_holders.values())
 
     def check(self, req: Request) -> None:
         """Check the reason of a request that has just been admitted, before ``look``."""
         kv, history = self._kv, req.history
-        if history.num_preempted or kv.source is not None or req.arrival in self._early:
-            return  # its hit is an earlier one, or loaded tokens follow it
+        if history.num_preempted:
+            return  # its hit is an earlier one
         num_full, num_found = (req.num_prompt - 1) // kv.block_size, history.num_cached
         reason, age = history.prefix_end
         text = f"{req}: {num_found} cached tokens of {req.num_prompt}, reason {reason!r}, {age} s"

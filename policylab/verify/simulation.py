@@ -54,11 +54,10 @@ from policylab.verify.halves import (
 from policylab.verify.invariants import CacheTruth, Invariants, check_stats
 from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.pictures import Pictures
-from policylab.verify.remote import Remote, Store
 from policylab.verify.tiers import SimulatedTiers
 
 SLACK_STEPS = 100
-KINDS: dict[str, type[Need]] = {**NEEDS, Adapters.name: Adapters, Remote.name: Remote}
+KINDS: dict[str, type[Need]] = {**NEEDS, Adapters.name: Adapters}
 
 
 class CaseOutcome(NamedTuple):
@@ -123,7 +122,6 @@ class Simulation:
             self.clients.loads_may_fail = self.tiers.may_fail
         if self.pictures is not None:
             self.clients.media_may_fail = self.pictures.may_fail
-        self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
         self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
             setup.num_blocks,
@@ -133,9 +131,6 @@ class Simulation:
             content=self.clients.content,
             fail=self._fail,
         )
-        if self.store is not None:
-            self.store.kv = self.worker.kv
-            self.worker.carry_out = self.store.carry_out
         if self.tiers is not None:
             self.tiers.copies.kv = self.worker.kv
             self.worker.carry_out = self.tiers.copies.carry_out
@@ -326,8 +321,6 @@ class Simulation:
         if plan.num_tokens:  # others send no changes of block tables, e.g. one that frees outputs
             self.invariants.launched()
         self._flight.append((plan, result))
-        if self.store is not None:
-            self.store.in_flight.append(self.worker.blocks_written(plan))
         self._is_undrawn = plan.masks is not None
         return True
 
@@ -336,8 +329,6 @@ class Simulation:
         self._draw_if_alone()
         plan, result = self._flight.popleft()
         collected = self.worker.collect(result)
-        if self.store is not None:
-            self.store.in_flight.popleft()
         if max_drafts(self.case.setup):
             self.counts.add(plan, collected)
         outputs = self.scheduler.update_from_output(plan, collected)
@@ -391,7 +382,7 @@ class Simulation:
         scheduler = self.scheduler
         is_reading = self.adapters is not None and self.adapters.is_reading
         is_loading = self.tiers is not None and self.tiers.is_loading
-        is_busy = self._flight or scheduler.kv.lent or is_reading or is_loading
+        is_busy = self._flight or is_reading or is_loading
         return bool(scheduler.has_requests() or is_busy)
 
     # -- helpers
@@ -437,7 +428,6 @@ class Simulation:
             setup.block_size,
             enable_prefix_caching=setup.caching,
             groups=[make_group(window, setup) for window in setup.windows],
-            source=self.store,
         )
         if setup.snapshot_blocks:
             kv.keep_states(setup.snapshot_blocks, setup.snapshot_interval * setup.block_size)
@@ -496,7 +486,6 @@ class Simulation:
         waits = self.case.setup.grammar_ticks + 1
         if not waits and req.add.grammar is not None:  # read by a resource of the case
             waits = abs(int(req.add.grammar))
-        waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         waits += 2 * MOST_TICKS * (req.adapter is not None and self.adapters is not None)
         waits += 2 * self.case.setup.needs.get(SimulatedTiers.name, 0)
         waits += int((seconds_of(req.add.kv_transfer_params) or 0) / self.case.setup.tick)

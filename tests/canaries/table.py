@@ -309,8 +309,8 @@ CANARIES = (
     Canary(
         "evict who was granted tokens in this step",
         "sched/step/preempt.py",
-        "if (last := considered[row := other.row]) != index\n        and other is not req",
-        "if (last := considered[row := other.row]) != -9\n        and other is not req",
+        "if (last := considered[other.row]) != index\n        and other is not req",
+        "if (last := considered[other.row]) != -9\n        and other is not req",
     ),
     Canary(
         "forget to compute again after a preemption",
@@ -378,61 +378,6 @@ CANARIES = (
         "sched/step/preempt.py",
         "return min(num_tokens, room - start) if view.is_short(num_entries) else num_tokens",
         "return num_tokens",
-    ),
-    Canary(
-        "evict who waits with blocks before all that run",
-        "sched/view.py",
-        "sorted([*self._roster.running, *waiting], key=by_rank) if waiting",
-        "[*self._roster.running, *waiting] if waiting",
-    ),
-    # loads
-    Canary(
-        "load into blocks that a step in flight still writes",
-        "kv/fences.py",
-        "        if fence <= self._num_settled:\n            start()\n        else:",
-        "        if True:\n            start()\n        else:",
-    ),
-    Canary(
-        "start the load one step too early",
-        "kv/fences.py",
-        "            if fence <= self._num_settled:\n                del",
-        "            if fence <= self._num_settled + 1:\n                del",
-    ),
-    Canary(
-        "keep blocks for a load that has not begun",
-        "kv/transfers.py",
-        "            allocation.loading = False  # it had not started,",
-        "            pass  #",
-    ),
-    Canary(
-        "keep blocks for a load that could not start",
-        "kv/transfers.py",
-        "                allocation.loading = False\n                self._failed",
-        "                self._failed",
-    ),
-    Canary(
-        "leave the request parked whose load could not start",
-        "kv/transfers.py",
-        "                self._failed[req.arrival] = req\n",
-        "                pass\n",
-    ),
-    Canary(
-        "ask the source again that could not start the load",
-        "kv/transfers.py",
-        "        if allocation.load_error:\n            return NOTHING\n",
-        "",
-    ),
-    Canary(
-        "count tokens as loaded whose load could not start",
-        "kv/manager.py",
-        "                self.release(req)\n                return False\n            alloc",
-        "                pass\n            alloc",
-    ),
-    Canary(
-        "free the blocks that a load still writes",
-        "kv/transfers.py",
-        "if blocks and (farewell.keep or allocation.loading):",
-        "if blocks and farewell.keep:",
     ),
     # adapters
     Canary(

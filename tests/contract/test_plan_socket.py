@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-from support.data_plane import EvenTokens, Source, make_feature_run
+from support.data_plane import EvenTokens, make_feature_run
 from support.plan_socket import Setup, SocketWorker, WorkerProcess, content_of, make_worker
 from support.simulate import make_request
 
 from engine.ipc import plans
-from engine.kv_transfer.decide import RemoteKV
 from engine.lora.decide import AdapterSlots
 from engine.messages.requests import MediaItem
 from engine.messages.step import PARTS
@@ -28,7 +27,7 @@ def process() -> Iterator[WorkerProcess]:
         yield process
 
 
-def draw_requests(rng: random.Random, has_source: bool) -> list:
+def draw_requests(rng: random.Random) -> list:
     shared, requests = [rng.randrange(1000) for _ in range(20)], []
     for index in range(12):
         length = rng.randint(2, 20)
@@ -36,7 +35,6 @@ def draw_requests(rng: random.Random, has_source: bool) -> list:
         prompt += [rng.randrange(1000) for _ in range(length - len(prompt))]
         offset = rng.randrange(length)
         item = MediaItem(offset, min(4, length - offset), f"m{rng.randrange(3)}")
-        load = {"num_tokens": length, "asynchronous": rng.random() < 0.7, "ticks": 2, "keep": True}
         requests.append(
             make_request(
                 str(index),
@@ -45,7 +43,6 @@ def draw_requests(rng: random.Random, has_source: bool) -> list:
                 adapter=rng.choice([None, "A", "B", "C"]),
                 media=[item] if rng.random() < 0.5 else [],
                 grammar="even" if rng.random() < 0.4 else None,
-                kv_transfer_params=load if has_source and rng.random() < 0.5 else None,
             )
         )
     return requests
@@ -80,25 +77,25 @@ class Traced:
 def run_case(seed: int, process: WorkerProcess | None):
     """One random engine; its worker is in the process, or here. What came of it."""
     rng = random.Random(seed)
-    has_source = rng.random() < 0.5
     setup = Setup(
         num_blocks=rng.randint(45, 90),
         block_size=rng.choice([2, 4]),
-        windows=[0] if has_source else rng.choice([[0], [0, 5], [7]]),
+        windows=rng.choice([[0], [0, 5], [7]]),
         num_drafts=rng.choice([0, 3]),
         cache_size=rng.randint(8, 20),
-        has_source=has_source,
-        snapshot_blocks=0 if has_source else rng.choice([0, 1, 3]),
+        stores=rng.choice([[], ["plain"], ["slow", "lossy"]]),
+        snapshot_blocks=rng.choice([0, 1, 3]),
     )
     resources = [AdapterSlots(2), EncoderBudget(8, setup.cache_size), EvenTokens()]
     resources += [WorkerDrafts(setup.num_drafts)] if setup.num_drafts else []
-    resources += [RemoteKV()] if has_source else []
-    here = make_worker(setup)
-    worker = here if process is None else SocketWorker(process, setup)
+    here, stores = make_worker(setup)
+    worker = here
+    if process is not None:
+        worker = stores = SocketWorker(process, setup)
     run = make_feature_run(
         depth=rng.randint(1, 3),
         resources=resources,
-        source=Source(setup.block_size) if has_source else None,
+        stores=stores if setup.stores else None,
         num_drafts=setup.num_drafts,
         windows=setup.windows,
         snapshot_blocks=setup.snapshot_blocks,
@@ -110,7 +107,7 @@ def run_case(seed: int, process: WorkerProcess | None):
         max_model_len=41,
     )
     traced = Traced(run)
-    for request in draw_requests(rng, has_source):
+    for request in draw_requests(rng):
         run.add(request)
         if rng.random() < 0.6:
             run.step()

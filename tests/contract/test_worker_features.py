@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.simulate import Run, make_request, make_scheduler
@@ -17,8 +18,8 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
 from engine.kv.layout import one_group
 from engine.lora.decide import AdapterSlots
+from engine.messages.kv_orders import KVOrders
 from engine.messages.params import SamplingParams
-from engine.messages.step import KVReport
 from engine.models.load import load_model
 from engine.sched.resource import Resource
 from engine.worker.feature import Feature
@@ -151,14 +152,14 @@ def test_a_request_that_a_feature_cannot_begin_fails_alone(sizes, depth, directo
     assert len(run.outputs["d"]) == 3
 
 
-# -- KV from elsewhere: what a worker reports
+# -- parts of plans: what a worker reads of them and reports
 
 
 class Reporter(Feature):
     part = "kv_transfer"
 
     def __init__(self) -> None:
-        self.told: list[bytes] = []
+        self.told: list[list[bytes]] = []
         self.is_shut_down = False
         self.life: list[str] = []
         self.has_begun = False
@@ -176,10 +177,10 @@ class Reporter(Feature):
     def begin(self, plan, live):
         self.has_begun = True
         if plan.kv_transfer is not None:
-            self.told.append(plan.kv_transfer)
+            self.told.append(plan.kv_transfer.forget)
 
     def report(self, result):
-        result.kv_transfer = KVReport([], [f"step {result.step}"])
+        result.lost_snapshots = np.array([result.step], dtype=np.int32)
 
     def shutdown(self):
         self.is_shut_down = True
@@ -190,16 +191,16 @@ class Orders(Resource):
     needs = ("kv_transfer",)
 
     def __init__(self) -> None:
-        self.reports: list[str] = []
+        self.reports: list[int] = []
 
     def watches(self, req):
         return False
 
     def describe(self, plan):
-        plan.kv_transfer = b"order %d" % plan.step
+        plan.kv_transfer = KVOrders(forget=[b"order %d" % plan.step])
 
     def settle(self, plan, result):
-        self.reports += result.kv_transfer.sent
+        self.reports += result.lost_snapshots.tolist()
 
 
 def test_a_feature_reads_its_part_and_reports_in_results(directory):
@@ -208,8 +209,8 @@ def test_a_feature_reads_its_part_and_reports_in_results(directory):
     run.add(make_request("a", [3, 4], 3, params=GREEDY))
     for _ in range(3):
         run.step()
-    assert feature.told == [b"order 1", b"order 2", b"order 3"]
-    assert orders.reports == ["step 1", "step 2", "step 3"]
+    assert feature.told == [[b"order 1"], [b"order 2"], [b"order 3"]]
+    assert orders.reports == [1, 2, 3]
 
 
 # -- the worker as a whole

@@ -11,40 +11,21 @@ import random
 import pytest
 from support.holders import holder
 
-from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.fast_hash import FastHasher
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import Sha256Hasher
 from engine.messages.requests import MediaItem
 
 
-class RandomSource:
-    """Has a random part of everything and keeps what it likes."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    def match(self, req, num_local_tokens):
-        return RemoteMatch(self.rng.choice([0, 0, 5, 12]), asynchronous=True)
-
-    def start_load(self, req, blocks, num_tokens):
-        assert len(set(blocks)) == len(blocks) > 0
-
-    def finished(self, req, blocks):
-        return Farewell(keep=self.rng.random() < 0.3)
-
-
 class Model:
-    """A manager and what it should be: contents of cached blocks, holders, loans."""
+    """A manager and what it should be: contents of cached blocks, and holders."""
 
-    def __init__(self, rng: random.Random, hasher, source) -> None:
+    def __init__(self, rng: random.Random, hasher) -> None:
         self.rng = rng
         self.size = rng.choice([1, 2, 3, 4])
-        self.kv = KVManager(rng.randint(4, 30), self.size, hasher=hasher, source=source)
+        self.kv = KVManager(rng.randint(4, 30), self.size, hasher=hasher)
         self.live: dict[int, object] = {}
-        self.offered: dict[int, int] = {}  # by row, tokens of what it holds that a load could fill
         self.cached: dict[int, tuple] = {}  # block -> content
-        self.lent: list[tuple[str, list[int]]] = []
         self.num_added = 0
         self.shared = [rng.randrange(3) for _ in range(40)]
 
@@ -87,13 +68,10 @@ class Model:
         before, free, hit = list(kv.held(req)), kv.pool.free_order(), kv.lookup(req)
         missing = kv.missing(req, upto)
         assert kv.fits(req, upto) == (missing <= len(free))
-        act = rng.choice([kv.reserve, kv.hold])
-        if not act(req, upto):
+        if not kv.reserve(req, upto):
             assert missing > len(free) and kv.held(req) == before
             assert kv.pool.free_order() == free
             return
-        if not before:
-            self.offered[req.row] = min(hit.num_remote, upto - hit.num_tokens)
         start = before or hit.blocks
         assert kv.held(req)[: len(start)] == start and len(free) - kv.num_free == missing
         taken = kv.held(req)[len(start) :]
@@ -104,7 +82,7 @@ class Model:
 
     def evict(self, req) -> None:
         """Others make room: what was promised for that case comes true."""
-        others = [o for o in self.live.values() if o is not req and not self.kv.is_loading(o)]
+        others = [o for o in self.live.values() if o is not req]
         victims = self.rng.sample(others, self.rng.randint(0, len(others)))
         upto = range(self.kv.cached_prefix(req) + 1, len(req.tokens) + 1)
         promised = [self.kv.fits(req, end, victims) for end in upto]
@@ -112,18 +90,9 @@ class Model:
             self.release(victim)
         assert [self.kv.fits(req, end) for end in upto] == promised
 
-    def load(self, req) -> None:
-        kv = self.kv
-        if kv.is_loading(req):
-            upto = self.rng.randint(kv.ready(req), len(kv.held(req)) * self.size)
-            kv.loaded(req, upto)
-            self.publish(req, kv.ready(req))
-        elif kv.held(req) and self.offered[req.row] and req.num_computed <= kv.ready(req):
-            kv.start_load(req)
-
     def commit(self, req) -> None:
         room = min(len(self.kv.held(req)) * self.size, len(req.tokens))
-        if self.kv.is_loading(req) or room <= req.num_computed:
+        if room <= req.num_computed:
             return
         upto = self.rng.randint(req.num_computed, room)
         self.kv.commit(req, upto)
@@ -137,7 +106,7 @@ class Model:
     def grow(self, req) -> None:
         held = self.kv.held(req)
         full = len(held) * self.size
-        if held and not self.kv.is_loading(req) and full < 60 and self.kv.num_free:
+        if held and full < 60 and self.kv.num_free:
             req.tokens.extend([1] * max(0, full + 1 - len(req.tokens)))
             block = self.kv.pool.free_order()[0]
             self.kv.reserve_next([req.row])
@@ -145,31 +114,15 @@ class Model:
             self.cached.pop(block, None)
 
     def release(self, req) -> None:
-        if not self.kv.is_loading(req):
-            self.kv.release(req)
-            req.num_computed = 0
+        self.kv.release(req)
+        req.num_computed = 0
 
     def forget(self, req) -> None:
-        blocks, before = list(self.kv.held(req)), len(self.kv.lent)
-        loans = {name: loan.num_transfers for name, loan in self.kv.lent.items()}
         self.kv.finish(req)
         del self.live[req.row]
-        loan = self.kv.lent.get(req.request_id)
-        if loan is not None and loan.num_transfers != loans.get(req.request_id, 0):
-            self.lent.append((req.request_id, blocks))
-        assert len(self.kv.lent) >= before
-
-    def sent(self) -> None:
-        name, _ = self.rng.choice(self.lent)
-        assert self.kv.sent(name)
-        if name not in self.kv.lent:
-            self.lent = [loan for loan in self.lent if loan[0] != name]
-        else:  # one of several transfers of this id is over; nothing is free yet
-            merged = [b for other, blocks in self.lent if other == name for b in blocks]
-            self.lent = [loan for loan in self.lent if loan[0] != name] + [(name, merged)]
 
     def reset(self) -> None:
-        idle = not self.lent and not any(self.kv.held(req) for req in self.live.values())
+        idle = not any(self.kv.held(req) for req in self.live.values())
         assert self.kv.reset_prefix_cache() == idle
         if idle:
             self.cached.clear()
@@ -179,8 +132,8 @@ class Model:
     def check(self) -> None:
         kv = self.kv
         refs = [0] * kv.num_blocks
-        for blocks in [kv.held(req) for req in self.live.values()] + [b for _, b in self.lent]:
-            for block in blocks:
+        for req in self.live.values():
+            for block in kv.held(req):
                 refs[block] += 1
         assert refs == kv.pool.num_refs and refs[0] == 0
         free = kv.pool.free_order()
@@ -196,23 +149,15 @@ class Model:
 
 
 @pytest.mark.parametrize("hasher", [Sha256Hasher, lambda: FastHasher(3)], ids=["sha256", "fast"])
-@pytest.mark.parametrize("with_source", [False, True], ids=["local", "source"])
-def test_the_manager_agrees_with_a_naive_model(hasher, with_source, seed):
+def test_the_manager_agrees_with_a_naive_model(hasher, seed):
     for turn in range(25):
         rng = random.Random(seed + turn)
-        model = Model(rng, hasher(), RandomSource(rng) if with_source else None)
+        model = Model(rng, hasher())
         moves = [model.reserve] * 6 + [model.commit] * 4 + [model.grow, model.grow]
-        moves += [
-            model.evict,
-            model.release,
-            model.forget,
-            *([model.load] * 4 if with_source else []),
-        ]
+        moves += [model.evict, model.release, model.forget]
         for _ in range(150):
             if len(model.live) < 6 and rng.random() < 0.3:
                 model.add()
-            elif model.lent and rng.random() < 0.1:
-                model.sent()
             elif rng.random() < 0.03:
                 model.reset()
             elif model.live:
@@ -220,7 +165,5 @@ def test_the_manager_agrees_with_a_naive_model(hasher, with_source, seed):
             model.check()
         for req in list(model.live.values()):
             model.forget(req)
-        while model.lent:
-            model.sent()
         model.check()
         assert model.kv.num_free == model.kv.num_usable, f"seed {seed + turn}"

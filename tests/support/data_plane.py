@@ -5,28 +5,23 @@ Every half here trusts only what it is told through plans and reports.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from zlib import crc32
 
-import msgspec
 import numpy as np
 
 from engine.config.kv_groups import Group
 from engine.config.sched import SchedulerConfig
-from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.manager import KVManager
-from engine.kv_transfer.decide import RemoteKV
+from engine.kv_transfer.tiers import Tiers
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import (
     NO_ADAPTER,
     DraftPart,
-    KVReport,
     MaskPart,
     Masks,
     NewSeq,
-    Received,
     StepPlan,
     StepResult,
 )
@@ -34,14 +29,8 @@ from engine.sched.policies import POLICIES
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 from engine.states.decide import StateSnapshots
-from policylab.verify.fake import (
-    EMPTY_DIGEST,
-    RUBBISH,
-    DigestWorker,
-    LateWorker,
-    mix,
-    token_after,
-)
+from policylab.verify.fake import DigestWorker, LateWorker, mix, token_after
+from policylab.verify.tiers import FakeCopies
 from support.simulate import Run
 
 # -- what the model would see and say
@@ -116,15 +105,9 @@ class FeatureWorker(DigestWorker):
         self.encoded: dict[str, int] = {}  # hash -> tokens
         self.freed: list[str] = []
         self.num_encoded = 0
-        self.mover: Mover | None = None
 
     def content(self, new: NewSeq) -> list[int]:
         return seen(new.token_ids, self.adapters.get(new.slot), self.media.get(new.slot, []))
-
-    def launch(self, plan: StepPlan) -> StepResult:
-        if self.mover is not None:
-            self.mover.before(plan, self.kv)
-        return super().launch(plan)
 
     def draw(self, rows, masks, result: StepResult) -> None:
         super().draw(rows, masks, result)
@@ -174,137 +157,6 @@ class FeatureWorker(DigestWorker):
 
 class LateFeatureWorker(FeatureWorker, LateWorker):
     """Computes when a result is collected, while loads go on."""
-
-
-# -- KV from elsewhere
-
-
-class Transfer(msgspec.Struct):
-    """One load or one send on its way."""
-
-    request_id: str
-    blocks: list[int]
-    slots: dict[int, int]  # offset behind the first block's first slot -> digest
-    ticks: int
-    num_good: int = 0
-    error: str = ""
-
-
-class Orders(msgspec.Struct):
-    """The plan's part: what the source tells the mover."""
-
-    now: list[Transfer] = []
-    loads: list[Transfer] = []
-    sends: list[Transfer] = []
-
-
-class Source:
-    """Knows the KV of every prompt. ``kv_transfer_params`` of a request say how much to offer."""
-
-    def __init__(self, block_size: int, rng: random.Random | None = None) -> None:
-        self.block_size = block_size
-        self.rng = rng or random.Random(0)
-        self.orders = Orders()
-        self.asked: dict[str, int] = {}
-        self.num_loads = 0
-
-    def match(self, req, num_local_tokens: int) -> RemoteMatch:
-        params = req.add.kv_transfer_params or {}
-        self.asked[req.request_id] = num_local_tokens
-        behind = max(0, params.get("num_tokens", 0) - num_local_tokens)
-        return RemoteMatch(behind, params.get("asynchronous", False))
-
-    def start_load(self, req, blocks, num_tokens: int) -> None:
-        self.num_loads += 1
-        params, first = req.add.kv_transfer_params, self.asked[req.request_id]
-        error = params.get("error", "")
-        transfer = Transfer(
-            req.request_id,
-            list(blocks),
-            self._digests(req, first, num_tokens),
-            params.get("ticks", 1),
-            num_tokens // 2 if error else num_tokens,
-            error,
-        )
-        (self.orders.loads if params.get("asynchronous") else self.orders.now).append(transfer)
-
-    def metadata(self) -> bytes | None:
-        orders, self.orders = self.orders, Orders()
-        return msgspec.msgpack.encode(orders) if orders != Orders() else None
-
-    def finished(self, req, blocks) -> Farewell:
-        params = req.add.kv_transfer_params or {}
-        if not params.get("keep") or not blocks:
-            return Farewell(False, params.get("farewell"))
-        written = min(req.num_computed, req.num_tokens)
-        digests = self._digests(req, 0, written)
-        self.orders.sends.append(
-            Transfer(req.request_id, list(blocks), digests, params.get("ticks", 1))
-        )
-        return Farewell(True, {"blocks": len(blocks)})
-
-    def shutdown(self) -> None:
-        pass
-
-    def _digests(self, req, first: int, count: int) -> dict[int, int]:
-        digest, digests = EMPTY_DIGEST, {}
-        content = seen(req.tokens.tolist(), req.adapter, req.media)
-        for position, value in enumerate(content[: first + count]):
-            digest = mix(digest, value)
-            if position >= first:
-                digests[position - first + first % self.block_size] = digest
-        return digests
-
-
-class Mover:
-    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs.
-
-    ``quick``: loads write the truth as soon as they are told of, and say so later.
-    """
-
-    def __init__(self, block_size: int, *, quick: bool = False) -> None:
-        self.block_size = block_size
-        self.quick = quick
-        self.loads: list[Transfer] = []
-        self.sends: list[Transfer] = []
-        self.kv: list[list[int]] = []
-
-    def before(self, plan: StepPlan, kv: list[list[int]]) -> None:
-        self.kv = kv
-        if plan.kv_transfer is None:
-            return
-        orders = msgspec.msgpack.decode(plan.kv_transfer, type=Orders)
-        for transfer in orders.now:
-            self._write(transfer, len(transfer.slots))
-        for transfer in orders.loads:
-            for block in transfer.blocks:
-                kv[block][:] = [RUBBISH] * self.block_size
-            if self.quick:
-                self._write(transfer, transfer.num_good)
-        self.loads += orders.loads
-        self.sends += orders.sends
-
-    def tick(self) -> KVReport:
-        """Time passes; what is over now."""
-        for transfer in [*self.loads, *self.sends]:
-            transfer.ticks -= 1
-        loaded = [t for t in self.loads if t.ticks <= 0]
-        sent = [t for t in self.sends if t.ticks <= 0]
-        self.loads = [t for t in self.loads if t.ticks > 0]
-        self.sends = [t for t in self.sends if t.ticks > 0]
-        for transfer in loaded if not self.quick else ():
-            self._write(transfer, transfer.num_good)
-        for transfer in sent:
-            for offset, digest in transfer.slots.items():
-                index, place = divmod(offset, self.block_size)
-                assert self.kv[transfer.blocks[index]][place] == digest, "sent what was overwritten"
-        received = [Received(t.request_id, t.num_good, t.error) for t in loaded]
-        return KVReport(received, [t.request_id for t in sent])
-
-    def _write(self, transfer: Transfer, num_tokens: int) -> None:
-        for offset, digest in list(transfer.slots.items())[:num_tokens]:
-            index, place = divmod(offset, self.block_size)
-            self.kv[transfer.blocks[index]][place] = digest
 
 
 # -- grammars
@@ -406,21 +258,18 @@ def kept_by(resource: Resource) -> dict[str, object]:
 
 @dataclass
 class FeatureRun(Run):
-    """A run whose transfers go on with time, whether steps are in flight or not."""
+    """A run whose loads go on with time, whether steps are in flight or not."""
 
-    remote: RemoteKV | None = None
-    mover: Mover | None = None
+    stores: FakeCopies | None = None
 
     def step(self) -> bool:
         has_stepped = super().step()
         if not has_stepped:
             self.read(self.scheduler.take_outputs())
-        if self.mover is not None and self.remote is not None:
-            report = self.mover.tick()
-            for received in report.received:
-                self.remote.received(received)
-            for request_id in report.sent:
-                self.remote.sent(request_id)
+        if self.stores is not None:
+            self.stores.tick()
+            for report in self.stores.take_reports():
+                self.scheduler.transferred(report)
         return has_stepped
 
     def wait(self, limit: int = 2000) -> None:
@@ -428,9 +277,20 @@ class FeatureRun(Run):
         scheduler = self.scheduler
         for _ in range(limit):
             self.step()
-            if not scheduler.has_requests() and not self.flight and not scheduler.kv.lent:
+            if not (scheduler.has_requests() or self.flight or scheduler.is_transferring):
                 break
         self.drain()
+
+
+def tiers_of(stores: FakeCopies, cls: type[Tiers] = Tiers, **options) -> Tiers:
+    """The resource for these stores, from which loading is always faster than computing."""
+    return cls(stores, 1, speeds=[1e12] * len(stores.names), **options)
+
+
+def use_stores(worker: FeatureWorker, stores: FakeCopies) -> None:
+    """Let the worker carry out orders to stores."""
+    stores.kv = worker.kv
+    worker.carry_out, worker.begin_loads = stores.carry_out, stores.begin_loads
 
 
 def make_feature_run(  # noqa: PLR0913
@@ -438,7 +298,7 @@ def make_feature_run(  # noqa: PLR0913
     depth: int = 1,
     resources=(),
     propose=None,
-    source: Source | None = None,
+    stores: FakeCopies | None = None,
     cache_size: int = 1 << 30,
     num_drafts: int = 0,
     windows=(0,),
@@ -447,15 +307,17 @@ def make_feature_run(  # noqa: PLR0913
     **options,
 ) -> FeatureRun:
     """A run with these resources and the data planes they need, or with a ``worker`` elsewhere.
-    ``late``: steps are computed when their results are collected."""
+    ``late``: steps are computed when their results are collected. ``stores``: those of a resource
+    for KV tiers, if it is not among the ``resources``."""
     kv = KVManager(
         options.pop("num_blocks", 1000),
         options.pop("block_size", 16),
         enable_prefix_caching=options.pop("caching", True),
         groups=[Group(window=window) for window in windows],
-        source=source,
     )
     resources = list(resources)
+    if stores is not None and not any(isinstance(each, Tiers) for each in resources):
+        resources.append(tiers_of(stores))
     if snapshot_blocks := options.pop("snapshot_blocks", 0):
         kv.keep_states(snapshot_blocks)
         resources.append(StateSnapshots())
@@ -473,8 +335,8 @@ def make_feature_run(  # noqa: PLR0913
         **extra,
     )
     run = FeatureRun(scheduler, worker, depth, num_drafts=num_drafts)
-    if source is not None:
-        worker.mover = worker.mover or Mover(kv.block_size, quick=late)
-        run.mover = worker.mover
-        run.remote = next(r for r in resources if isinstance(r, RemoteKV))
+    if stores is not None:
+        run.stores = stores
+        if isinstance(worker, FeatureWorker):
+            use_stores(worker, stores)
     return run

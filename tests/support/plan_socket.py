@@ -14,9 +14,11 @@ import msgspec
 import zmq
 
 from engine.ipc import plans
-from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult
+from engine.messages.kv_orders import Loaded
+from engine.messages.step import PARTS, Masks, StepPlan, StepResult
 from policylab.verify.fake import FakeExecutor, mix
-from support.data_plane import FeatureWorker, Mover, guess
+from policylab.verify.tiers import FakeCopies
+from support.data_plane import FeatureWorker, guess, use_stores
 from support.patience import WAIT_SECONDS
 
 TIMEOUT_MS = 60_000
@@ -30,12 +32,12 @@ class Setup(msgspec.Struct):
     windows: list[int]
     num_drafts: int
     cache_size: int
-    has_source: bool
+    stores: list[str]
     snapshot_blocks: int
 
 
-def make_worker(setup: Setup) -> FeatureWorker:
-    """Its guesses depend on the tokens alone, and some of them are right."""
+def make_worker(setup: Setup) -> tuple[FeatureWorker, FakeCopies]:
+    """The worker and its stores. Its guesses depend on tokens alone, and some are right."""
 
     def propose(tokens: list[int]) -> list[int]:
         dice = mix(len(tokens), tokens[-1])
@@ -51,8 +53,9 @@ def make_worker(setup: Setup) -> FeatureWorker:
     )
     if setup.snapshot_blocks:
         worker.keep_states(setup.num_drafts)
-    worker.mover = Mover(setup.block_size) if setup.has_source else None
-    return worker
+    stores = FakeCopies(setup.stores, 20, setup.num_blocks)
+    use_stores(worker, stores)
+    return worker, stores
 
 
 def content_of(worker: FeatureWorker) -> str:
@@ -64,14 +67,15 @@ def serve(address: str) -> None:
     """Answer until there are no more questions. An error is answered, too."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as line:
         line.connect(address)
-        worker, ticket = None, None
+        worker, stores, ticket = None, None, None
         while True:
             kind, data = line.recv_multipart()
             if kind == b"end":
                 return
             try:
                 if kind == b"make":
-                    worker, answer = make_worker(msgspec.msgpack.decode(data, type=Setup)), b""
+                    worker, stores = make_worker(msgspec.msgpack.decode(data, type=Setup))
+                    answer = b""
                 elif kind == b"launch":
                     ticket = worker.launch(plans.decode(data, StepPlan))
                     answer = plans.encode(ticket)
@@ -79,7 +83,11 @@ def serve(address: str) -> None:
                     worker.sample(ticket, plans.decode(data, Masks))
                     answer = plans.encode(ticket)
                 elif kind == b"tick":
-                    answer = msgspec.msgpack.encode(worker.mover.tick())
+                    stores.tick()
+                    answer = msgspec.msgpack.encode(stores.take_reports())
+                elif kind == b"find":
+                    found = stores.find(msgspec.msgpack.decode(data, type=list[bytes]))
+                    answer = msgspec.msgpack.encode(found)
                 else:
                     answer = content_of(worker).encode()
                 line.send_multipart([b"ok", answer])
@@ -122,14 +130,15 @@ class WorkerProcess:
 
 
 class SocketWorker(FakeExecutor):
-    """An executor whose worker is in the process; also its mover's clock."""
+    """An executor whose worker is in the process, with its stores."""
 
     capabilities = frozenset(PARTS)
 
     def __init__(self, process: WorkerProcess, setup: Setup) -> None:
         self._process = process
         process.ask("make", msgspec.msgpack.encode(setup))
-        self.mover = self
+        self.names = tuple(setup.stores)
+        self._reports: list[Loaded] = []
 
     def launch(self, plan: StepPlan) -> StepResult:
         return plans.decode(self._process.ask("launch", plans.encode(plan)), StepResult)
@@ -143,8 +152,19 @@ class SocketWorker(FakeExecutor):
     def collect(self, ticket: Any) -> StepResult:
         return ticket
 
-    def tick(self) -> KVReport:
-        return msgspec.msgpack.decode(self._process.ask("tick"), type=KVReport)
+    def tick(self) -> None:
+        self._reports += msgspec.msgpack.decode(self._process.ask("tick"), type=list[Loaded])
+
+    def take_reports(self) -> list[Loaded]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def find(self, keys: list[bytes]) -> list[int]:
+        found = self._process.ask("find", msgspec.msgpack.encode(keys))
+        return msgspec.msgpack.decode(found, type=list[int])
+
+    def counts(self) -> dict[str, int]:
+        return {}
 
     def content(self) -> str:
         return self._process.ask("content").decode()

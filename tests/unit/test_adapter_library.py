@@ -8,22 +8,19 @@ import time
 import msgspec
 import pytest
 from support.adapters import Copy, FakeReader, digest_of, slots_of
-from support.data_plane import FeatureWorker, Source, answer, make_feature_run
+from support.data_plane import FeatureWorker, answer, make_feature_run
 from support.patience import WAIT_SECONDS
 from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
 from engine.config.near import did_you_mean_of_many
 from engine.config.sched import SchedulerConfig
-from engine.core.build import with_adapters
 from engine.core.recording import describe, record
 from engine.core.replay import replay
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
-from engine.kv_transfer.decide import RemoteKV
 from engine.lora.loading import Order, ThreadedReader
 from engine.messages.adapters import AdapterSource
-from engine.sched.plugins.find import Chosen
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 
@@ -371,24 +368,6 @@ def test_a_refused_request_keeps_no_copy_of_its_adapter():
         doors.add("0", "x", length=5000)
     doors.load("y", "b")
     assert [each["name"] for each in doors.library.listed()] == ["x", "y"]
-
-
-def test_kv_from_elsewhere_is_loaded_once_the_adapter_is_known():
-    """Blocks are hashed by the adapter's content, so none are held before it has been read."""
-    reader = FakeReader(a="A", is_slow=True)
-    slots = slots_of(reader)
-    chosen = with_adapters(Chosen(Scheduler, POLICIES["fcfs"](), (RemoteKV("recompute"),)), slots)
-    run = make_feature_run(resources=chosen.resources, source=Source(16))
-    params = {"num_tokens": 32, "asynchronous": True, "ticks": 3}
-    request = make_request(
-        "0", [7] * 40, 3, adapter="x", adapter_source=SOURCE("a"), kv_transfer_params=params
-    )
-    run.add(slots.resolved(request))
-    run.step()
-    reader.finish("a")
-    run.wait()
-    assert run.outputs["0"] == answer(make_request("?", [7] * 40, 3, adapter=digest_of("A")))
-    assert not run.scheduler.guard.faults.messages
 
 
 def test_names_resolve_in_the_directory_of_adapters(tmp_path):

@@ -9,9 +9,7 @@ import pytest
 from support.simulate import expected, make_request, make_run
 
 from engine.sched import Admission, Resource
-from engine.sched.interface import PauseState
 from engine.sched.policies import FCFS, Priority
-from engine.sched.resource import Fit, OnRefuse
 
 
 def steps_to_first_token(run, name):
@@ -73,56 +71,6 @@ def test_an_own_admit_does_not_give_away_what_a_prompt_was_promised():
         run.add(make_request(str(index), [index] * 8, 30))
     num_steps, num_without = steps_to_first_token(run, "early")
     assert num_steps <= 7 and not num_without
-    run.drain()
-
-
-class Loads(Resource):
-    """Parks a request that asks for it until it is woken, with blocks for its whole prompt."""
-
-    def __init__(self):
-        self.loaded = set()
-
-    def fit(self, req, num_tokens, step):
-        if req.add.kv_transfer_params and req.request_id not in self.loaded:
-            return Fit(0, "load", OnRefuse.PARK, hold=req.num_tokens)
-        return Fit(num_tokens)
-
-
-def test_what_is_parked_with_blocks_takes_none_that_were_promised():
-    loads = Loads()
-    run = make_run(
-        num_blocks=15,
-        caching=False,
-        policy=AdmitsAll(),
-        max_num_batched_tokens=40,
-        long_prefill_token_threshold=32,
-        resources=[loads],
-    )
-    run.add(make_request("early", [5] * 208, 4))
-    run.add(make_request("late", [6] * 60, 4, kv_transfer_params={"from": "there"}))
-    num_steps, num_without = steps_to_first_token(run, "early")
-    assert num_steps <= 7 and not num_without
-    loads.loaded.add("late")
-    run.drain()
-
-
-def test_a_waiting_request_that_holds_blocks_loses_them_by_its_rank():
-    """It lost them before any that run, and to any that runs once it had waited for long."""
-    loads = Loads()
-    run = make_run(num_blocks=8, caching=False, policy="priority", resources=[loads])
-    for name, priority in (("best", 0), ("worst", 9)):
-        run.add(make_request(name, [ord(name[0])] * 30, 30, priority=priority))
-    run.step()
-    run.add(make_request("held", [3] * 40, 4, priority=5, kv_transfer_params={"from": "there"}))
-    run.step()
-    run.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    loads.loaded.add("held")
-    run.scheduler.wake("held")
-    worst, held = (run.scheduler.roster.by_id[name] for name in ("worst", "held"))
-    for _ in range(2):  # then both that run need a third block, and none is free
-        run.step()
-    assert worst.num_preempted == 1 and run.scheduler.kv.held(held)
-    run.scheduler.set_pause_state(PauseState.UNPAUSED)
     run.drain()
 
 

@@ -90,21 +90,10 @@ def test_ready_is_the_hit_first_and_what_was_adopted_then():
     writer, reader = holder(0, [1] * 40), holder(1, [1] * 48)
     fill(kv, writer)
     assert kv.ready(reader) == 32
-    assert kv.hold(reader, 48)
+    assert kv.reserve(reader, 48)
     assert kv.ready(reader) == 32 and kv.num_adopted(reader) == 2
     kv.release(reader)
     assert kv.ready(reader) == 32 and kv.held(reader) == []
-
-
-def test_the_worker_hears_of_held_blocks_when_the_request_gets_a_seat():
-    kv = KVManager(20, 16)
-    req = holder(3, [1] * 40)
-    assert kv.hold(req, 20) and not kv.drain().rows
-    assert kv.reserve(req, 40)
-    assert [*map(list, kv.drain())] == [[3, 3, 3], [0, 1, 2], [1, 2, 3], []]
-    assert kv.reserve(req, 48) and not kv.drain().rows
-    kv.reserve_next([3])
-    assert [*map(list, kv.drain())] == [[3], [3], [4], []] and kv.num_held[3] == 4
 
 
 def brute_force_peak(lengths, remaining, size):

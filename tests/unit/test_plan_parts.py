@@ -20,18 +20,17 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
 from engine.lora.decide import AdapterSlots
+from engine.messages.kv_orders import KVOrders, LoadOrder
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem, TokenLogprobs
 from engine.messages.step import (
     PARTS,
     AdapterPart,
     DraftPart,
-    KVReport,
     MaskPart,
     Masks,
     MediaPart,
     NewSeq,
-    Received,
     SnapshotPart,
     StepPlan,
     StepResult,
@@ -70,7 +69,7 @@ def full_plan() -> StepPlan:
         masks=MaskPart(ints(1)),
         adapters=AdapterPart({0: "A"}, {1: 0}),
         media=MediaPart(["old"], {1: [MediaItem(0, 1, "m")]}, [(1, 0)]),
-        kv_transfer=b"\x00orders",
+        kv_transfer=KVOrders([b"a"], [7], [LoadOrder(1, [b"b"], [8], [0])], [b"c"]),
         block_groups=ints(1),
         proposals=ints(2),
         snapshots=SnapshotPart(1, ints(2), ints(70), ints(1), ints(16), ints(71)),
@@ -88,7 +87,6 @@ def full_result() -> StepResult:
         prompt_logprobs={1: scores},
         seconds=0.25,
         drafts=DraftPart(ints(1, 0), ints(13)),
-        kv_transfer=KVReport([Received("r", 16, "lost")], ["s"]),
         lost_snapshots=ints(0),
         pooled=PooledPart.of([(1, np.array([0.5, -2.0], dtype=np.float32))]),
     )

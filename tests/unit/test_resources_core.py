@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.data_plane import Compiler, Compiling, OneAnswer, Source, make_feature_run
+from support.data_plane import Compiler, Compiling, OneAnswer, make_feature_run
 from support.simulate import VOCAB_SIZE, expected, make_request
 
 from engine.errors import ConfigError
-from engine.kv_transfer.decide import RemoteKV
 from engine.lora.decide import AdapterSlots
 from engine.sched import Fit, Resource
 from engine.structured.decide import GrammarReadiness
@@ -213,24 +212,19 @@ def slow_grammar():
     return GrammarReadiness(Compiler({"slow": lambda: Compiling(OneAnswer([]), 4)}), VOCAB_SIZE)
 
 
-LOAD = {"num_tokens": 48, "asynchronous": True, "ticks": 3}
-
-
-@pytest.mark.behaviour(88, 91, 97)
+@pytest.mark.behaviour(88, 91)
 @pytest.mark.parametrize(
     ("make_resource", "asks", "waits"),
     [
         (lambda: AdapterSlots(1), {"adapter": "B"}, {"adapter": 5.0}),
         (slow_grammar, {"grammar": "slow"}, {"grammar": 3.0}),
-        (RemoteKV, {"kv_transfer_params": LOAD}, {"remote KV": 2.0, "next step": 1.0}),
     ],
-    ids=["adapters", "grammars", "loads"],
+    ids=["adapters", "grammars"],
 )
 def test_the_wait_is_charged_to_the_resource_that_caused_it(make_resource, asks, waits):
     """A step takes a second. The first adapter is in use for five of them."""
     clock, resource = [0.0], make_resource()
-    source = Source(16) if isinstance(resource, RemoteKV) else None
-    run = make_feature_run(resources=[resource], source=source, clock=lambda: clock[0])
+    run = make_feature_run(resources=[resource], clock=lambda: clock[0])
     if "adapter" in asks:
         run.add(make_request("first", [7] * 10, 5, adapter="A"))
     run.add(make_request("waits", [8] * 60, 4, **asks))

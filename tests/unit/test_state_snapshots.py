@@ -7,14 +7,12 @@ from support.data_plane import RightDrafts
 from support.holders import fill, holder
 from support.simulate import Run, expected, make_request, make_run
 
-from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
 from engine.kv.snapshots import KeptSnapshot, Snapshots
 from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.spec.decide import Drafts
-from policylab.verify.remote import Store
 
 PROMPT = [(7 * k) % 991 for k in range(3000)]
 OTHER = [(11 * k + 5) % 983 for k in range(3000)]
@@ -204,20 +202,6 @@ def kept(kv: KVManager, row: int, num_tokens: int) -> None:
     kv.finish(req)
 
 
-def test_a_parked_request_with_blocks_starts_without_a_hit():
-    """Its snapshot could be evicted before it starts."""
-    kv = KVManager(40, 16)
-    kv.keep_states(2)
-    kept(kv, 0, 64)
-    req = holder(1, PROMPT[:100])
-    assert kv.lookup(req).num_tokens == 64
-    assert kv.hold(req, 100)
-    assert (kv.ready(req), kv.num_adopted(req), list(kv.states.to_load(req))) == (0, 0, [])
-    assert kv.prefix_end(req).reason == "no snapshot there"
-    kv.finish(req)
-    assert kv.reserve(holder(2, PROMPT[:100]), 100)
-
-
 def test_a_snapshot_of_which_a_block_was_taken_is_not_found():
     kv = KVManager(40, 16)
     kv.keep_states(3)
@@ -244,11 +228,6 @@ def test_withdrawn_tokens_take_their_snapshots_along():
     assert kv.lookup(holder(2, PROMPT[:100])).num_tokens == 32
     fill(kv, holder(3, PROMPT[:100]))
     assert kv.lookup(holder(2, PROMPT[:100])).num_tokens == 32
-
-
-def test_a_kv_source_is_refused():
-    with pytest.raises(ConfigError, match="recurrent"):
-        KVManager(10, 16, source=Store(16)).keep_states(1)
 
 
 @pytest.mark.parametrize("num_output", [3, 5, 6, 8, 9])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.data_plane import Source, answer, make_feature_run
+from support.data_plane import answer, make_feature_run, tiers_of
 from support.simulate import expected, make_request, make_run
 
-from engine.kv_transfer.decide import RemoteKV
+from engine.kv_transfer.tiers import Tiers
 from engine.messages.step import DraftPart
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
+from policylab.verify.tiers import FakeCopies
 
 PROMPT = list(range(100, 140))
 
@@ -94,13 +95,13 @@ class Passes(FCFS):
 
 
 class Parks(Resource):
-    """Parks requests with blocks, until somebody wakes them."""
+    """Parks requests that have room, until somebody wakes them."""
 
     on_refuse = OnRefuse.PARK
     is_broken = False
 
     def fit(self, req, num_tokens, step):
-        return Fit(num_tokens if req.user else 0, hold=0 if req.user else req.num_tokens)
+        return Fit(num_tokens if req.user else 0, room=0 if req.user else req.num_tokens)
 
     def begin_step(self, step):
         assert not self.is_broken
@@ -128,13 +129,13 @@ def test_who_is_parked_for_ever_is_named():
 
 
 class ParksBig(Parks):
-    """Wants more blocks held than there are."""
+    """Wants room for more blocks than there are."""
 
     def fit(self, req, num_tokens, step):
-        return super().fit(req, num_tokens, step)._replace(hold=0 if req.user else 1 << 30)
+        return super().fit(req, num_tokens, step)._replace(room=0 if req.user else 1 << 30)
 
 
-def test_who_wants_more_held_than_there_is_ends_and_holds_up_nobody():
+def test_who_wants_more_room_than_there_is_ends_and_holds_up_nobody():
     run = make_run(resources=[ParksBig()])
     run.add(make_request("a", PROMPT, 3))
     run.add(make_request("b", PROMPT, 3, user="x"))
@@ -143,50 +144,41 @@ def test_who_wants_more_held_than_there_is_ends_and_holds_up_nobody():
     assert "there are only 999" in run.ends["a"].message
 
 
-def test_who_lost_its_blocks_while_it_was_parked_is_woken_if_its_resource_is_left_out():
+def test_who_is_parked_is_woken_if_its_resource_is_left_out():
     parks = Parks()
     run = make_run(resources=[parks])
     run.add(make_request("a", PROMPT, 3))
     run.step()
-    assert run.scheduler.reset_prefix_cache(reset_running=True)
     parks.is_broken = True
     for _ in range(10):
         run.step()
     assert run.outputs["a"] == expected(PROMPT, 3)
 
 
-def test_nobody_is_woken_while_its_blocks_are_being_filled():
-    """It ran on what was not there yet, or lost blocks that a transfer wrote into."""
-    source = Source(16)
-    run = make_feature_run(resources=[RemoteKV()], source=source)
-    params = {"num_tokens": 48, "asynchronous": True, "ticks": 3}
-    run.add(request := make_request("a", [7] * 60, 4, kv_transfer_params=params))
-    run.step()
-    run.scheduler.wake("a")
-    assert run.scheduler.get_request_counts().parked == 1
-    run.wait()
-    assert run.outputs["a"] == answer(request)
-
-
-class BrokenLater(RemoteKV):
+class BrokenLater(Tiers):
     is_broken = False
 
     def begin_step(self, step):
         assert not self.is_broken
+        super().begin_step(step)
 
 
-def test_who_waits_for_a_load_that_nobody_will_report_ends():
-    remote = BrokenLater()
-    run = make_feature_run(resources=[remote], source=Source(16))
-    params = {"num_tokens": 48, "asynchronous": True, "ticks": 99}
-    run.add(make_request("a", [7] * 60, 4, kv_transfer_params=params))
+def test_who_waits_for_a_load_that_nobody_will_report_computes():
+    stores = FakeCopies(["slow"], 99, 0)
+    tiers = tiers_of(stores, BrokenLater)
+    run = make_feature_run(resources=[tiers], stores=stores, num_blocks=8)
+    request = make_request("a", [7] * 60, 4)
+    for each in (request, make_request("other", [8] * 100, 4)):  # which takes all blocks
+        run.add(each)
+        run.drain()
+    run.add(request)
     run.step()
-    remote.is_broken = True
+    assert run.scheduler.get_request_counts().parked == 1
+    tiers.is_broken = True
     for _ in range(10):
         run.step()
-        run.read(run.scheduler.take_outputs())
-    assert run.finished["a"] == ("error", None)
-    assert run.scheduler.kv.lent, "a transfer may still write into its blocks"
+    assert run.outputs["a"] == answer(request)
+    assert run.scheduler.is_transferring, "a load may still write into its blocks"
 
 
 class Guesses(Resource):

@@ -142,9 +142,9 @@ def wrong_fit(answer: object, most: int) -> str | None:
         return None
     if not isinstance(answer, Fit):
         return f"returns {answer!r}, must be a Fit"
-    counts = ((answer.num_tokens, most), (answer.hold, UNBOUNDED))
+    counts = ((answer.num_tokens, most), (answer.room, UNBOUNDED))
     if not all(isinstance(n, Integral) and 0 <= int(n) <= limit for n, limit in counts):
-        return f"returns {answer!r}, must allow 0 to {most} tokens and hold at least 0"
+        return f"returns {answer!r}, must allow 0 to {most} tokens and need room for at least 0"
     if not isinstance(answer.cause, str) or not isinstance(answer.on_refuse, OnRefuse | None):
         return f"returns {answer!r}, whose cause must be a str, its on_refuse an OnRefuse"
     if not isinstance(answer.code, str) or answer.code not in ERROR_CODES:

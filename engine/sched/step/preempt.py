@@ -79,16 +79,16 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 
 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
-    """Requests that ``req`` may preempt: they hold blocks and were not offered tokens in this step.
+    """Running requests that ``req`` may preempt: they were not offered tokens in this step.
 
-    Every running request that was offered none for ``PAUSED_STEPS`` steps is included.
+    Every one that was offered none for ``PAUSED_STEPS`` steps is included.
     """
     may_take = policy.outranks if req.is_waiting else policy.takes_blocks
-    considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index
+    considered, index = req.table.considered.at, view.step.index
     return [
         other
-        for other in view.holders
-        if (last := considered[row := other.row]) != index
+        for other in view.running
+        if (last := considered[other.row]) != index
         and other is not req
-        and ((last < index - PAUSED_STEPS and slot[row] >= 0) or may_take(req, other))
+        and (last < index - PAUSED_STEPS or may_take(req, other))
     ]

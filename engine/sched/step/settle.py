@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,6 @@ class Settler:
         self.ledger = view.ledger if policy.uses_ledger else None
         self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[End] = []  # requests that ended outside a step, not reported yet
-        self._to_restart: set[int] = set()  # rows to restart once the load of their KV is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
         """Process one step's result; returns its outputs by client index."""
@@ -100,10 +99,9 @@ class Settler:
 
     def finish(self, req: Request) -> None:
         """Free the blocks, the seat and all resources of a request that has ended."""
-        req.history.kv_transfer_params = self.kv.finish(req)
+        self.kv.finish(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
-        self._to_restart.discard(req.row)
         if self.ledger is not None:
             self.ledger.on_finish(req)
         self.policy.on_finish(req, self.view)
@@ -117,32 +115,18 @@ class Settler:
         self.end(
             req,
             "error",
-            f"the request must hold {num_tokens} tokens in {needed} KV blocks, but there are only "
-            f"{self.kv.num_usable}; raise num_kv_blocks",
+            f"the request needs room for {num_tokens} tokens in {needed} KV blocks, but there are "
+            f"only {self.kv.num_usable}; raise num_kv_blocks",
         )
         return True
 
-    def take_orphans(self) -> Iterator[Request]:
-        """Yield the parked requests that must be woken because the resource that parked them was
-        disabled. If it was loading a request's KV, that request is ended instead."""
-        for req in self.resources.take_orphans():
-            if self.kv.is_loading(req):
-                message = "the resource that was loading its KV was disabled"
-                self.end(req, "error", message, "kv_transfer_failed")
-            else:
-                yield req
-
     def unseat(self, req: Request, cause: str) -> None:
         """Preempt a running request: free its blocks and return it to the queue, where it waits
-        because of ``cause``. A waiting request only loses its blocks."""
-        if req.status is Status.RUNNING:
-            self.policy.on_preempt(req, self.view)
+        because of ``cause``."""
+        self.policy.on_preempt(req, self.view)
         self.kv.release(req)
         self.resources.release(req)
         self.roster.table.start_from(req.row, 0)
-        if req.status is not Status.RUNNING:
-            self.roster.block_holders.pop(req.row)
-            return
         req.history.num_preempted += 1
         self.roster.table.facts.num_preempted.at[req.row] = req.history.num_preempted
         self.counters.num_preemptions += 1
@@ -209,16 +193,7 @@ class Settler:
         req = self.roster.by_row[row]
         assert req is not None
         self.roster.table.restart(row)
-        if self.kv.is_loading(req):
-            self._to_restart.add(req.row)
-        elif req.status is Status.RUNNING or req.row in self.roster.block_holders:
-            self.unseat(req, "restarted")
-
-    def woken(self, req: Request) -> None:
-        """Restart a request that has just been woken, if its KV became invalid while it was
-        loaded."""
-        if req.row in self._to_restart:
-            self._to_restart.remove(req.row)
+        if req.status is Status.RUNNING:
             self.unseat(req, "restarted")
 
     def _to_clients(self, outputs: OutputColumns) -> dict[int, CoreOutputs]:

@@ -26,9 +26,9 @@ class RepeatingKV(KVManager):
         request in ``rows`` computes one token per step.
 
         ``starts``: position of each request's first new token. ``is_alone``: no step is in flight.
-        Returns 0 with KV transfers or listeners for cache events, and with steps in flight of a
+        Returns 0 with listeners for cache events, and with steps in flight of a
         model with several groups or windows, which are not supported."""
-        if self.transfers is not None or self._prefix_index.events is not None:
+        if self._prefix_index.events is not None:
             return 0
         is_grouped = self.groups != (FULL,)
         if is_grouped and not is_alone:

@@ -6,12 +6,12 @@ const CAUSES = {
   "KV blocks": ["KV cache full", "There was no memory for its keys and values until others finished."],
   "policy order": ["policy order", "The scheduling policy ranked other requests before it."],
   paused: ["engine paused", "An operator paused the server."],
-  "failed load": ["failed load of KV", "More tokens had to be computed than was planned."],
   preempted: ["preempted", "It gave up its memory to another request, and continued later."],
   "next step": ["next step", "It arrived while a step was being computed."],
   adapter: ["adapter loading", "The LoRA adapter was not in memory yet."],
   grammar: ["schema compiling", "A grammar is made from the schema before the first token."],
-  "remote KV": ["KV loading", "Keys and values came from another place."],
+  "kv load": ["KV loading", "Keys and values were read from a store."],
+  "kv lookup": ["awaited KV", "Another engine core was computing its keys and values."],
 };
 
 const MISSES = {

@@ -1,0 +1,132 @@
+"""Loads from stores outside the pool, on a worker that checks each KV slot."""
+
+from __future__ import annotations
+
+import pytest
+from support.data_plane import answer, make_feature_run, tiers_of
+from support.simulate import make_request
+
+from engine.kv_transfer.tiers import NOWHERE
+from policylab.verify.tiers import FakeCopies
+
+
+def request_of(name, length=60, num_output=4):
+    return make_request(name, [ord(name[0])] * length, num_output)
+
+
+def stored(kind="plain", *names, num_blocks=10, **options):
+    """A run in whose stores, and not in its pool, are the blocks of prompts that begin like these
+    names."""
+    stores = FakeCopies([kind], 20, 1)
+    run = make_feature_run(
+        resources=[tiers_of(stores)], stores=stores, num_blocks=num_blocks, **options
+    )
+    for each in (*names, "zz"):  # the last one takes all blocks
+        run.add(request_of(f"{each} before", 60 if each in names else 16 * (num_blocks - 1) - 4))
+        run.drain()
+    run.plans.clear()
+    return run, stores
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_others_run_while_a_request_waits_for_its_blocks(depth):
+    run, stores = stored("slow", "a", num_blocks=12, depth=depth)
+    run.add(request := request_of("a"))
+    run.add(other := request_of("b", 20))
+    run.step()
+    assert run.scheduler.get_request_counts() == (1, 0, 1) and run.plans[0] == {"b": 20}
+    run.wait()
+    assert next(plan["a"] for plan in run.plans if "a" in plan) == 60 - 48
+    assert run.outputs["a"] == answer(request) and run.outputs["b"] == answer(other)
+    assert stores.num_loaded == 3
+
+
+@pytest.mark.behaviour(97)
+def test_a_wait_for_blocks_has_its_own_cause():
+    clock = [0.0]
+    run, _ = stored("slow", "a", clock=lambda: clock[0])
+    run.add(request_of("a"))
+    while "a" not in run.finished:
+        run.step()
+        clock[0] += 1.0
+    waits = run.ends["a"].waits
+    assert waits.keys() <= {"kv load", "next step"} and waits["kv load"] >= 3
+
+
+@pytest.mark.behaviour(97)
+def test_blocks_that_do_not_come_are_computed():
+    run, stores = stored("lossy", "a")
+    run.add(request := request_of("a"))
+    run.wait()
+    assert next(plan["a"] for plan in run.plans if "a" in plan) == 60 - 32
+    assert run.outputs["a"] == answer(request) and stores.num_loaded == 2
+
+
+@pytest.mark.behaviour(97)
+def test_a_request_that_is_woken_while_its_blocks_are_loaded_reads_none_of_them():
+    run, _ = stored("slow", "a")
+    run.add(request := request_of("a"))
+    run.step()
+    run.scheduler.wake("a")
+    run.wait()
+    assert run.plans[1]["a"] == 60 and run.outputs["a"] == answer(request)
+
+
+@pytest.mark.behaviour(98)
+def test_blocks_are_stored_before_others_write_to_them():
+    """The next step, in which they are copied, computes another request in the same blocks."""
+    run, stores = stored("plain", "a")
+    assert len(stores.stored) >= 3
+    run.add(again := request_of("a"))
+    run.wait()
+    assert run.outputs["a"] == answer(again) and stores.num_loaded == 3
+
+
+@pytest.mark.behaviour(99)
+def test_a_second_load_that_does_not_fit_waits_for_the_first():
+    run, stores = stored("slow", "a", "b", num_blocks=7)
+    requests = [request_of("a"), request_of("b")]
+    for each in requests:
+        run.add(each)
+    run.step()
+    assert run.scheduler.get_request_counts() == (0, 1, 1)
+    run.wait()
+    for each in requests:
+        assert run.outputs[each.request_id] == answer(each)
+    assert stores.num_loaded >= 6
+
+
+@pytest.mark.behaviour(99)
+def test_a_load_waits_for_those_that_run():
+    run, stores = stored("plain", "a", num_blocks=8)
+    run.add(first := request_of("b", 80, 8))
+    run.step()
+    run.add(second := request_of("a"))
+    run.step()
+    assert run.scheduler.get_request_counts() == (1, 1, 0) and not stores.num_loaded
+    run.wait()
+    assert run.outputs["b"] == answer(first) and run.outputs["a"] == answer(second)
+
+
+@pytest.mark.behaviour(100)
+def test_blocks_of_an_aborted_load_are_free_when_it_is_over():
+    run, _ = stored("slow", "a")
+    run.add(request_of("a"))
+    run.step()
+    kv = run.scheduler.kv
+    run.scheduler.finish_requests("a")
+    assert kv.num_free == kv.num_usable - 3
+    run.finished["a"] = ("abort", None)
+    run.wait()
+    assert kv.num_free == kv.num_usable
+
+
+def test_what_no_store_has_is_computed_at_once():
+    run, stores = stored("plain")
+    assert stores.find([b"x"]) == [NOWHERE]
+    run.add(request := request_of("a"))
+    run.step()
+    assert run.plans[0] == {"a": 60}
+    run.wait()
+    assert run.outputs["a"] == answer(request)
