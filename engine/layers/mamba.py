@@ -11,7 +11,7 @@ import torch
 import kernels
 from engine.layers.batch import Wanted
 from engine.layers.interface import Linear
-from engine.layers.recurrent import Convolution, OutputGate, StateTensors
+from engine.layers.recurrent import Convolution, Gate, StateTensors
 from kernels.meta import StateMeta
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
@@ -23,7 +23,7 @@ class HeadMamba:
     project: Linear  # hidden state to gate, input of the convolution and time steps
     conv: Convolution
     scan: HeadScan
-    gate: OutputGate
+    gate: Gate
     out: Linear
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,16 @@ class Convolution(NamedTuple):
     def __call__(self, x: torch.Tensor, state: torch.Tensor, meta: StateMeta) -> torch.Tensor:
         """x [N, C] -> [N, C]. state: [rows, L - 1, C]."""
         return kernels.causal_conv(x, self.weight, self.bias, "silu", state, meta)
+
+
+class Gate(Protocol):
+    """Gates the output of a recurrence, and may normalise it."""
+
+    def __call__(
+        self, y: torch.Tensor, gate: torch.Tensor, wanted: Wanted | None = None
+    ) -> torch.Tensor:
+        """Gate y: [N, C] -> [N, C], or [R, C] for the R tokens in ``wanted``."""
+        ...
 
 
 class OutputGate(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from engine.layers.adapted_linear import AdaptedLinear, ExpertRows
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.interface import Linear, Mixer
 from engine.layers.linear import is_cpu, make_linear, plain_rows
+from engine.layers.parallel import NormOfAllHeads, PartOfOutput, PartOfTable, SummedLinear
 from engine.layers.quantized import Weight, plain, scale_rows
 from engine.layers.recurrent import Convolution, OutputGate
 from engine.layers.rope import RopeSpec
@@ -36,9 +37,11 @@ from engine.layers.sublayers import (
 from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
 from engine.models.mamba import make_mamba
 from engine.models.quant import stated
-from engine.models.spec import DecoderSpec, Factor, MixerKind
+from engine.models.sharding import DecoderSlice, Shard
+from engine.models.spec import Factor, MixerKind
 from engine.models.targets import norm_roles
 from engine.models.weights import Weights
+from engine.parallel.collectives import Alone, Collectives
 
 MLP = GatedMLP | PlainMLP | MixtureOfExperts | WithSharedExpert
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +50,8 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Device and quantisation of a decoder's tensors. ``max_model_len``: longest sequence, in
-    tokens; ``takes_adapters``: linear layers are ``AdaptedLinear``."""
+    tokens; ``takes_adapters``: linear layers are ``AdaptedLinear``; ``ranks``: compute the model
+    together."""
 
     device: str
     quantization: str | None
@@ -56,11 +60,17 @@ class Placement:
     output_layer_quantization: str | None = None
     quantize_activations: bool = True
     takes_adapters: bool = False
+    ranks: Collectives = field(default_factory=Alone)
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.ranks.rank, self.ranks.size)
 
 
-def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
-    """Build the decoder. It takes tensors from ``weights`` in the order of ``targets(spec)``."""
-    return Assembly(spec, weights, placement).decoder()
+def assemble(mine: DecoderSlice, weights: Weights, placement: Placement) -> NativeDecoder:
+    """Build a rank's part of a decoder. It takes tensors from ``weights`` in the order of
+    ``mine.targets()``."""
+    return Assembly(mine, weights, placement).decoder()
 
 
 class TensorSource:
@@ -86,27 +96,40 @@ class TensorSource:
 
 
 class Assembly(TensorSource):
-    """Builds the layers of one decoder."""
+    """Builds the layers of one decoder, or a rank's part of them."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, placement: Placement) -> None:
+    def __init__(self, mine: DecoderSlice, weights: Weights, placement: Placement) -> None:
         super().__init__(weights, placement)
-        self.spec = spec
+        self.mine = mine
+        self.spec = mine.spec
+        self.ranks = placement.ranks if placement.ranks.size > 1 else None
         self.adapted = AdaptedLayers()
         self.adapts_experts = placement.takes_adapters and is_cpu(torch.device(placement.device))
 
     def decoder(self) -> NativeDecoder:
-        spec = self.spec
         embedding, head = self.embedding_and_head()
-        blocks = [self.block(index) for index in range(len(spec.layers))]
-        output = OutputLayer(head, spec.logit_multiplier, spec.logit_softcap)
+        blocks = [self.block(index) for index in range(len(self.spec.layers))]
         return NativeDecoder(
             embedding,
             blocks,
             ResidualNorm(self.norm("norm")),
-            output,
+            self.output_layer(head),
             self.cache_spec(embedding.dtype),
-            spec,
+            self.mine,
             self.adapted,
+        )
+
+    def output_layer(self, head: Linear) -> OutputLayer:
+        spec = self.spec
+        if self.ranks is None:
+            return OutputLayer(head, spec.logit_multiplier, spec.logit_softcap)
+        size = self.ranks.size
+        return PartOfOutput(
+            head,
+            spec.logit_multiplier,
+            spec.logit_softcap,
+            parts=[Shard(rank, size).part(spec.vocab_size) for rank in range(size)],
+            ranks=self.ranks,
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -127,6 +150,8 @@ class Assembly(TensorSource):
     def embedding(
         self, rows: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
     ) -> Embedding:
+        if self.ranks is not None:
+            rows = PartOfTable(rows, self.mine.vocabulary, self.ranks)
         if self.placement.takes_adapters:
             rows = self.adapted.table = AdaptedTable(rows)
         return Embedding(rows, dtype, self.spec.embedding_multiplier)
@@ -140,7 +165,7 @@ class Assembly(TensorSource):
 
         def around(role: str) -> Sublayer:
             entry, leave = (norms.get(f"{role}_{place}") for place in ("in", "out"))
-            return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier)
+            return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier, self.ranks)
 
         first = sum(len(layer.mixers) for layer in self.spec.layers[:index])
         mixers = [self.mixer(index, kind) for kind in layer.mixers]
@@ -169,13 +194,16 @@ class Assembly(TensorSource):
         gate = self.linear(f"{index}.gate", a.qkv_bias) if a.has_gate else None
         out = self.linear(f"{index}.out", a.out_bias)
         normed = a.qk_norm != "none"
+        norms = [self.tensor(f"{index}.{name}_norm") if normed else None for name in "qk"]
+        if a.qk_norm == "full" and self.ranks is not None:
+            qkv, norms = self.norm_of_all_heads(qkv, norms, self.ranks), [None, None]
         write = {
             "num_heads": a.num_heads,
             "num_kv_heads": a.num_kv_heads,
             "head_dim": a.head_dim,
             "cos_sin": None if layer.rope is None else self.rope_table(layer.rope),
-            "q_norm": self.tensor(f"{index}.q_norm") if normed else None,
-            "k_norm": self.tensor(f"{index}.k_norm") if normed else None,
+            "q_norm": norms[0],
+            "k_norm": norms[1],
             "norm_eps": spec.norm.eps,
             "norm_add_one": spec.norm.add_one,
         }
@@ -186,6 +214,16 @@ class Assembly(TensorSource):
             "causal": spec.is_causal,
         }
         return Attention(qkv, out, write, attend, gate)
+
+    def norm_of_all_heads(
+        self, qkv: Linear, norms: list[torch.Tensor | None], ranks: Collectives
+    ) -> NormOfAllHeads:
+        """The projection of a layer that normalises all heads together."""
+        a, (q, k) = self.mine.whole.attention, norms
+        assert q is not None and k is not None and not self.spec.norm.add_one
+        copies = max(1, ranks.size // a.num_kv_heads)
+        counts = a.q_width, a.kv_width
+        return NormOfAllHeads(qkv, (q, k), counts, self.spec.norm.eps, ranks, copies)
 
     def short_conv(self, index: int) -> ShortConv:
         conv = self.spec.short_conv
@@ -262,6 +300,8 @@ class Assembly(TensorSource):
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)
         bias = plain(self.weights.take(f"{name}_bias")) if has_bias else None
+        if self.placement.ranks.rank and self.mine.adds_up(name):
+            bias = None  # rank 0 adds it
         factors = self.spec.factors.get(name.rpartition(".")[2])
         if factors is not None:
             weight, bias = scaled(weight, bias, factors)
@@ -274,6 +314,10 @@ class Assembly(TensorSource):
             quantize_activations=self.placement.quantize_activations,
         )
         return self.adaptable(name, layer)
+
+    def summed(self, layer: Linear) -> Linear:
+        """A layer within a sublayer, as one whose outputs are added up over the ranks."""
+        return layer if self.ranks is None else SummedLinear(layer, self.ranks)
 
     def unquantized(self, name: str, keeps_float32: bool = False) -> Linear:
         """Make a small layer that is not quantised. keeps_float32: its outputs are float32."""

@@ -36,6 +36,7 @@ STORED_DTYPES = {
 }
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
 STAGING_BYTES = 1 << 20  # fits into a core's cache
+LEAST_SEGMENT = 4096  # bytes of adjacent columns that are read alone
 INDEX = "model.safetensors.index.json"
 
 
@@ -94,6 +95,30 @@ class Checkpoint:
             unconverted = staging[: piece.numel()]
             self._fill(stored.file, offset + begin * dtype.itemsize, unconverted)
             piece.copy_(unconverted)
+
+    def read_part(self, part: TargetPart, out: torch.Tensor) -> None:
+        """Fill ``out`` (contiguous, on the CPU) with a part of a decoder's tensor, converted to the
+        dtype of ``out``. Raises ``ModelError`` as ``read``."""
+        if part.columns is None:
+            self.read(part.name, part.start, out)
+            return
+        width, mine = part.shape[-1], part.columns
+        rows = out.view(part.num_rows, len(mine))
+        if len(mine) * self._itemsize(part.name) >= LEAST_SEGMENT:
+            for index, row in enumerate(rows):
+                self.read(part.name, part.start + index * width + mine.start, row)
+            return
+        # A disk reads whole pages, so short segments are cut from rows that are read whole.
+        at_once = max(1, STAGING_BYTES // (width * out.element_size()))
+        for first in range(0, len(rows), at_once):
+            piece = rows[first : first + at_once]
+            staged = out.new_empty((len(piece), width))
+            self.read(part.name, part.start + first * width, staged)
+            piece.copy_(staged[:, mine.start : mine.stop])
+
+    def _itemsize(self, name: str) -> int:
+        stored = self.tensors[name].dtype
+        return STORED_DTYPES[stored].itemsize if stored in STORED_DTYPES else 1
 
     def is_packed(self, part: TargetPart) -> bool:
         """True if the checkpoint itself, without a quantization_config, says that a part of a

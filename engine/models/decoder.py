@@ -27,7 +27,8 @@ from engine.layers.sublayers import (
     can_be_grouped,
 )
 from engine.models.model import LayerCaches
-from engine.models.spec import DecoderSpec
+from engine.models.sharding import DecoderSlice
+from engine.parallel.collectives import Collectives
 from kernels.cpu.recording import Stages
 from kernels.meta import LayerMeta
 
@@ -35,13 +36,24 @@ from kernels.meta import LayerMeta
 class Sublayer:
     """The norms before and after a mixer or an MLP, and the factor on its output."""
 
-    def __init__(self, norm_in: ResidualNorm, norm_out: RMSNorm | None, multiplier: float) -> None:
+    def __init__(
+        self,
+        norm_in: ResidualNorm,
+        norm_out: RMSNorm | None,
+        multiplier: float,
+        ranks: Collectives | None = None,
+    ) -> None:
+        """ranks: each computes a part of the sublayer, and the outputs are added up."""
         self.enter = norm_in
         self.norm_out = norm_out
         self.multiplier = multiplier
+        self.ranks = ranks
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the output norm and factor, if any, to the sublayer's output x [N, H], in place."""
+        """Add up the sublayer's output x [N, H] over the ranks, and apply the output norm and
+        factor, if any, in place."""
+        if self.ranks is not None:
+            x = self.ranks.all_reduce(x)
         if self.norm_out is not None:
             x = self.norm_out(x)
         return x if self.multiplier == 1.0 else kernels.scale_in_place(x, self.multiplier)
@@ -105,18 +117,20 @@ class NativeDecoder:
         final_norm: ResidualNorm,
         output: OutputLayer,
         cache_spec: tuple[LayerCache, ...],
-        spec: DecoderSpec,
+        mine: DecoderSlice,
         adapted: AdaptedLayers,
     ) -> None:
+        """mine: the part of the model that this is."""
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm
         self.output = output
         self.cache_spec = cache_spec
-        self.spec = spec
+        self.mine = mine
+        self.spec = mine.spec
         self.adapted = adapted
-        self.is_causal = spec.is_causal
-        self.vocab_size = output.linear.out_features
+        self.is_causal = mine.spec.is_causal
+        self.vocab_size = mine.whole.vocab_size
         self.dtype = embedding.dtype
         self.weight_dtype = embedding.dtype  # of weights that are not quantised
         # Per layer: scales [2, Hkv] of K and V for an 8-bit cache; see ``scale_cache``.

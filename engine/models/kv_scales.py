@@ -27,8 +27,11 @@ def is_kv_scale(name: str) -> bool:
     return SCALE.search(name) is not None
 
 
-def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | None]:
-    """K and V scales of each layer, [2, Hkv] float32, or ``None`` if the layer has none.
+def kv_scales(
+    checkpoint: Checkpoint, spec: DecoderSpec, heads: range | None = None
+) -> list[torch.Tensor | None]:
+    """K and V scales of each layer, [2, Hkv] float32, or ``None`` if the layer has none. heads: the
+    KV heads that are wanted, ``None`` for all.
 
     Raises ``ModelError`` for a scale that is not one positive number, or one for each KV head.
     """
@@ -39,7 +42,10 @@ def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | 
         has_some = any(scale is not None for scale in both)
         ones = torch.ones(num_heads)
         rows = [ones if scale is None else scale for scale in both]
-        found.append(torch.stack(rows) if has_some else None)
+        scales = torch.stack(rows)
+        if heads is not None:
+            scales = scales[:, heads.start : heads.stop].contiguous()
+        found.append(scales if has_some else None)
     return found
 
 

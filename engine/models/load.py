@@ -29,6 +29,7 @@ from engine.models.quant import GENERAL_FORMATS, format_of
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.seeing_families import SEEING_FAMILIES
+from engine.models.sharding import DecoderSlice, check_size
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import (
@@ -41,6 +42,7 @@ from engine.models.weights import (
     WeightSource,
     is_head,
 )
+from engine.parallel.collectives import Alone, Collectives
 
 logger = logging.getLogger("engine.models")
 
@@ -57,13 +59,16 @@ def load_model(
     max_model_len: int,
     takes_adapters: bool = False,
     pools: bool = False,
+    collectives: Collectives | None = None,
 ) -> Model:
     """Load the model of a directory. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: length of the longest sequence, in tokens.
     takes_adapters: requests may use LoRA adapters, for which only native decoders have layers.
-    pools: the model needs no output layer.
+    pools: the model needs no output layer. collectives: of the ranks that compute the model
+    together, of which each loads its part; ``ConfigError`` if it cannot be divided among them.
     """
+    ranks = collectives or Alone()
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
     family = encoder_family(info.architecture)
@@ -85,8 +90,15 @@ def load_model(
             output_layer_quantization=config.output_layer_quantization,
             quantize_activations=config.quantize_activations,
             takes_adapters=takes_adapters,
+            ranks=ranks,
         )
         return load_decoder(spec, config, info, form, placement)
+    if ranks.size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks.size}, but {info.architecture or info.model_type} is "
+            "computed by transformers, and only native families can be divided; docs/models.md "
+            "lists them, and tensor_parallel_size=1 serves this one"
+        )
     if takes_adapters:
         raise ConfigError(
             f"enable_lora needs a native family, and {info.architecture or info.model_type} is "
@@ -243,11 +255,12 @@ def load_decoder(
     placement: Placement,
 ) -> NativeDecoder:
     """Load a native decoder. form: the format of quantised weights, ``None`` for plain ones."""
-    started = time.perf_counter()
+    started, shard = time.perf_counter(), placement.shard
+    check_size(spec, shard.size)
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
-        decoder = _build(spec, made_up, dtype, placement)
+        decoder = _build(DecoderSlice(spec, shard), made_up, dtype, placement)
     else:
         with open_checkpoint(info.path) as checkpoint:
             check_not_quantized_again(config, checkpoint, placement.device)
@@ -255,10 +268,11 @@ def load_decoder(
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
             unread = UNREAD if info.architecture.endswith(GENERATORS) else UNREAD_OR_SCORE
-            stored = StoredWeights(checkpoint, targets(spec), form, unread)
+            mine = DecoderSlice(spec, shard)
+            stored = StoredWeights(checkpoint, mine.targets(), form, unread)
             ahead = PACKED_AHEAD if form is not None else None
-            decoder = _build(spec, stored, dtype, placement, ahead)
-            decoder.kv_scales = kv_scales(checkpoint, spec)
+            decoder = _build(mine, stored, dtype, placement, ahead)
+            decoder.kv_scales = kv_scales(checkpoint, spec, mine.kv_heads)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(
         "%s, %.1f M parameters%s in %s: loaded in %.2f s",
@@ -272,14 +286,14 @@ def load_decoder(
 
 
 def _build(
-    spec: DecoderSpec,
+    mine: DecoderSlice,
     source: WeightSource,
     dtype: torch.dtype,
     placement: Placement,
     most_ahead: int | None = None,
 ) -> NativeDecoder:
-    with Weights(targets(spec), source, dtype, most_ahead=most_ahead) as weights:
-        decoder = assemble(spec, weights, placement)
+    with Weights(mine.targets(), source, dtype, most_ahead=most_ahead) as weights:
+        decoder = assemble(mine, weights, placement)
         decoder.weight_dtype = dtype
         return decoder
 

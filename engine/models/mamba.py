@@ -8,17 +8,23 @@ import torch
 
 from engine.layers.interface import Linear, Mixer
 from engine.layers.mamba import ChannelMamba, HeadMamba, StepNorms
-from engine.layers.recurrent import Convolution, OutputGate
+from engine.layers.parallel import GateOfAllHeads
+from engine.layers.recurrent import Convolution, Gate, OutputGate
+from engine.models.sharding import DecoderSlice
 from engine.models.spec import ChannelMambaSpec, DecoderSpec, HeadMambaSpec
+from engine.parallel.collectives import Collectives
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
 
 class Parts(Protocol):
     """Provides the tensors of one decoder."""
 
+    mine: DecoderSlice
     spec: DecoderSpec
+    ranks: Collectives | None
 
     def linear(self, name: str, has_bias: bool = False) -> Linear: ...
+    def summed(self, layer: Linear) -> Linear: ...
     def tensor(self, name: str) -> torch.Tensor: ...
 
 
@@ -45,10 +51,26 @@ def _by_heads(
     decay = -_floats(parts, f"{index}.a_log").exp()
     skip, dt_bias = (_floats(parts, f"{index}.{name}") for name in ("skip", "dt_bias"))
     weight = parts.tensor(f"{index}.gate_norm") if mamba.has_norm else None
-    group = mamba.norm_group or mamba.width // mamba.num_groups
-    gate = OutputGate(weight, parts.spec.norm.eps, group, mamba.norm_first)
+    gate = _gate(parts, mamba, weight)
     out = parts.linear(f"{index}.mamba_out", mamba.out_bias)
     return HeadMamba(project, conv, HeadScan(decay, skip, dt_bias, mamba.dt_limits), gate, out)
+
+
+def _gate(parts: Parts, mamba: HeadMambaSpec, weight: torch.Tensor | None) -> Gate:
+    whole, eps = parts.mine.whole.mamba, parts.spec.norm.eps
+    assert isinstance(whole, HeadMambaSpec)
+    group = whole.norm_group or whole.width // whole.num_groups
+    if weight is None or parts.ranks is None or mamba.width % group == 0:
+        return OutputGate(weight, eps, group, mamba.norm_first)
+    return GateOfAllHeads(
+        weight,
+        eps,
+        group,
+        first=parts.ranks.rank * mamba.width,
+        norm_first=mamba.norm_first,
+        num_groups=whole.width // group,
+        ranks=parts.ranks,
+    )
 
 
 def _by_channels(
@@ -57,6 +79,7 @@ def _by_channels(
     decay = -_floats(parts, f"{index}.a_log").exp().T.contiguous()
     skip = _floats(parts, f"{index}.skip")
     parameters, steps = (parts.linear(f"{index}.{name}") for name in ("parameters", "steps"))
+    parameters = parts.summed(parameters)
     scan = ChannelScan(decay, skip, _floats(parts, f"{index}.dt_bias"))
     norms = None
     if mamba.norms == "stored":

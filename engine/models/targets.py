@@ -23,25 +23,39 @@ Shape = tuple[int, ...]
 
 
 class TargetPart(NamedTuple):
-    """A range of elements of one checkpoint tensor."""
+    """A range of elements of one checkpoint tensor, or some columns of them."""
 
     name: str
     shape: Shape  # of the whole tensor
     start: int
     size: int
+    columns: range | None = None  # of the rows in this range; None: all
 
     @property
     def num_rows(self) -> int:
         return self.size // self.shape[-1]
 
+    @property
+    def num_columns(self) -> int:
+        return self.shape[-1] if self.columns is None else len(self.columns)
+
+
+class Cut(NamedTuple):
+    """The part of a tensor of the decoder that a rank has; see ``engine.models.sharding``."""
+
+    rows: tuple[range, ...] | None  # adjacent in the part; None: all
+    columns: range | None = None  # of a matrix; None: all
+
 
 class Target(NamedTuple):
-    """One tensor of the decoder."""
+    """One tensor of the decoder, or a rank's part of it."""
 
     name: str
     shape: Shape
     ways: tuple[tuple[TargetPart, ...], ...]  # alternatives; the parts of each fill the target
     is_float32: bool = False  # loaded as float32 instead of in the compute dtype
+    cut: Cut = Cut(None)
+    whole: Shape = ()  # shape before the cut; (): the same
 
 
 def whole(name: str, *shape: int) -> TargetPart:
@@ -55,6 +69,38 @@ def target(name: str, shape: Shape, *ways: tuple[TargetPart, ...]) -> Target:
 def simple(name: str, source: str, *shape: int) -> Target:
     """A target that is filled by one whole checkpoint tensor, ``source``."""
     return Target(name, shape, ((whole(source, *shape),),))
+
+
+def cut_target(target: Target, cut: Cut) -> Target:
+    """The part of a whole target that a rank has."""
+    rows, inner = len_of(cut.rows, target.shape[0]), target.shape[1:]
+    if cut.columns is not None:
+        inner = (len(cut.columns),)
+    ways = tuple(cut_way(way, prod(target.shape[1:]), cut) for way in target.ways)
+    return target._replace(shape=(rows, *inner), ways=ways, cut=cut, whole=target.shape)
+
+
+def len_of(rows: tuple[range, ...] | None, count: int) -> int:
+    """The number of rows in these ranges; ``count`` for ``None``."""
+    return count if rows is None else sum(map(len, rows))
+
+
+def cut_way(way: tuple[TargetPart, ...], width: int, cut: Cut) -> tuple[TargetPart, ...]:
+    """The parts of ``way`` that fill some rows and columns of a target. width: elements of one of
+    its rows."""
+    if cut.rows is not None:
+        found = list[TargetPart]()
+        for rows in cut.rows:
+            first = 0
+            for part in way:
+                num = part.size // width
+                mine = range(max(rows.start, first), min(rows.stop, first + num))
+                if len(mine):
+                    start = part.start + (mine.start - first) * width
+                    found.append(part._replace(start=start, size=len(mine) * width))
+                first += num
+        way = tuple(found)
+    return tuple(part._replace(columns=cut.columns) for part in way)
 
 
 def targets(spec: DecoderSpec) -> Iterator[Target]:
@@ -123,13 +169,13 @@ def norm_roles(layer: DecoderLayerSpec) -> tuple[str, ...]:
 def short_conv_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
     conv, hidden = spec.short_conv, spec.hidden_size
     assert conv is not None
-    yield simple(f"{ours}in", f"{theirs}in_proj.weight", 3 * hidden, hidden)
+    yield simple(f"{ours}in", f"{theirs}in_proj.weight", 3 * conv.width, hidden)
     if conv.bias:
-        yield simple(f"{ours}in_bias", f"{theirs}in_proj.bias", 3 * hidden)
-    yield simple(f"{ours}conv", f"{theirs}conv.weight", hidden, 1, conv.taps)
+        yield simple(f"{ours}in_bias", f"{theirs}in_proj.bias", 3 * conv.width)
+    yield simple(f"{ours}conv", f"{theirs}conv.weight", conv.width, 1, conv.taps)
     if conv.bias:
-        yield simple(f"{ours}conv_bias", f"{theirs}conv.bias", hidden)
-    yield simple(f"{ours}out", f"{theirs}out_proj.weight", hidden, hidden)
+        yield simple(f"{ours}conv_bias", f"{theirs}conv.bias", conv.width)
+    yield simple(f"{ours}out", f"{theirs}out_proj.weight", hidden, conv.width)
     if conv.bias:
         yield simple(f"{ours}out_bias", f"{theirs}out_proj.bias", hidden)
 

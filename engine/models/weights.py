@@ -154,15 +154,16 @@ class StoredWeights:
         if self._checkpoint.is_packed(part):
             return self._checkpoint.quantized((part,), dtype)[0]
         # A part may be the matrix of one expert in a tensor of several.
-        out = allocate((part.num_rows, part.shape[-1]), dtype)
+        out = allocate((part.num_rows, part.num_columns), dtype)
         self._fill((part,), out)
         return out
 
     def _fill(self, parts: Iterable[TargetPart], out: torch.Tensor) -> None:
         flat, filled = out.view(-1), 0
         for part in parts:
-            self._checkpoint.read(part.name, part.start, flat[filled : filled + part.size])
-            filled += part.size
+            size = part.size if part.columns is None else part.num_rows * part.num_columns
+            self._checkpoint.read_part(part, flat[filled : filled + size])
+            filled += size
 
     def _choose(self, target: Target, targets: Iterable[Target]) -> tuple[TargetPart, ...]:
         """Return the parts of a target in the first form whose tensors are all in the checkpoint.
@@ -244,16 +245,32 @@ class RandomWeights:
         generator = torch.Generator().manual_seed(
             zlib.crc32(f"{self._seed} {target.name}".encode())
         )
-        flat = out.view(-1)
-        run = torch.randn(min(self.RUN, flat.numel()), generator=generator)
-        run *= out.shape[-1] ** -0.5 if out.dim() > 1 else 0.02
+        flat, shape = out.view(-1), target.whole or target.shape
+        run = torch.randn(min(self.RUN, prod(shape)), generator=generator)
+        run *= shape[-1] ** -0.5 if out.dim() > 1 else 0.02
         if out.dim() == 1 and not target.name.endswith("bias"):
             run += self._norm_weight
         run = run.to(out.dtype)
+        if target.whole:
+            self._fill_part(target, run, out)
+            return out
         for begin in range(0, flat.numel(), self.RUN):
             piece = flat[begin : begin + self.RUN]
             piece.copy_(run[: piece.numel()])
         return out
+
+    def _fill_part(self, target: Target, run: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill a rank's part of a target with the numbers that the whole has there."""
+        width, (rows, columns) = prod(target.whole[1:]), target.cut
+        taken = torch.arange(width) if columns is None else torch.tensor(columns)
+        at_once = max(1, self.RUN // len(taken))
+        filled, flat = 0, out.view(out.shape[0], -1)
+        for part in rows or (range(target.whole[0]),):
+            for first in range(part.start, part.stop, at_once):
+                mine = torch.arange(first, min(part.stop, first + at_once))
+                places = (mine[:, None] * width + taken) % len(run)
+                flat[filled : filled + len(mine)] = run[places]
+                filled += len(mine)
 
 
 def is_head(name: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -120,6 +120,8 @@ def make_roofline(
     if requested is not None or is_stored_packed:
         return None
     spec = native_spec(info)
+    if spec is not None and model.mine.shard.size > 1:
+        spec = replace(model.spec, vocab_size=len(model.mine.vocabulary))
     ceilings = None if spec is None else known_ceilings(num_threads(), is_quiet=is_quiet)
     if spec is None or ceilings is None:
         return None

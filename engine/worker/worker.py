@@ -40,6 +40,7 @@ from engine.models.load import load_model
 from engine.models.model import Model
 from engine.models.pooling import load_head
 from engine.observe.guard import Failures
+from engine.parallel.collectives import Collectives
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device, takes_tiles
@@ -94,7 +95,8 @@ class ModelWorker:
 
     ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's part of each
     feature. ``pooling``: how results are computed from hidden states, ``None`` for a model that
-    generates."""
+    generates. ``collectives``: of the ranks that compute the model together, ``None`` if this
+    worker computes it alone."""
 
     def __init__(
         self,
@@ -104,8 +106,10 @@ class ModelWorker:
         features: Sequence[Feature] = (),
         failures: Failures | None = None,
         pooling: PoolingSpec | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self._failures = failures or Failures()
+        self._collectives = collectives
         self._pooling = pooling
         self.config = config
         self.platform = platform
@@ -154,6 +158,7 @@ class ModelWorker:
                 max_model_len=sched.max_model_len,
                 takes_adapters=config.lora.enable_lora,
                 pools=self._pooling is not None,
+                collectives=self._collectives,
             )
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
@@ -427,10 +432,11 @@ def make_worker(
     features: Sequence[Feature] = (),
     failures: Failures | None = None,
     pooling: PoolingSpec | None = None,
+    collectives: Collectives | None = None,
 ) -> ModelWorker:
-    """Create the worker of the configured device. Raises ``ConfigError``."""
+    """Create the worker of the configured device, or of one rank. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
-    return ModelWorker(config, info, platform, features, failures, pooling)
+    return ModelWorker(config, info, platform, features, failures, pooling, collectives)
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:

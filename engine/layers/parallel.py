@@ -1,0 +1,167 @@
+"""Layers of which each rank of a group has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.layers.batch import Wanted
+from engine.layers.interface import Linear
+from engine.layers.sublayers import OutputLayer
+from engine.parallel.collectives import Collectives
+
+
+class SummedLinear:
+    """A linear layer whose outputs are added up over the ranks, each of which has some inputs."""
+
+    def __init__(self, part: Linear, ranks: Collectives) -> None:
+        self.part = part
+        self.ranks = ranks
+        self.in_features, self.out_features = part.in_features, part.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, inputs of this rank] -> [N, out]."""
+        return self.ranks.all_reduce(self.part(x))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` [N] of this rank's part of the weight."""
+        return self.part.rows(ids)
+
+
+class PartOfTable:
+    """Reads vectors of tokens from a table of which each rank has some rows."""
+
+    def __init__(
+        self, rows: Callable[[torch.Tensor], torch.Tensor], mine: range, ranks: Collectives
+    ) -> None:
+        """rows: reads rows of this rank's part; mine: the tokens of these rows."""
+        self.part = rows
+        self.mine = mine
+        self.ranks = ranks
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [N] -> [N, H]."""
+        others = (ids < self.mine.start) | (ids >= self.mine.stop)
+        vectors = self.part((ids - self.mine.start).masked_fill_(others, 0))
+        return self.ranks.all_reduce(vectors.masked_fill_(others[:, None], 0))
+
+
+class PartOfOutput(OutputLayer):
+    """An output layer of which each rank has the logits of some tokens."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        multiplier: float,
+        softcap: float,
+        *,
+        parts: list[range],
+        ranks: Collectives,
+    ) -> None:
+        """linear: of this rank's tokens; parts: the tokens of each rank."""
+        super().__init__(linear, multiplier, softcap)
+        self.parts = parts
+        self.ranks = ranks
+
+    @property
+    def has_largest(self) -> bool:
+        return False
+
+    def part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, tokens of this rank] float32."""
+        return super().__call__(hidden)
+
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, V] float32 of all ranks, written to ``out`` if given."""
+        mine = self.part(hidden)
+        widest = max(map(len, self.parts))
+        if mine.shape[1] < widest:
+            mine = torch.nn.functional.pad(mine, (0, widest - mine.shape[1]))
+        gathered = self.ranks.all_gather(mine.contiguous())
+        pieces = [one[:, : len(part)] for one, part in zip(gathered, self.parts, strict=True)]
+        return torch.cat(pieces, dim=1, out=out)
+
+
+class NormOfAllHeads:
+    """A projection to queries, keys and values, followed by RMS norms of queries and of keys over
+    the heads of all ranks."""
+
+    def __init__(
+        self,
+        part: Linear,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        counts: tuple[int, int],
+        eps: float,
+        ranks: Collectives,
+        copies: int = 1,
+    ) -> None:
+        """part: the projection to the heads of this rank; weights: of queries and keys, of this
+        rank; counts: columns of all queries and of all keys; copies: ranks that have the same
+        keys."""
+        self.part = part
+        self.weights = weights
+        self.counts = counts
+        self.eps = eps
+        self.ranks = ranks
+        self.copies = copies
+        self.in_features, self.out_features = part.in_features, part.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, in] -> queries, keys and values [N, out]."""
+        y = self.part(x)
+        q, k = (len(weight) for weight in self.weights)
+        halves = y[:, :q].float(), y[:, q : q + k].float()
+        squares = torch.stack([half.square().sum(-1) for half in halves], dim=1)
+        squares[:, 1] /= self.copies
+        self.ranks.all_reduce(squares)
+        scales = torch.rsqrt(squares / squares.new_tensor(self.counts) + self.eps)
+        first = 0
+        for half, weight, scale in zip(halves, self.weights, scales.T, strict=True):
+            y[:, first : first + len(weight)] = half * scale[:, None] * weight.float()
+            first += len(weight)
+        return y
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` [N] of this rank's part of the weight."""
+        return self.part.rows(ids)
+
+
+class GateOfAllHeads:
+    """The gate on the output of a recurrence and its RMS norm, over groups of columns that several
+    ranks share; see ``OutputGate``."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        eps: float,
+        group: int,
+        *,
+        first: int,
+        norm_first: bool,
+        num_groups: int,
+        ranks: Collectives,
+    ) -> None:
+        """weight: of this rank's columns [C]; group: columns of a group; first: this rank's first
+        column; num_groups: of all ranks."""
+        self.weight = weight.float()
+        self.eps = eps
+        self.size = group
+        self.norm_first = norm_first
+        self.num_groups = num_groups
+        self.ranks = ranks
+        self.groups = (torch.arange(len(weight), device=weight.device) + first) // group
+
+    def __call__(
+        self, y: torch.Tensor, gate: torch.Tensor, wanted: Wanted | None = None
+    ) -> torch.Tensor:
+        """Gate and normalise y: [N, C] -> [N, C], or [R, C] for the R tokens in ``wanted``."""
+        if wanted is not None:
+            y, gate = y[wanted.rows], gate[wanted.rows]
+        x, opened = y.float(), torch.nn.functional.silu(gate.float())
+        if not self.norm_first:
+            x = x * opened
+        squares = x.new_zeros((len(x), self.num_groups))
+        self.ranks.all_reduce(squares.index_add_(1, self.groups, x.square()))
+        x = x * torch.rsqrt(squares / self.size + self.eps)[:, self.groups] * self.weight
+        return (x * opened if self.norm_first else x).to(y.dtype)
