@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import RankError
 from engine.ipc.sealed_files import SealedFile
+from engine.parallel import distributed
 from engine.parallel.collectives import Collectives
 from engine.parallel.shared import SharedCollectives
 
@@ -65,5 +66,27 @@ def a_rank(
     try:
         while True:
             groups[0].all_reduce(torch.ones(1000))
+    except RankError as error:
+        line.send(str(error))
+
+
+def a_torch_rank(
+    line: Connection, host: str, port: int, rank: int, size: int, seed: int, num: int
+) -> None:
+    """The same over torch.distributed. Rank 0 sends the port of its store first."""
+    torch.set_num_threads(1)
+    if rank == 0:
+        store = distributed.serve(host, size)
+        line.send(store.port)
+    else:
+        store = distributed.connect(host, port, size)
+    ranks = distributed.TorchCollectives(store, rank, size, host=host)
+    line.send([random_operations(ranks, seed, num)])
+    if rank == size - 1:
+        line.recv()
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            ranks.all_reduce(torch.ones(1000))
     except RankError as error:
         line.send(str(error))

@@ -1,0 +1,122 @@
+"""``Collectives`` over torch.distributed: NCCL between GPUs, gloo between hosts without.
+
+Groups are made directly, not as torch's process-wide default group, which belongs to the program
+that uses the engine.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from engine.errors import ConfigError, RankError
+
+WAIT_SECONDS = 600.0
+
+
+def serve(host: str, size: int, *, wait_seconds: float = WAIT_SECONDS) -> TCPStore:
+    """Start the store at which ``size`` ranks find each other; rank 0's process keeps it. ``port``
+    of the result is where the others connect."""
+    limit = timedelta(seconds=wait_seconds)
+    return TCPStore(
+        host, 0, size, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def connect(host: str, port: int, size: int, *, wait_seconds: float = WAIT_SECONDS) -> Store:
+    """Connect to the store of rank 0. Raises ``RankError`` if it does not answer."""
+    limit = timedelta(seconds=wait_seconds)
+    try:
+        return TCPStore(host, port, size, is_master=False, timeout=limit)
+    except dist.DistError as error:
+        raise RankError(f"rank 0 does not answer at {host}:{port}: {_first_line(error)}") from error
+
+
+class TorchCollectives:
+    """One rank's operations.
+
+    All ranks get the same bits. Gloo adds 16-bit floats in float32, NCCL in their own type. With
+    NCCL, operations are put on the current stream and return at once; ``all_reduce`` and
+    ``all_gather`` can be captured in CUDA graphs."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device | str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        """store: of ``serve`` or ``connect``; device: where tensors are; host: address of this
+        machine that the others reach. Raises ``ConfigError`` if this torch has no backend for the
+        device, ``RankError`` if not all ranks come."""
+        self.rank = rank
+        self.size = size
+        self._is_nccl = torch.device(device).type == "cuda"
+        self._failed: Exception | None = None
+        limit = timedelta(seconds=wait_seconds)
+        make = _nccl if self._is_nccl else _gloo
+        try:
+            self._group: Any = make(store, rank, size, limit, host)
+        except RuntimeError as error:
+            raise RankError(f"not all of {size} ranks have connected: {_first_line(error)}") from (
+                error
+            )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float32 or self._is_nccl:
+            self._finish("all_reduce", lambda: self._group.allreduce([x]))
+            return x
+        return x.copy_(self.all_reduce(x.float()))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        rows = gathered.view(self.size, -1), x.view(1, -1)
+        self._finish("all_gather", lambda: self._group._allgather_base(*rows))
+        return gathered
+
+    def barrier(self) -> None:
+        self._finish("barrier", lambda: self._group.barrier())
+
+    def check(self) -> None:
+        if self._failed is not None:
+            raise RankError(str(self._failed)) from self._failed
+
+    def stop(self) -> None:
+        """Let the operations in which this rank waits raise ``RankError``, as far as the backend
+        can. Any thread of this rank may call this."""
+        self._group.abort()
+
+    def _finish(self, name: str, start: Any) -> None:
+        self.check()
+        try:
+            start().wait()
+        except RuntimeError as error:
+            self._failed = RankError(f"rank {self.rank} failed in {name}: {_first_line(error)}")
+            raise self._failed from error
+
+
+def _gloo(store: Store, rank: int, size: int, limit: timedelta, host: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch describes a part of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = limit
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, limit: timedelta, host: str) -> Any:
+    if not dist.is_nccl_available():
+        raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
