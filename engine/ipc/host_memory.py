@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+STATM = Path("/proc/self/statm")
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -20,3 +22,8 @@ def free_host_bytes() -> int:
     except (OSError, ValueError):
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def resident_bytes() -> int:
+    """Bytes of the host's memory that this process uses now, with those that it shares."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -20,7 +20,7 @@ import platform
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.errors import EngineError, WireError
 from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
@@ -57,10 +57,10 @@ class _Memory:
 
     def __init__(self, fd: int, size: int) -> None:
         self._map = mmap.mmap(fd, size)
-        view = memoryview(self._map)
-        self.words = view[:PAGE].cast("q")
-        self.ring = view[PAGE:]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        with memoryview(self._map) as view:
+            self.words = view[:PAGE].cast("q")
+            self.ring = view[PAGE:]
+        self._bell = 8 * _BELL + ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._futex = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL
 
     def wake(self) -> None:
@@ -76,12 +76,14 @@ class _Memory:
         self.words[_STOPPED] = 1
         self.wake()
 
-    @property
-    def stop_address(self) -> int:
-        return self.address + 8 * _STOPPED
+    def close(self) -> None:
+        """Let go of the memory, and of the number of its file. Nothing may use it any more."""
+        self.words.release()
+        self.ring.release()
+        self._map.close()
 
     def _call(self, operation: int, value: int) -> None:
-        arguments = (_FUTEX, self.address + 8 * _BELL, operation, value)
+        arguments = (_FUTEX, self._bell, operation, value)
         self._futex(*map(ctypes.c_long, arguments), None, None, ctypes.c_long(0))
 
 
@@ -104,6 +106,8 @@ class RingWriter:
         self.handle = seal(self._fd, can_be_written=True)
         self._written = 0
         self._number = 0
+        self.num_sent = 0
+        """Messages sent so far."""
 
     def send(self, *parts: bytes, late: Callable[[int], None] = lambda reader: None) -> None:
         """Send a message, the concatenation of ``parts``, to all readers.
@@ -115,6 +119,7 @@ class RingWriter:
         for begin in range(0, max(1, len(message)), most):
             piece = message[begin : begin + most]
             self._send(piece, begin + most < len(message), late)
+        self.num_sent += 1
 
     def stop(self) -> None:
         """End all waits of all ends of this ring, now and later. Any thread may call it."""
@@ -125,11 +130,6 @@ class RingWriter:
         return self._memory.words[_STOPPED] != 0
 
     @property
-    def stop_address(self) -> int:
-        """Address of the 64-bit word that is not 0 once the group has stopped."""
-        return self._memory.stop_address
-
-    @property
     def num_written(self) -> int:
         """Bytes written so far."""
         return self._written
@@ -138,17 +138,19 @@ class RingWriter:
         """Bytes that a reader has read so far."""
         return self._memory.words[_READERS + _LINE * reader]
 
-    def reports(self, reader: int) -> Sequence[int]:
-        """The words that a reader reports, [NUM_WORDS]."""
-        first = _READERS + _LINE * reader + 1
-        return self._memory.words[first : first + NUM_WORDS]
+    def reported(self, reader: int, index: int) -> int:
+        """The word that a reader has reported last, ``index`` of ``NUM_WORDS``; 0: none yet."""
+        return self._memory.words[_READERS + _LINE * reader + 1 + index]
 
     def close(self) -> None:
-        """Let go of the file; its memory goes with the last process that has it mapped. May be
-        repeated."""
+        """Let go of the memory, which goes with the last process that has it mapped. The ring has
+        stopped then. May be repeated."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+            self._memory.close()
+            self._memory = _Memory(-1, PAGE)
+            self._memory.stop()
 
     # -- helpers
 
@@ -223,11 +225,6 @@ class RingReader:
     def stop(self) -> None:
         """End all waits of all ends of this ring, now and later. Any thread may call it."""
         self._memory.stop()
-
-    @property
-    def stop_address(self) -> int:
-        """Address of the 64-bit word that is not 0 once the group has stopped."""
-        return self._memory.stop_address
 
     # -- helpers
 

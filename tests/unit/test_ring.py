@@ -73,7 +73,7 @@ def test_each_reader_gets_all_messages_in_order() -> None:
         for number, reader in enumerate(readers):
             assert reader.result(WAIT_SECONDS) == sent
             assert writer.num_read(number) == writer.num_written
-            assert writer.reports(number)[0] == len(sent) - 1
+            assert writer.reported(number, 0) == len(sent) - 1
 
 
 def test_a_message_that_is_lost_or_read_twice_is_found() -> None:
