@@ -26,6 +26,7 @@ from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig, ModelOptions, is_hub_name
 from engine.config.near import near_options, suggestion
 from engine.config.option import BOTH, FRONT_END, STARTER, options_of, part
+from engine.config.parallel import ParallelConfig
 from engine.config.sched import SchedulerOptions
 from engine.errors import ConfigError
 
@@ -35,6 +36,7 @@ class EngineArgs(  # fields come from the last base first
     PollOptions,
     CoreOptions,
     EngineOptions,
+    ParallelConfig,
     GPUConfig,
     MediaConfig,
     LoRAConfig,
@@ -88,6 +90,7 @@ class EngineArgs(  # fields come from the last base first
             gpu=part(GPUConfig, self),
             lora=part(LoRAConfig, self, adapter_dir=_absolute("adapter_dir", self.adapter_dir)),
             media=part(MediaConfig, self),
+            parallel=part(ParallelConfig, self),
             core=part(CoreConfig, self, core_secret=core_secret()),
             polling=part(PollConfig, self, decode_poll_timeout_ms=poll_timeout),
             log_level=default_log_level() if self.log_level is None else self.log_level,

@@ -15,6 +15,7 @@ from engine.config.lora import LoRAConfig
 from engine.config.media import MediaConfig
 from engine.config.model import ModelConfig
 from engine.config.option import BOTH, FRONT_END
+from engine.config.parallel import ParallelConfig
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError
 
@@ -79,6 +80,8 @@ class EngineConfig(EngineOptions):
     """LoRA adapters."""
     media: MediaConfig = field(default_factory=MediaConfig)
     """Pictures in prompts."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that compute the model together."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
     polling: PollConfig = field(default_factory=PollConfig)
@@ -114,6 +117,7 @@ class EngineConfig(EngineOptions):
                 "machine (None: the cores that this process may use)"
             )
         self._check_events()
+        self._check_ranks()
         if self.core.prefill_cores:
             self._check_prefill()
 
@@ -130,6 +134,23 @@ class EngineConfig(EngineOptions):
                     f"the KV of prompts by the prefix cache; set {name}={needed!r}, or leave "
                     "prefill_cores and decode_cores out"
                 )
+
+    def _check_ranks(self) -> None:
+        """Raise ``ConfigError`` for options that several ranks cannot have."""
+        size, cache = self.parallel.tensor_parallel_size, self.cache
+        names = {
+            "kv_offloading_size": cache.kv_offloading_size is not None,
+            "kv_offload_dir": cache.kv_offload_dir is not None,
+            "kv_transfer_config": cache.kv_transfer_config is not None,
+            "prefill_cores": self.core.prefill_cores > 0,
+            "enable_lora": self.lora.enable_lora,
+            "data_parallel_backend": self.core.data_parallel_backend == "ray",
+        }
+        for name in [name for name, is_used in names.items() if is_used and size > 1]:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, and {name} needs a model on one device: leave "
+                "one of the two out"
+            )
 
     def _check_events(self) -> None:
         endpoint, num_cores = self.cache.kv_events_endpoint, self.core.num_cores

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from engine.worker.feature import Feature
 
 logger = logging.getLogger("engine.core")
+POOLS = ("pooling", "only_pooling")  # capabilities of a model whose requests are all pooled
 HOST_SHARE = 0.125  # of the machine's memory, for adapters
 
 
@@ -97,8 +98,8 @@ def build_core(
     if config.kernel_cache is not None:
         use_kernel_cache(config.kernel_cache)
     with not_collecting():
+        from engine.core.ranks import make_workers, report_failures
         from engine.worker.device import cpu_products, resolve_device
-        from engine.worker.worker import make_worker
 
     device = resolve_device(config.device)
     products = cpu_products(config.model, info, device)
@@ -112,45 +113,46 @@ def build_core(
     chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
     copies, features = with_tier_copies(features, stores)
-    worker = make_worker(resolved, info, features, failures, pooling)
-    check_capabilities(chosen.resources, worker.capabilities)
-    facts = worker.load()
-    chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
-    chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
-    chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
-    chosen = with_tiers(chosen, copies, facts.block_bytes)
-    capabilities = parts_of(chosen.resources)
-    if pooling is not None:
-        capabilities += ("pooling", "only_pooling")
-    decided = decide(resolved, info, facts, worker.measure, capabilities)
-    log_pool(decided, facts)
-    worker.allocate(decided.num_kv_blocks)
-    core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
-    client = InprocClient(
-        core,
-        decided,
-        clock=clock,
-        failures=failures,
-        adapters=adapters,
-        methods={**CoreWatch(core, clock).methods, **tier_methods(chosen.resources)},
-        media=store,
-    )
-    client.loads = copies
-    with ended_by_errors(client):
-        if copies is not None:
-            copies.open(decided.num_kv_blocks, resolved, facts, drafting)
-        load_modules(config.lora, adapters)
+    of_others = partial(computing_halves, resolved, info, drafting)
+    worker = make_workers(resolved, info, features, failures, pooling, of_others)
+    with ended_by_errors(worker):
+        check_capabilities(chosen.resources, worker.capabilities)
+        facts = worker.load()
+        chosen = with_most_drafts(chosen, resolved.scheduler, facts.most_drafts)
+        chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
+        chosen = with_snapshots(chosen, config.cache, facts.snapshot_blocks)
+        chosen = with_tiers(chosen, copies, facts.block_bytes)
+        capabilities = parts_of(chosen.resources) + (POOLS if pooling is not None else ())
+        decided = decide(resolved, info, facts, worker.measure, capabilities)
+        log_pool(decided, facts)
+        worker.allocate(decided.num_kv_blocks)
+        core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
+        client = InprocClient(
+            core,
+            decided,
+            clock=clock,
+            failures=failures,
+            adapters=adapters,
+            methods={**CoreWatch(core, clock).methods, **tier_methods(chosen.resources)},
+            media=store,
+        )
+        client.loads = copies
+        report_failures(worker, client.fail)
+        with ended_by_errors(client):
+            if copies is not None:
+                copies.open(decided.num_kv_blocks, resolved, facts, drafting)
+            load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
 
 
 @contextmanager
-def ended_by_errors(client: InprocClient) -> Iterator[None]:
-    """End the core if an error ends its start: it may have files and threads."""
+def ended_by_errors(started: InprocClient | Executor[Any]) -> Iterator[None]:
+    """End a core or worker if an error ends the start: it may have files, threads or processes."""
     try:
         yield
     except BaseException:
-        client.shutdown()
+        started.shutdown()
         raise
 
 

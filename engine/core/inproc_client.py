@@ -76,6 +76,8 @@ class InprocClient(CoreClient):
         self.loads: Loads | None = None
         """Knows which loads of KV blocks have ended, if blocks are kept outside the pool."""
         self._woken = threading.Event()
+        self.wake_loop: Callable[[], object] = lambda: None
+        """Wakes whoever calls ``turn`` in a loop and sleeps."""
         self._idle_since: float | None = None
         self._utilities = Utilities(
             core.scheduler, core.executor, failures or Failures(), adapters, methods
@@ -148,6 +150,12 @@ class InprocClient(CoreClient):
 
     def wake(self) -> None:
         self._woken.set()
+
+    def fail(self, error: Exception) -> None:
+        """Take note that the core has died of this error. Any thread may call it."""
+        self._cause = self._cause or error
+        self.wake()
+        self.wake_loop()
 
     @property
     def shared_device(self) -> str:

@@ -87,6 +87,7 @@ class EngineCoreHost:
         )
         dispatcher = Dispatcher(core, self._sessions, address.token, self.ending)
         self._loop = CoreLoop(core, self._data, dispatcher, self._sessions, config, clock)
+        core.wake_loop = self._loop.waker.wake
         self._is_over = threading.Event()
         self._is_closed = threading.Event()
         self._control_waker = sockets.Waker()

@@ -137,6 +137,11 @@ class ModelWorker:
         assert self._layout is not None, "the model is not loaded"
         return self._layout
 
+    @property
+    def shares_memory(self) -> bool:
+        """True if it computes in the host's memory."""
+        return self.platform.shares_memory
+
     def load(self) -> ModelFacts:
         """Load the weights and allocate memory for the requests' state. Raises ``ConfigError``."""
         config, platform, sched = self.config, self.platform, self.config.scheduler

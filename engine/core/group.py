@@ -1,0 +1,345 @@
+"""``WorkerGroup``: several workers, in processes of their own, that compute each plan together.
+
+    core ── launch, sample, collect ──> WorkerGroup ──> the worker of rank 0, in this process
+                                            │
+                                            └── ring ──> the workers of ranks 1, 2, ...
+
+Every call is written to the ring, then carried out by rank 0; the others read it and do the same,
+with the same result. A thread (``RankWatch``) notices what goes wrong in another rank. The group
+has the methods of ``engine.worker.worker.ModelWorker``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from engine.config.decide import ModelFacts
+from engine.config.gpu_memory import GIB
+from engine.core.engine_core import Executor
+from engine.core.rank_watch import RankWatch
+from engine.errors import RankError
+from engine.ipc.host_memory import resident_bytes
+from engine.ipc.plan_stream import PlanWriter
+from engine.ipc.plans import encode
+from engine.ipc.process import NO_VALUES, Child
+from engine.ipc.ring import NAP_SECONDS, RingWriter, Stopped
+from engine.messages.step import Column, Masks, StepPlan, StepResult
+from engine.worker.main import (
+    CALL,
+    COLLECT,
+    LAUNCH,
+    NO_MASKS,
+    NUM_RESULTS,
+    PREVIEW,
+    RESULTS,
+    SAMPLE,
+    RankReport,
+    RankWorker,
+    checksum,
+    is_of,
+    serve_rank,
+)
+
+MOST_LATE = NUM_RESULTS - 2  # steps that another rank may be behind rank 0
+
+logger = logging.getLogger("engine.core")
+
+
+class LocalWorker(Executor[Any], Protocol):
+    """The worker of rank 0; see ``engine.worker.worker.ModelWorker``."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if it computes in the host's memory."""
+        ...
+
+    def load(self) -> ModelFacts: ...
+
+    def measure(self) -> int: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How the ranks of a group are started and watched."""
+
+    name: str = ""
+    """Put before the names of ranks in log lines, such as ``core 1``."""
+    log_level: str = "info"
+    ready_timeout: float = 600.0
+    """Seconds that a rank may take to load or to allocate."""
+    hang_timeout: float = 300.0
+    """Seconds that a rank may take for a step."""
+    environments: Sequence[Mapping[str, str]] = ()
+    """Variables for the processes of ranks 1, 2, ...; (): none."""
+
+
+class Ranks:
+    """The processes of ranks 1, 2, ..., the ring to them, and the thread that watches them.
+
+    makes: a function for each, which makes its worker in its process. Raises ``OSError`` on a
+    system without anonymous shared memory, ``EngineDeadError`` if a process cannot be started."""
+
+    def __init__(self, makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> None:
+        self.options = options
+        self.ring = RingWriter(len(makes))
+        self.children: list[Child] = []
+        environments = options.environments or [NO_VALUES] * len(makes)
+        try:
+            for index, (make, values) in enumerate(zip(makes, environments, strict=True)):
+                self.children.append(self._start(index + 1, make, values))
+        except BaseException:
+            self._end()
+            raise
+        self.watch = RankWatch(self.ring, self.children, options.hang_timeout)
+        self._num_calls = 0
+        # At exit the thread must end before the children, whose lines it reads.
+        self._unwatch = weakref.finalize(self, self.watch.close)
+        self._unwatch.atexit = False
+        atexit.register(self._unwatch)
+
+    def __len__(self) -> int:
+        return len(self.children)
+
+    def send(self, *parts: bytes) -> None:
+        """Let all of these ranks carry out something. Raises ``RankError`` if the group has
+        stopped."""
+        try:
+            self.ring.send(*parts)
+        except Stopped:
+            self.raise_failure()
+
+    def call(self, name: str, *args: Any, timeout: float) -> Callable[[], list[RankReport]]:
+        """Let all of these ranks call a method of their workers. Returns a function that waits for
+        their reports, in order of ranks, at most ``timeout`` seconds."""
+        self.send(CALL, msgspec.msgpack.encode([name, args]))
+        number = self._num_calls
+        self._num_calls += 1
+        return partial(self.watch.answers, number, name, timeout)
+
+    def check(self) -> None:
+        """Raise ``RankError`` if the group has stopped."""
+        if self.ring.is_stopped:
+            self.raise_failure()
+
+    def raise_failure(self, error: Exception | None = None) -> NoReturn:
+        """Raise the error that has stopped the group. error: what rank 0 has noticed of it."""
+        raise self.watch.failure() or error or RankError("the group of workers has stopped")
+
+    def close(self) -> None:
+        """End the processes. May be repeated."""
+        atexit.unregister(self._unwatch)
+        self._unwatch()
+        self._end()
+
+    def _end(self) -> None:
+        for child in self.children:
+            if self.ring.is_stopped:
+                child.kill()
+            child.request_end()
+        for child in self.children:
+            child.close()
+        self.ring.close()
+
+    def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
+        options = self.options
+        name = f"{options.name} rank {rank}".strip()
+        arguments = (self.ring.handle, rank, make, options.log_level, name)
+        return Child(name, serve_rank, *arguments, environment=values)
+
+
+class ResultCheck:
+    """Compares the checksums of the other ranks' results with those of rank 0's. The comparison may
+    be some steps late, so that rank 0 need not wait for others."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._own = [0] * NUM_RESULTS  # of the latest results, by number
+        self._num_results = 0
+        self._num_checked = [0] * len(ranks)
+
+    def add(self, result: StepResult) -> None:
+        """Add the next result of rank 0. Waits for ranks that are many steps late. Raises
+        ``RankError`` if a rank had another result in one of the last steps."""
+        self._num_results += 1
+        own = checksum(result, self._num_results)
+        self._own[self._num_results % NUM_RESULTS] = own
+        for index, num_checked in enumerate(self._num_checked):
+            number = num_checked + 1
+            while number <= self._num_results:
+                place = number % NUM_RESULTS
+                found = self._ranks.ring.reported(index, RESULTS + place)
+                if is_of(found, number):
+                    self._compare(index + 1, found, self._own[place])
+                    number += 1
+                elif self._num_results - number < MOST_LATE:
+                    break
+                else:
+                    self._ranks.check()
+                    time.sleep(NAP_SECONDS)
+            self._num_checked[index] = number - 1
+
+    def _compare(self, rank: int, found: int, own: int) -> None:
+        if found != own:
+            self._ranks.watch.fail(
+                RankError(
+                    f"rank {rank} computed other tokens than rank 0 in one of the last "
+                    f"{NUM_RESULTS} steps: the ranks differ, and cannot go on"
+                )
+            )
+            self._ranks.raise_failure()
+
+
+class WorkerGroup:
+    """The worker of rank 0 and those of the other ranks, as one worker."""
+
+    def __init__(self, worker: LocalWorker, ranks: Ranks) -> None:
+        self._worker = worker
+        self._ranks = ranks
+        self._plans = PlanWriter()
+        self._results = ResultCheck(ranks)
+        self._is_closed = False
+
+    # -- the start
+
+    def load(self) -> ModelFacts:
+        """Load the model on all ranks. Raises ``ConfigError``."""
+        facts, of_others = self._on_all("load")
+        for rank, each in enumerate(of_others, 1):
+            if (found := msgspec.msgpack.decode(each, type=ModelFacts)) != facts:
+                raise RankError(f"rank {rank} has loaded another model: {found}, rank 0: {facts}")
+        return facts  # type: ignore[no-any-return]
+
+    def measure(self) -> int:
+        """Bytes that each rank has for its part of the KV pool. Raises ``ConfigError``."""
+        own, of_others = self._on_all("measure")
+        smallest: int = min([own, *map(msgspec.msgpack.decode, of_others)])
+        return smallest // (1 + len(self._ranks)) if self._worker.shares_memory else smallest
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
+        _, of_others = self._on_all("allocate", num_blocks)
+        memory = [resident_bytes(), *map(msgspec.msgpack.decode, of_others)]
+        pids = [os.getpid(), *(child.pid for child in self._ranks.children)]
+        places = [
+            f"rank {rank} (process {pid}) {size / GIB:.2f} GiB"
+            for rank, (pid, size) in enumerate(zip(pids, memory, strict=True))
+        ]
+        logger.info("%d ranks, by memory of the host: %s", len(places), ", ".join(places))
+
+    # -- steps
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self._worker.capabilities
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step on all ranks. Raises ``RankError`` if one of them has failed."""
+        self._ranks.send(LAUNCH, self._plans.encode(plan))
+        return self._own(self._worker.launch, plan)
+
+    def preview(self, ticket: Any) -> Column | None:
+        """Sample a step before its grammar masks are ready; ``None`` if impossible."""
+        self._ranks.send(PREVIEW)
+        return self._own(self._worker.preview, ticket)  # type: ignore[no-any-return]
+
+    def sample(self, ticket: Any, masks: Masks | None) -> None:
+        """Start sampling for a step that waited for its masks."""
+        if masks is None:
+            self._ranks.send(NO_MASKS)
+        else:
+            self._ranks.send(SAMPLE, encode(masks))
+        self._own(self._worker.sample, ticket, masks)
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Block until a launched step is done and return its results, which are those of rank 0.
+
+        Raises ``RankError`` if another rank had other results in one of the last steps."""
+        self._ranks.send(COLLECT)
+        result: StepResult = self._own(self._worker.collect, ticket)
+        self._results.add(result)
+        return result
+
+    # -- methods
+
+    @property
+    def methods(self) -> Any:
+        """Names of the methods that ``call`` accepts."""
+        return self._worker.methods
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Run a method of the workers of all ranks by name, between two steps. Returns the value of
+        rank 0. Raises its error; ``RankError`` if not all ranks have one."""
+        answers = self._ranks.call("call", name, *args, timeout=self._ranks.options.hang_timeout)
+        value, failed = None, None
+        try:
+            value = self._own(self._worker.call, name, *args)
+        except RankError:
+            raise
+        except Exception as error:
+            failed = error
+        for rank, report in enumerate(answers(), 1):
+            if bool(report.kind) == (failed is None):
+                self._ranks.watch.fail(differing(name, rank, report, failed))
+                self._ranks.raise_failure()
+        if failed is not None:
+            raise failed
+        return value
+
+    def on_failure(self, notify: Callable[[RankError], object]) -> None:
+        """Call ``notify``, in any thread, if a rank fails; at once if one has."""
+        self._ranks.watch.on_failure(notify)
+
+    def shutdown(self) -> None:
+        """Free the models and end the processes. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(RankError):
+            self._ranks.call("shutdown", timeout=0.0)  # the end of the processes is awaited below
+        self._worker.shutdown()
+        self._ranks.close()
+
+    # -- helpers
+
+    def _own(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of rank 0's worker. If it fails because another rank has failed, the error
+        is that one's."""
+        try:
+            found = method(*args)
+        except Exception as error:
+            if isinstance(error, RankError) or self._ranks.ring.is_stopped:
+                self._ranks.raise_failure(error)
+            raise
+        self._ranks.check()
+        return found
+
+    def _on_all(self, name: str, *args: Any) -> tuple[Any, list[bytes]]:
+        """Call a method on all ranks, during the start. Returns the value of rank 0 and those of
+        the others. Raises the error of the lowest rank that has one."""
+        answers = self._ranks.call(name, *args, timeout=self._ranks.options.ready_timeout)
+        own = self._own(getattr(self._worker, name), *args)
+        reports = answers()
+        for rank, report in enumerate(reports, 1):
+            if report.kind:
+                raise self._ranks.watch.start_error_of(rank, report)
+        return own, [report.value for report in reports]
+
+
+def differing(name: str, rank: int, report: RankReport, failed: Exception | None) -> RankError:
+    """The error for a call that has failed on some ranks only, which then differ."""
+    if failed is None:
+        return RankError(f"{name} has failed on rank {rank}: {report.kind}: {report.message}")
+    return RankError(f"{name} has failed on rank 0 and not on rank {rank}: {failed}")

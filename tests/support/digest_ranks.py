@@ -1,0 +1,132 @@
+"""A group of workers without a model, in processes of their own, one of which may fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from engine.config.decide import ModelFacts
+from engine.core.group import GroupOptions, Ranks, WorkerGroup
+from engine.errors import ConfigError
+from engine.messages.step import StepPlan, StepResult
+from policylab.verify.fake import DigestWorker, LateWorker
+
+VOCAB_SIZE = 1000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank, and when: in a method of its worker, the ``after``-th time."""
+
+    kind: str = "none"
+    rank: int = 1
+    method: str = "launch"
+    after: int = 1
+    seconds: float = 0.01
+
+    def strike(self) -> None:
+        """Do to this process what is due."""
+        if self.kind == "raise":
+            raise ArithmeticError("a wire has come loose")
+        if self.kind == "refuse":
+            raise ConfigError("there is no room for 7 heads")
+        if self.kind == "late":
+            time.sleep(self.seconds)
+        if self.kind in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), getattr(signal, self.kind))
+
+
+class FaultyMethods:
+    """The methods of a rank's worker, each of which counts its calls."""
+
+    shares_memory = True
+    methods = ("noted",)
+
+    def __init__(self, worker: DigestWorker, rank: int, fault: Fault) -> None:
+        self._worker = worker
+        self._fault = fault if fault.rank == rank else Fault()
+        self._counts: dict[str, int] = {}
+        self.capabilities = worker.capabilities
+
+    def load(self) -> ModelFacts:
+        self._count("load")
+        return ModelFacts(vocab_size=VOCAB_SIZE, block_bytes=64)
+
+    def measure(self) -> int:
+        self._count("measure")
+        return 1 << 20
+
+    def allocate(self, num_blocks: int) -> None:
+        self._count("allocate")
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._count("launch")
+        return self._worker.launch(plan)
+
+    def preview(self, ticket: Any) -> Any:
+        return self._worker.preview(ticket)
+
+    def sample(self, ticket: Any, masks: Any) -> None:
+        self._count("sample")
+        self._worker.sample(ticket, masks)
+
+    def collect(self, ticket: Any) -> StepResult:
+        is_due = self._count("collect")
+        result = self._worker.collect(ticket)
+        if is_due and self._fault.kind == "other token" and result.token_ids.size:
+            result.token_ids = result.token_ids + 1
+        return result
+
+    def call(self, name: str, *args: Any) -> Any:
+        self._count("call")
+        return [name, *args]
+
+    def shutdown(self) -> None:
+        self._count("shutdown")
+
+    def _count(self, name: str) -> bool:
+        """True if the fault is due. One that is "late" is so from then on."""
+        self._counts[name] = self._counts.get(name, 0) + 1
+        is_due = self._fault.method == name and self._counts[name] >= self._fault.after
+        if is_due:
+            self._fault.strike()
+        return is_due
+
+
+def make_digests(
+    num_blocks: int, block_size: int, rank: int, fault: Fault, *, is_late: bool = False
+) -> FaultyMethods:
+    """The worker of a rank, in its process."""
+    kind = LateWorker if is_late else DigestWorker
+    return FaultyMethods(kind(num_blocks, block_size, vocab_size=VOCAB_SIZE), rank, fault)
+
+
+@dataclass(frozen=True)
+class DigestGroup:
+    """Makes a group of ``size`` ranks."""
+
+    size: int = 2
+    num_blocks: int = 400
+    block_size: int = 16
+    fault: Fault = field(default_factory=Fault)
+    is_late: bool = False
+    hang_timeout: float = 300.0
+    is_loaded: bool = True
+
+    def __call__(self) -> WorkerGroup:
+        def make(rank: int) -> Callable[[], FaultyMethods]:
+            sizes = (self.num_blocks, self.block_size, rank, self.fault)
+            return partial(make_digests, *sizes, is_late=self.is_late)
+
+        options = GroupOptions(log_level="error", hang_timeout=self.hang_timeout)
+        own = make(0)()
+        group = WorkerGroup(own, Ranks([make(rank) for rank in range(1, self.size)], options))
+        if self.is_loaded:
+            group.load()
+            group.allocate(self.num_blocks)
+        return group
