@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -59,6 +60,7 @@ class CudaPlatform:
         self._homeward = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._outward = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._aside = threading.local()
         self._pool = torch.cuda.graph_pool_handle()
 
     def current(self) -> AbstractContextManager[object]:
@@ -67,7 +69,13 @@ class CudaPlatform:
         return torch.cuda.device(self.device)
 
     def aside(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        # One stream for each thread: torch has 32, then it hands out those of steps again, and it
+        # keeps freed memory for each stream by itself.
+        stream = getattr(self._aside, "stream", None)
+        if stream is None:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._aside.stream = stream
+        return torch.cuda.stream(stream)
 
     def mark(self) -> Mark:
         # With blocking=True the waiting thread sleeps instead of spinning.
