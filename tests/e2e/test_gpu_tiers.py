@@ -28,6 +28,14 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "preempted": TIGHT,
 }
+FEW = ("llama", "gemma3", "lfm2", "qwen3.5")  # in every situation
+OFTEN = ("recorded, two steps in flight", "n-grams", "preempted")
+CASES = [
+    (family, situation)
+    for family in FAMILIES
+    for situation in SITUATIONS
+    if family in FEW or situation in OFTEN
+]
 
 
 @pytest.fixture
@@ -50,8 +58,7 @@ def with_pool(path: str, options: dict[str, Any], lengths: list[int]) -> dict[st
         return {**options, "num_kv_blocks": pool_for(engine, lengths)}
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "situation"), CASES)
 def test_a_second_engine_loads_what_the_first_has_stored(
     family: str, situation: str, models: Any, stores: dict[str, Any], tally: Tally
 ) -> None:
@@ -70,7 +77,7 @@ def test_a_second_engine_loads_what_the_first_has_stored(
         assert num_loaded > 0 and sum(cached) > 0.4 * sum(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_of_preempted_requests_come_back_from_the_host(
     family: str, tiny_models: TinyModels, stores: dict[str, Any], tally: Tally
 ) -> None:

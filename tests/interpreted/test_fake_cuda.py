@@ -6,6 +6,7 @@ Each kind of fault that the made-up device reports is shown to be found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +278,22 @@ def test_a_graph_repeats_what_was_recorded_and_its_memory_is_poison_to_others():
         second.replay()
         assert y.isnan().all()
     assert "copy_ touches memory that was freed since" in cuda.faults[0]
+
+
+def test_work_beside_steps_has_one_stream_in_each_thread():
+    """torch has few streams, and keeps freed memory for each of them."""
+    with FakeCuda():
+        platform = CudaPlatform()
+
+        def stream():
+            with platform.aside():
+                return torch.cuda.current_stream().name
+
+        own = [stream() for _ in range(40)]
+        with ThreadPoolExecutor(1) as other:
+            theirs = [other.submit(stream).result() for _ in range(2)]
+        assert len({*own, torch.cuda.current_stream().name}) == 2
+        assert len({*theirs, *own}) == 2
 
 
 def test_two_streams_may_touch_parts_of_a_tensor_but_not_the_same():
