@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import Decided, cap_drafts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
-from engine.config.lora import LoRAConfig
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.pooling import read_pooling
 from engine.config.pooling.steps import for_pooling
@@ -33,17 +31,28 @@ from engine.ipc.device_pixels import DeviceMemory
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
-from engine.kv_transfer.tiers import Tiers
-from engine.lora.decide import AdapterSlots
-from engine.lora.library import AdapterLibrary
-from engine.lora.loading import ThreadedReader
-from engine.lora.store import AdapterStore
+from engine.kv_transfer.halves import (
+    num_stores,
+    planned_stores,
+    tier_methods,
+    with_recorded_tiers,
+    with_tier_copies,
+    with_tiers,
+)
+from engine.lora.halves import (
+    adapter_halves,
+    adapter_names,
+    load_modules,
+    with_adapters,
+    with_recorded_adapters,
+)
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
 from engine.mm.arrivals import Arrivals
 from engine.mm.decide import EncoderBudget
 from engine.mm.store import PixelStore
 from engine.observe.guard import Failures, ObserverGuard
+from engine.observe.steplog import Header
 from engine.pictures.families import family_of, sees
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
@@ -65,13 +74,10 @@ from engine.structured.decide import (
 from engine.structured.guidance import CheckedOnly, fault_of, guidance_of
 
 if TYPE_CHECKING:
-    from engine.kv_transfer.compute import TierCopies
-    from engine.kv_transfer.opening import PlannedStores
     from engine.worker.feature import Feature
 
 logger = logging.getLogger("engine.core")
 POOLS = ("pooling", "only_pooling")  # capabilities of a model whose requests are all pooled
-HOST_SHARE = 0.125  # of the machine's memory, for adapters
 
 
 def build_core(
@@ -269,71 +275,6 @@ def with_snapshots(chosen: Chosen, cache: CacheConfig, snapshot_blocks: int) -> 
     return chosen._replace(resources=(*chosen.resources, StateSnapshots(policy)))
 
 
-def planned_stores(config: EngineConfig) -> PlannedStores | None:
-    """The stores of KV blocks that the options name; ``None`` if they name none. Raises
-    ``ConfigError``."""
-    if not config.cache.has_tiers:
-        return None
-    from engine.kv_transfer.opening import PlannedStores
-
-    return PlannedStores(config)
-
-
-def with_tier_copies(
-    features: list[Feature], stores: PlannedStores | None
-) -> tuple[TierCopies | None, list[Feature]]:
-    """Add the worker's half of KV tiers to the features, if there are stores: it copies blocks
-    before others write to them, and fills blocks after others have read them."""
-    if stores is None:
-        return None, features
-    from engine.kv_transfer.compute import TierCopies, TierLoads
-
-    copies = TierCopies(stores)
-    return copies, [copies, *features, TierLoads(copies)]
-
-
-def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> Chosen:
-    """Add the resource for KV tiers, if there are stores."""
-    if copies is None:
-        return chosen
-    planned = copies.planned
-    tiers = Tiers(
-        copies,
-        block_bytes,
-        speeds=planned.speeds,
-        failure_policy=planned.failure_policy,
-        remote=planned.remote,
-    )
-    return chosen._replace(resources=(*chosen.resources, tiers))
-
-
-def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feature]]:
-    """Make the scheduler's and the worker's half of LoRA; ``None`` and [] without
-    ``enable_lora``."""
-    options = config.lora
-    if not options.enable_lora:
-        return None, []
-    from engine.lora.compute import Adapters
-    from engine.lora.files import Limits
-    from engine.lora.reading import read_order
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    num_bytes, cache = int(memory * HOST_SHARE), config.model.download_dir
-    limits = Limits(options.max_lora_rank, num_bytes)
-    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, num_bytes)
-    computing = Adapters(
-        options.max_loras, store, options.max_lora_rank, model_name=str(config.model.model)
-    )
-    library = AdapterLibrary(
-        ThreadedReader(lambda order: computing.prepared(read_order(order, limits, cache))),
-        store,
-        most_pinned=options.max_loras - 1,
-        directory=None if options.adapter_dir is None else str(options.adapter_dir),
-        waits=config.step_log is not None,
-    )
-    return AdapterSlots(options.max_loras, library, computing.fits), [computing]
-
-
 def media_halves(
     config: ResolvedConfig,
     info: ModelInfo,
@@ -374,23 +315,6 @@ def media_halves(
     return [budget], store, [encoder]
 
 
-def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:
-    """Add the resource for LoRA adapters, if there is one: as the first, so that no request holds
-    KV blocks before the content of its adapter, and with it their hashes, are known."""
-    if adapters is None:
-        return chosen
-    return chosen._replace(resources=(adapters, *chosen.resources))
-
-
-def with_recorded_adapters(chosen: Chosen, max_loras: int) -> Chosen:
-    """Add the resource for LoRA adapters, all of which are there: for a replay of a step log.
-    ``max_loras``: 0 if the recorded core took no adapters."""
-    has_own = any(isinstance(resource, AdapterSlots) for resource in chosen.resources)
-    if has_own or not max_loras:
-        return chosen
-    return with_adapters(chosen, AdapterSlots(max_loras))
-
-
 def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
     """Tokens of media encoded in a step, and kept, and 1 if media are never split; [] without the
     resource for media."""
@@ -400,24 +324,14 @@ def encoder_sizes(resources: Iterable[Resource]) -> list[int]:
     return []
 
 
-def num_stores(resources: Iterable[Resource]) -> int:
-    """Number of stores of KV blocks outside the pool."""
-    return sum(each.num_stores for each in resources if isinstance(each, Tiers))
-
-
-def tier_methods(resources: Iterable[Resource]) -> dict[str, Callable[..., None]]:
-    """What clients may call of KV tiers, by name."""
-    tiers = [each for each in resources if isinstance(each, Tiers)]
-    return {name: method for each in tiers for name, method in each.methods.items()}
-
-
-def with_recorded_tiers(chosen: Chosen, number: int, cache: CacheConfig) -> Chosen:
-    """Add the resource for KV tiers: for a replay of a step log. ``number``: of stores."""
-    if not number:
-        return chosen
-    policy = (cache.kv_transfer_config or {}).get("kv_load_failure_policy", "recompute")
-    tiers = Tiers(None, 1, speeds=[1.0] * number, failure_policy=policy)
-    return chosen._replace(resources=(*chosen.resources, tiers))
+def with_recorded_features(chosen: Chosen, header: Header, cache: CacheConfig) -> Chosen:
+    """Add the resources that a recorded core had: for a replay of its step log, which computes
+    nothing."""
+    chosen = with_recorded_media(chosen, header.encoder_sizes)
+    chosen = with_checked_grammars(chosen)
+    chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
+    chosen = with_recorded_adapters(chosen, header.max_loras)
+    return with_recorded_tiers(chosen, header.num_stores, cache)
 
 
 def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
@@ -428,13 +342,6 @@ def with_recorded_media(chosen: Chosen, sizes: Sequence[int]) -> Chosen:
     most, cached, *rest = sizes
     budget = EncoderBudget(most, cached, whole_media=bool(sum(rest)), arrivals=Arrivals())
     return chosen._replace(resources=(*chosen.resources, budget))
-
-
-def load_modules(options: LoRAConfig, adapters: AdapterSlots | None) -> None:
-    """Load the adapters of ``lora_modules``. Raises ``ConfigError`` if one cannot be used."""
-    if adapters is not None and adapters.library is not None:
-        for module in options.modules:
-            adapters.library.load(module.name, module.path)
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
@@ -626,14 +533,6 @@ def make_kv_manager(
     if decided.snapshot_blocks:
         kv.keep_states(decided.snapshot_blocks, cache.state_snapshot_interval or 0)
     return kv
-
-
-def adapter_names(resources: Sequence[Resource]) -> Callable[[str], str]:
-    """A function that returns the name of an adapter, given its digest."""
-    for each in resources:
-        if isinstance(each, AdapterSlots) and each.library is not None:
-            return each.library.name_of
-    return str
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:

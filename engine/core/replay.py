@@ -14,11 +14,7 @@ from engine.config.sched import SchedulerConfig
 from engine.core.build import (
     choose_all,
     make_hasher,
-    with_checked_grammars,
-    with_recorded_adapters,
-    with_recorded_media,
-    with_recorded_tiers,
-    with_snapshots,
+    with_recorded_features,
 )
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
@@ -175,11 +171,7 @@ class Replay:
             self.kv.keep_states(header.snapshot_blocks, cache.state_snapshot_interval or 0)
         self._outputs = outputs
         self._clock = ReplayClock()
-        chosen = with_recorded_media(chosen, header.encoder_sizes)
-        chosen = with_checked_grammars(chosen)
-        chosen = with_snapshots(chosen, cache, header.snapshot_blocks)
-        chosen = with_recorded_adapters(chosen, header.max_loras)
-        chosen = with_recorded_tiers(chosen, header.num_stores, cache)
+        chosen = with_recorded_features(chosen, header, cache)
         self.scheduler: SchedulerInterface = make_scheduler(
             config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )

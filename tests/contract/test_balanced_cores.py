@@ -18,9 +18,10 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import RequestError
 from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.wire import CacheNews, Follow, ToClient
+from engine.rpc.client_protocol import ClientProtocol
 from engine.rpc.launch import open_core
 from engine.rpc.many_client import ManyCoresClient
-from engine.rpc.zmq_client import STEP_SECONDS, ClientProtocol, EngineCoreClient
+from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 PROMPT = list(range(1, 200))

@@ -260,7 +260,7 @@ from engine.ipc.sealed_files import namespace
 from engine.messages.media import MediaContent, PixelArray, SharedPixels
 from engine.messages.wire import Bring, FromClient
 from engine.ipc.codec import MessageDecoder
-from engine.rpc.zmq_client import ClientProtocol
+from engine.rpc.client_protocol import ClientProtocol
 
 assert namespace()
 if os.geteuid() == 0:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from engine.core.build import with_tier_copies
+from engine.kv_transfer.halves import with_tier_copies
 from engine.kv_transfer.opening import PlannedStores
 from engine.messages.kv_orders import KVOrders, LoadOrder
 from engine.messages.step import StepPlan

@@ -10,7 +10,7 @@ from engine.errors import RequestError, WireError
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
-from engine.rpc.zmq_client import ClientProtocol
+from engine.rpc.client_protocol import ClientProtocol
 
 
 @pytest.mark.parametrize(

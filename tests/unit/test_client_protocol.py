@@ -14,7 +14,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Answer, Bring, Failure, Outputs, Refusal, Submitted
-from engine.rpc.zmq_client import ClientProtocol, refused
+from engine.rpc.client_protocol import ClientProtocol, refused
 
 
 def request(name: str, length: int = 4) -> AddRequest:

@@ -11,8 +11,8 @@ from support.wire_samples import frames_of
 
 from engine.messages.requests import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted
+from engine.rpc.client_protocol import ClientProtocol
 from engine.rpc.clocks import MAX_DRIFT, ClockOffset
-from engine.rpc.zmq_client import ClientProtocol
 
 
 class Machines:
