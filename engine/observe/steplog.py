@@ -28,7 +28,7 @@ from engine.messages.step import EMPTY, Column, DraftPart, StepPlan, StepResult
 from engine.messages.vectors import PooledPart
 
 MAGIC = b"metronome step log\n"
-FORMAT = 2
+FORMAT = 3
 BUFFER_BYTES = 1 << 16
 LENGTH_BYTES = CHECKSUM_BYTES = 4
 

@@ -273,7 +273,7 @@ def test_a_log_of_another_format_or_with_other_options(tmp_path: Path) -> None:
     scheduler.shutdown()
     header = StepLog(tmp_path / "log").header
     for change, message in (
-        ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 2"),
+        ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 3"),
         (
             {"cache": {"colour": "red"}},
             "'colour' is not an option of the KV cache; there are",
