@@ -119,6 +119,8 @@ class InprocClient(CoreClient):
 
     def step(self) -> list[CoreOutputs]:
         outputs = list(self.turn().values())
+        if self.loads is not None and self._live().has_work and not self.has_unfinished():
+            self.turn()  # nobody may call this again, and the last blocks are not stored yet
         if outputs or not self.is_idle:
             self._idle_since = None
             return outputs

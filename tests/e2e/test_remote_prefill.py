@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,23 @@ from e2e.general_models import model_and_reference
 from e2e.references import WHOLE, engine_for, run
 from e2e.tiny_models import TinyModels
 from support.kv_stores import slow_profile
+from support.live_core import wait_until
+from support.relays import relay
 from support.remote_prefill import SECRET, counters, decode, is_idle, peers, prefill
 from support.served import free_port
 
-from engine import SamplingParams
+from engine import LLMEngine, SamplingParams
+from engine.errors import ConfigError, RequestError
 
 NUM_NEW, BLOCK = 8, 8
 PROMPTS = [[(n * k) % 281 + 3 for k in range(90 + 3 * n)] for n in (7, 11, 13)]
+WHOLES = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, **WHOLE)
+HERE = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 14579}
+OTHERS = [
+    pytest.param(each, marks=pytest.mark.slow)
+    for each in ("mistral-window", "qwen3.5", "gpt-oss-sinks", "jamba-moe")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -25,32 +36,168 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METRONOME_CORE_SECRET", SECRET)
 
 
+@pytest.fixture(scope="module")
+def right(tiny_models: TinyModels) -> list[list[int]]:
+    """What one engine generates."""
+    with engine_for(str(tiny_models.path("llama")), max_model_len=256) as engine:
+        return run(engine, PROMPTS, NUM_NEW)[0]
+
+
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
-    return {"cost_profile": slow_profile(tmp_path / "slow.json"), "max_model_len": 256}
+def start(tiny_models: TinyModels, tmp_path: Path) -> Any:
+    """Starts engines, which end with the test."""
+    profile = slow_profile(tmp_path / "slow.json")
+    with ExitStack() as ending:
+
+        def one(role: str, *, model: str = "", extra: Any = None, **options: Any) -> LLMEngine:
+            options = {
+                "cost_profile": profile,
+                "max_model_len": 256,
+                "kv_transfer_config": peers(role, options.pop("port", 14579), **(extra or {})),
+                **options,
+            }
+            path = model or str(tiny_models.path("llama"))
+            return ending.enter_context(engine_for(path, **options))
+
+        yield one
 
 
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("mistral-window", "qwen3.5")]
+def tokens_of(outs: list[Any]) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outs]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2", *SLOW])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2", *OTHERS])
 def test_tokens_are_the_same_as_with_one_engine(
-    family: str, tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any]
+    family: str, tiny_models: TinyModels, tmp_path: Path, start: Callable[..., LLMEngine]
 ) -> None:
     path, port = str(model_and_reference(family, tiny_models, tmp_path / "m")[0]), free_port()
-    with engine_for(path, **options) as alone:
+    with engine_for(path, max_model_len=256) as alone:
         right, _ = run(alone, PROMPTS, NUM_NEW)
-    producing = options | {"multiprocess": True, "kv_transfer_config": peers("producer", port)}
-    consuming = options | {"multiprocess": True, "kv_transfer_config": peers("consumer")}
-    with engine_for(path, **producing) as producer, engine_for(path, **consuming) as consumer:
-        given = prefill(producer, PROMPTS)
-        for prompt, each in zip(PROMPTS, given, strict=True):
-            assert each["do_remote_prefill"] is True and each["do_remote_decode"] is False
-            assert (each["remote_host"], each["remote_port"]) == ("127.0.0.1", port)
-            assert len(each["remote_block_ids"]) == len(prompt) // BLOCK and each["tp_size"] == 1
-        outs = decode(consumer, PROMPTS, given, GREEDY)
-        assert [out.outputs[0].token_ids for out in outs] == right
-        wholes = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
-        assert [out.num_cached_tokens for out in outs] == wholes
-        print(counters(producer), counters(consumer))
-        assert is_idle(producer) and is_idle(consumer)
+    producer = start("producer", model=path, port=port)
+    consumer = start("consumer", model=path, extra={"shares_memory": False})
+    given = prefill(producer, PROMPTS)
+    for prompt, each in zip(PROMPTS, given, strict=True):
+        assert each["do_remote_prefill"] is True and each["do_remote_decode"] is False
+        assert (each["remote_host"], each["remote_port"]) == ("127.0.0.1", port)
+        assert len(each["remote_block_ids"]) == len(prompt) // BLOCK and each["tp_size"] == 1
+    outs = decode(consumer, PROMPTS, given, GREEDY)
+    assert tokens_of(outs) == right
+    assert [out.num_cached_tokens for out in outs] == WHOLES
+    assert is_idle(producer) and is_idle(consumer)
+
+
+@pytest.mark.parametrize("fault", ["cut", "changed", "stalled", "slow"])
+def test_what_a_faulty_connection_does_not_bring_is_computed(
+    fault: str, start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    port = free_port()
+    producer = start("producer", port=port)
+    consumer = start("consumer", extra={"shares_memory": False})
+    given = prefill(producer, PROMPTS)
+    with relay(port, fault, 30_000) as address:
+        through = {"remote_port": int(address.rpartition(":")[2])}
+        outs = decode(consumer, PROMPTS, [each | through for each in given], GREEDY)
+    assert tokens_of(outs) == right
+    found = counters(consumer)
+    assert sum(found[f"peer.{name}"] for name in ("lost", "late", "damaged")) or fault == "slow"
+    assert is_idle(consumer)
+
+
+def test_prompts_are_computed_if_their_blocks_are_not_to_be_had(
+    start: Callable[..., LLMEngine], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine is there, one of another model, one with another secret; then a right one."""
+    nowhere = {"do_remote_prefill": True, "remote_host": "localhost", "remote_port": free_port()}
+    consumer = start("consumer")
+    outs = decode(consumer, PROMPTS[:1], [nowhere], GREEDY)
+    assert tokens_of(outs) == right[:1] and outs[0].num_cached_tokens == 0
+    other = start("producer", port=free_port(), dtype="bfloat16")
+    outs = decode(consumer, PROMPTS[1:2], prefill(other, PROMPTS[1:2]), GREEDY)
+    assert tokens_of(outs) == right[1:2] and outs[0].num_cached_tokens == 0
+    assert counters(consumer)["peer.refused"] == 1
+    monkeypatch.setenv("METRONOME_CORE_SECRET", "what others do not know")
+    foreign = start("producer", port=free_port())
+    outs = decode(consumer, PROMPTS[2:], prefill(foreign, PROMPTS[2:]), GREEDY)
+    assert tokens_of(outs) == right[2:] and outs[0].num_cached_tokens == 0
+    assert counters(foreign)["host.served.sent"] == 0
+    monkeypatch.setenv("METRONOME_CORE_SECRET", SECRET)
+    producer = start("both", port=free_port())
+    salted = [{"prompt_token_ids": prompt, "cache_salt": "s"} for prompt in PROMPTS]
+    outs = decode(consumer, salted, prefill(producer, salted), GREEDY)
+    assert tokens_of(outs) == right and [out.num_cached_tokens for out in outs] == WHOLES
+
+
+def test_a_consumer_without_room_computes_in_chunks(
+    start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    """Its pool holds one of the prompts at a time."""
+    producer = start("producer", port=free_port())
+    consumer = start("consumer", num_kv_blocks=max(WHOLES) // BLOCK + 4)
+    outs = decode(consumer, PROMPTS, prefill(producer, PROMPTS), GREEDY)
+    assert tokens_of(outs) == right
+    assert is_idle(consumer)
+
+
+def test_aborts_during_a_transfer_leave_nothing(
+    start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    """Its blocks are free again when it has ended, and blocks of another engine do not wait for
+    it."""
+    port = free_port()
+    stalled, other = start("producer", port=port), start("producer", port=free_port())
+    consumer = start("consumer", extra={"shares_memory": False})
+    given = prefill(stalled, PROMPTS[:2])
+    with relay(port, "stalled", 10_000) as address:
+        through = {"remote_port": int(address.rpartition(":")[2])}
+        for name, prompt, each in zip("ab", PROMPTS, given, strict=False):
+            consumer.add_request(name, prompt, GREEDY, kv_transfer_params=each | through)
+        consumer.step()
+        assert num_parked(consumer) == 2
+        consumer.abort_request("a")
+        outs = decode(consumer, PROMPTS[2:], prefill(other, PROMPTS[2:]), GREEDY)
+        assert tokens_of(outs) == right[2:] and outs[0].num_cached_tokens == WHOLES[2]
+    assert wait_until(lambda: is_idle(consumer)) is not None
+
+
+def num_parked(engine: LLMEngine) -> int:
+    stats = engine.stats()
+    assert stats is not None
+    return stats.num_parked
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("both", {"do_remote_decode": "yes"}, "do_remote_decode .* is 'yes', must be true or false"),
+    ("both", {"do_remote_prefill": 1}, "do_remote_prefill .* is 1, must be true or false"),
+    ("both", {"do_remote_prefill": True, "do_remote_decode": True}, "are both true"),
+    ("both", {"do_remote_prefill": True}, "remote_host .* is None, must be the IPv4 address"),
+    ("both", {"do_remote_prefill": True, "remote_host": "a.b"}, "remote_host .* is 'a.b'"),
+    ("both", {"do_remote_prefill": True, "remote_host": "127.0.0.1"}, "remote_port .* is None"),
+    ("both", {"remote_port": "1"}, "remote_port .* is '1', must be a whole number"),
+    ("both", {"remote_block_ids": "0"}, "remote_block_ids .* is '0', must be a list"),
+    ("both", {"remote_engine_id": 5}, "remote_engine_id .* is 5, must be a string"),
+    ("both", {"tp_size": [1]}, r"tp_size .* is \[1\], must be a whole number"),
+    ("both", {"do_remote": True}, "'do_remote', which is not known"),
+    ("both", {**HERE, "remote_port": 65535}, "remote_port .* is 65535"),
+    ("both", {**HERE, "remote_host": "10.0.0.6"}, "'10.0.0.6' .* may not read KV: add it to"),
+    ("both", {**HERE, "remote_host": "10.0.0.5"}, "'10.0.0.5' .port 14579., from which"),
+    ("producer", HERE, "kv_role of this engine is 'kv_producer': send the request to a consumer"),
+    ("consumer", {"do_remote_decode": True}, "is 'kv_consumer': send the request to a producer"),
+]
+
+
+def test_wrong_parameters_are_named(start: Callable[..., LLMEngine]) -> None:
+    engines = {
+        role: start(role, port=free_port(), extra={"allowed": ["10.0.0.5:1", "10.0.1.0/24"]})
+        for role in ("both", "producer", "consumer")
+    }
+    for role, given, message in WRONG:
+        with pytest.raises(RequestError, match=message):
+            engines[role].add_request("a", PROMPTS[0], GREEDY, kv_transfer_params=given)
+        assert not engines[role].has_unfinished_requests()
+
+
+def test_an_address_in_use_is_named(start: Callable[..., LLMEngine]) -> None:
+    port = free_port()
+    start("producer", port=port)
+    with pytest.raises(ConfigError, match=f"cannot listen at tcp://127.0.0.1:{port}"):
+        start("both", port=port)

@@ -42,7 +42,11 @@ class PeerConnector:
     def open(self, identity: StoreIdentity) -> ConnectedStore:
         """The store of blocks that other engines have. Raises ``ConfigError``."""
         self._store = ConnectedStore(
-            identity, secret=self._secret, transport=self._open_transport(), limits=LIMITS
+            identity,
+            secret=self._secret,
+            shares_memory=self.options.shares_memory,
+            transport=self._open_transport(),
+            limits=LIMITS,
         )
         return self._store
 

@@ -13,7 +13,7 @@ from engine.ipc.address import MIN_SECRET_CHARS, TCP
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 14579
 MOST_PORT = 65534
-EXTRA = ("allowed", "transport", "protocol", "device")
+EXTRA = ("allowed", "shares_memory", "transport", "protocol", "device")
 TRANSPORTS = ("tcp", "mooncake")
 LOOPBACK = IPv4Network("127.0.0.0/8")
 OPTION = "kv_transfer_config"
@@ -28,14 +28,16 @@ class Allowed(NamedTuple):
 
 class PeerOptions(NamedTuple):
     """``host``, ``port``: where this engine serves its blocks. ``allowed``: from where it reads
-    blocks, besides this machine. ``transport``: "tcp" or "mooncake"; ``protocol``, ``device``: as
-    Mooncake names them."""
+    blocks, besides this machine. ``shares_memory``: read those of engines on this machine through
+    shared memory. ``transport``: "tcp" or "mooncake"; ``protocol``, ``device``: as Mooncake names
+    them."""
 
     role: str = "kv_both"
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     engine_id: str = ""
     allowed: tuple[Allowed, ...] = ()
+    shares_memory: bool = True
     transport: str = "tcp"
     protocol: str = "tcp"
     device: str = ""
@@ -93,6 +95,10 @@ def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerO
             f"{OPTION}: kv_connector_extra_config has {', '.join(map(repr, unknown))}, which "
             f"{PEERS!r} does not know; it takes {', '.join(EXTRA)}"
         )
+    if not isinstance(shares_memory := extra.get("shares_memory", True), bool):
+        raise ConfigError(
+            f"{OPTION}: shares_memory is {shares_memory!r:.80}, must be True or False"
+        )
     transport = extra.get("transport", "tcp")
     if transport not in TRANSPORTS:
         raise ConfigError(
@@ -104,6 +110,7 @@ def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerO
         port + rank,
         engine_id,
         _allowed(extra.get("allowed", [])),
+        shares_memory,
         transport,
         str(extra.get("protocol", "tcp")),
         str(extra.get("device", "")),
