@@ -102,8 +102,8 @@ class PlannedStores:
         size = cache.kv_offloading_size or 0.0
         self.own_bytes = int(size * GIB / config.num_ranks)
         """This core's share of the host's memory that stores take."""
-        self.is_shared = config.num_ranks > 1
-        """True if other cores may use what this one stores in the host's memory."""
+        self.is_shared = config.num_ranks > 1 or cache.serves_blocks
+        """True if other cores or engines may use what this one stores in the host's memory."""
 
     @property
     def is_between_hosts(self) -> bool:

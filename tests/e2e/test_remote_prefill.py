@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +16,11 @@ from e2e.tiny_models import TinyModels
 from support.kv_stores import slow_profile
 from support.live_core import wait_until
 from support.relays import relay
-from support.remote_prefill import SECRET, counters, decode, is_idle, peers, prefill
+from support.remote_prefill import SECRET, counters, decode, finish, is_idle, peers, prefill
 from support.served import free_port
 
 from engine import LLMEngine, SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RequestError
 
 NUM_NEW, BLOCK = 8, 8
 PROMPTS = [[(n * k) % 281 + 3 for k in range(90 + 3 * n)] for n in (7, 11, 13)]
@@ -157,6 +159,29 @@ def test_aborts_during_a_transfer_leave_nothing(
         outs = decode(consumer, PROMPTS[2:], prefill(other, PROMPTS[2:]), GREEDY)
         assert tokens_of(outs) == right[2:] and outs[0].num_cached_tokens == WHOLES[2]
     assert wait_until(lambda: is_idle(consumer)) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [2_000, 60_000])
+def test_a_consumer_that_dies_amid_a_transfer_leaves_nothing(
+    after: int, start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    """The producer drops it, and serves others meanwhile."""
+    port = free_port()
+    producer = start("producer", port=port)
+    given = prefill(producer, PROMPTS)
+    tcp = {"shares_memory": False}
+    dying = start("consumer", extra=tcp, multiprocess=True)
+    with relay(port, "stalled", after) as address:
+        through = {"remote_port": int(address.rpartition(":")[2])}
+        for name, prompt, each in zip("abc", PROMPTS, given, strict=True):
+            dying.add_request(name, prompt, GREEDY, kv_transfer_params=each | through)
+        assert wait_until(lambda: counters(producer)["host.served.num_consumers"] > 0) is not None
+        os.kill(dying.session.client.pids[0], signal.SIGKILL)
+        outs = decode(start("consumer", extra=tcp), PROMPTS, given, GREEDY)
+    assert tokens_of(outs) == right and [out.num_cached_tokens for out in outs] == WHOLES
+    with pytest.raises(EngineDeadError):
+        finish(dying)
 
 
 def num_parked(engine: LLMEngine) -> int:
