@@ -13,7 +13,6 @@ All hooks are called before any state changes, so no change ever has to be undon
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
@@ -54,13 +53,12 @@ from engine.sched.step.builder import pad_drafts, prefill_cap, room_beside_decod
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, victims_for
-from engine.sched.step.settle import Counters, Settler
+from engine.sched.step.settle import Settler
+from engine.sched.step.stalls import StallDetector
 from engine.sched.step.stats import make_stats
 from engine.sched.step_state import Step
 from engine.sched.table import SERIAL, WATCHED
 from engine.sched.view import View
-
-logger = logging.getLogger("engine.sched")
 
 # A subclass that overrides one of these is called for every request: nothing is granted in bulk.
 BULK_PARTS = ("tokens_for", "secure", "grant")
@@ -543,48 +541,3 @@ class Scheduler(SchedulerInterface):
         history.events.append(("scheduled", now))
         self.roster.table.start_from(req.row, hit)
         self.roster.seat(req, now)
-
-
-class StallDetector:
-    """Counts consecutive steps in which nothing could be computed."""
-
-    def __init__(self, limit: int, counters: Counters) -> None:
-        self._limit = limit
-        self._counters = counters
-        self._num_idle = 0
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if nothing could be computed in the last ``limit`` steps or more."""
-        return self._num_idle >= self._limit
-
-    def look(
-        self,
-        is_idle: bool,
-        roster: Roster,
-        cause: str,
-        refused: Iterable[tuple[Request, str]],
-    ) -> None:
-        """Count consecutive steps in which nothing could be computed. After ``limit`` of them log a
-        warning, unless only parked requests wait.
-
-        ``cause``: why the queue waits; ``refused``: requests that wait for another cause, with that
-        cause."""
-        self._num_idle = self._num_idle + 1 if is_idle else 0
-        self._counters.blocked = ""
-        waiting = roster.waiting
-        if not (is_idle and len(waiting)):
-            if is_idle and (parked := next(iter(roster.parked.values()), None)):
-                self._counters.blocked = f"{parked.request_id}: {parked.history.own_cause}"
-            return
-        head = waiting[0]
-        why = next((own for req, own in refused if req is head), cause)
-        self._counters.blocked = f"{head.request_id}: {why}"
-        if self._num_idle == self._limit:
-            logger.warning(
-                "no progress in %d steps: request %s and %d others after it wait for: %s",
-                self._num_idle,
-                head.request_id,
-                len(waiting) - 1,
-                why,
-            )
