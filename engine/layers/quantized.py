@@ -141,6 +141,26 @@ def _scaled(weight: StoredWeight, factors: torch.Tensor) -> StoredWeight:
     return replace(weight, matrix=matrix._replace(**given))
 
 
+def columns_of(weight: QuantizedWeight, mine: range) -> StoredWeight:
+    """Return the matrix of some inputs. It is dequantised if that cuts a group of inputs."""
+    matrix = weight.matrix
+    given: dict[str, Any] = {"values": matrix.values[:, mine.start : mine.stop].contiguous()}
+    sizes = {"scales": matrix.group_size, "zeros": matrix.group_size, "offsets": matrix.group_size}
+    sizes |= {"outer_scales": matrix.outer_size, "outer_offsets": matrix.outer_size}
+    if matrix.scales.shape[1] == 1 and not matrix.outer_size:
+        given["group_size"] = len(mine)
+        return replace(weight, matrix=matrix._replace(**given))
+    num_inputs = matrix.values.shape[1]
+    for name, size in sizes.items():
+        if (part := getattr(matrix, name)) is None:
+            continue
+        is_cut = mine.start % size or (mine.stop % size and mine.stop != num_inputs)
+        if is_cut or matrix.groups is not None:
+            return weight.dequantize()[:, mine.start : mine.stop].contiguous()
+        given[name] = part[:, mine.start // size : -(-mine.stop // size)].contiguous()
+    return replace(weight, matrix=matrix._replace(**given))
+
+
 def stack(parts: Sequence[StoredWeight]) -> Weight:
     """Concatenate weights along their outputs. Adjacent weights that are stored in the same way
     become one; if there is more than one in the end, the result is a ``SplitWeight``."""

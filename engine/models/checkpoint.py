@@ -104,7 +104,7 @@ class Checkpoint:
             return
         width, mine = part.shape[-1], part.columns
         rows = out.view(part.num_rows, len(mine))
-        if len(mine) * self._itemsize(part.name) >= LEAST_SEGMENT:
+        if self._has_segments(part):
             for index, row in enumerate(rows):
                 self.read(part.name, part.start + index * width + mine.start, row)
             return
@@ -116,9 +116,14 @@ class Checkpoint:
             self.read(part.name, part.start + first * width, staged)
             piece.copy_(staged[:, mine.start : mine.stop])
 
-    def _itemsize(self, name: str) -> int:
-        stored = self.tensors[name].dtype
-        return STORED_DTYPES[stored].itemsize if stored in STORED_DTYPES else 1
+    def _has_segments(self, part: TargetPart) -> bool:
+        """True if the columns of a part are read alone, row by row."""
+        kind = DTYPES.get(self.tensors[part.name].dtype)
+        return kind is not None and part.num_columns * kind.itemsize >= LEAST_SEGMENT
+
+    def column_unit(self, part: TargetPart) -> int:
+        """Number of adjacent columns that are stored together."""
+        return 1
 
     def is_packed(self, part: TargetPart) -> bool:
         """True if the checkpoint itself, without a quantization_config, says that a part of a
@@ -169,6 +174,23 @@ class Checkpoint:
             if not torch.equal(left, right):
                 return False
         return True
+
+    def read_bytes(
+        self, file: Path, offset: int, row_bytes: int, mine: range, out: torch.Tensor
+    ) -> None:
+        """Fill ``out`` [rows, bytes] uint8 with a range of the bytes of each row of a file's part,
+        whose rows have ``row_bytes``; ``offset``: of the first row."""
+        if len(mine) >= LEAST_SEGMENT:
+            for index, row in enumerate(out):
+                self._fill(file, offset + index * row_bytes + mine.start, row)
+            return
+        # A disk reads whole pages, so short segments are cut from rows that are read whole.
+        at_once = max(1, STAGING_BYTES // row_bytes)
+        for first in range(0, len(out), at_once):
+            piece = out[first : first + at_once]
+            staged = torch.empty((len(piece), row_bytes), dtype=torch.uint8)
+            self._fill(file, offset + first * row_bytes, staged)
+            piece.copy_(staged[:, mine.start : mine.stop])
 
     def _fill(self, file: Path, offset: int, out: torch.Tensor) -> None:
         try:

@@ -187,10 +187,18 @@ class GgufCheckpoint(Checkpoint):
             return False
         return found.stored.type.name in TYPES
 
+    def column_unit(self, part: TargetPart) -> int:
+        """Number of columns in a block, which has scales of its own."""
+        found = self._conversions.get(part.name)
+        return 1 if found is None else GGML_QUANT_SIZES[found.stored.type][0]
+
     def quantized(self, parts: Sequence[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
         """Read rows of matrices, or those of experts, for which ``is_packed`` is true. Adjacent
-        parts of one type are one weight, so that they need not be copied to be joined."""
+        parts of one type are one weight, so that they need not be copied to be joined. Columns that
+        are not whole blocks are dequantised."""
         read: list[StoredWeight] = []
+        if any(part.columns is not None for part in parts):
+            return [self._columns(part, dtype) for part in parts]
         for kind, run in groupby(parts, lambda part: self._conversions[part.name].stored.type.name):
             alike = list(run)
             sizes = [self._num_bytes(part) for part in alike]
@@ -201,6 +209,25 @@ class GgufCheckpoint(Checkpoint):
             num = sum(part.size for part in alike) // width
             read.append(GgufWeight(rows=rows.view(num, -1), kind=kind, dtype=dtype))
         return read
+
+    def _has_segments(self, part: TargetPart) -> bool:
+        return False  # rows are dequantised whole
+
+    def _columns(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
+        """Read some columns of a matrix."""
+        stored, mine = self._conversions[part.name].stored, part.columns
+        block_size, block_bytes = GGML_QUANT_SIZES[stored.type]
+        assert mine is not None
+        if mine.start % block_size or mine.stop % block_size:
+            plain = allocate((part.num_rows, len(mine)), dtype)
+            self.read_part(part, plain)
+            return plain
+        first, last = (at // block_size * block_bytes for at in (mine.start, mine.stop))
+        rows = allocate((part.num_rows, last - first), torch.uint8)
+        whole = part.shape[-1] // block_size * block_bytes
+        offset = stored.offset + part.start // block_size * block_bytes
+        self.read_bytes(stored.file, offset, whole, range(first, last), rows)
+        return GgufWeight(rows=rows, kind=stored.type.name, dtype=dtype)
 
     def _num_bytes(self, part: TargetPart) -> int:
         block_size, block_bytes = GGML_QUANT_SIZES[self._conversions[part.name].stored.type]

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 import torch
 
@@ -29,7 +29,7 @@ from engine.models.quant import GENERAL_FORMATS, format_of
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.seeing_families import SEEING_FAMILIES
-from engine.models.sharding import DecoderSlice, check_size
+from engine.models.sharding import DecoderSlice, Shard, check_size
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import (
@@ -268,8 +268,8 @@ def load_decoder(
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
             unread = UNREAD if info.architecture.endswith(GENERATORS) else UNREAD_OR_SCORE
-            mine = DecoderSlice(spec, shard)
-            stored = StoredWeights(checkpoint, mine.targets(), form, unread)
+            stored = StoredWeights(checkpoint, targets(spec), form, unread)
+            mine = slice_of(spec, shard, stored)
             ahead = PACKED_AHEAD if form is not None else None
             decoder = _build(mine, stored, dtype, placement, ahead)
             decoder.kv_scales = kv_scales(checkpoint, spec, mine.kv_heads)
@@ -283,6 +283,21 @@ def load_decoder(
         time.perf_counter() - started,
     )
     return decoder
+
+
+def slice_of(spec: DecoderSpec, shard: Shard, stored: StoredWeights) -> DecoderSlice:
+    """The part of a decoder that a rank has. Columns that are stored together stay together, where
+    parts may be of different sizes. Raises ``ConfigError`` if there are too few of them."""
+    mine = DecoderSlice(spec, shard)
+    if shard.size == 1:
+        return mine
+    units: dict[str, int] = {}
+    for target in targets(spec):
+        dimension = mine.dimension_of(target.name)
+        if dimension is not None:
+            units[dimension] = lcm(units.get(dimension, 1), stored.column_unit(target))
+    check_size(spec, shard.size, units)
+    return replace(mine, units=units)
 
 
 def _build(

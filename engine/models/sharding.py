@@ -150,6 +150,19 @@ class DecoderSlice:
         # A bias of outputs that are added up belongs to all of them.
         return ALL if found.columns is not None and role.endswith("_bias") else found
 
+    def dimension_of(self, name: str) -> str | None:
+        """The dimension, of ``DIMENSIONS``, that the columns of a target are; ``None`` if it is
+        another one or if this rank has all columns."""
+        if not self.adds_up(name):
+            return None
+        layer, _, role = name.rpartition(".")
+        if role in ("down", "shared_down"):
+            return "shared" if role == "shared_down" else "experts" if "." in layer else "mlp"
+        mixers = self.whole.layers[int(layer)].mixers
+        if role == "out":
+            return "channels" if "short_conv" in mixers else None
+        return "mamba" if isinstance(self.whole.mamba, ChannelMambaSpec) else None
+
     def adds_up(self, name: str) -> bool:
         """True if the outputs of a linear layer are added up over the ranks."""
         return self.cut(name).columns is not None
@@ -317,7 +330,7 @@ def obstacles(spec: DecoderSpec, size: int, units: Mapping[str, int]) -> Iterato
             yield f"{shared} {what[1]}"
     for dimension, words in dimensions(spec).items():
         count, unit = dimension_size(spec, dimension), units.get(dimension, 1)
-        if count // unit < size:
+        if -(-count // unit) < size:
             yield f"{count} {words}" + (f" in blocks of {unit}" if unit > 1 else "")
     if spec.vocab_size < size:
         yield f"{spec.vocab_size} tokens in its vocabulary"

@@ -52,10 +52,14 @@ class Target(NamedTuple):
 
     name: str
     shape: Shape
-    ways: tuple[tuple[TargetPart, ...], ...]  # alternatives; the parts of each fill the target
+    ways: tuple[tuple[TargetPart, ...], ...]  # alternatives; the parts of each fill the whole
     is_float32: bool = False  # loaded as float32 instead of in the compute dtype
     cut: Cut = Cut(None)
     whole: Shape = ()  # shape before the cut; (): the same
+
+    def parts_of(self, way: tuple[TargetPart, ...]) -> tuple[TargetPart, ...]:
+        """The parts of a way that fill what the cut leaves."""
+        return cut_way(way, prod(self.whole[1:]), self.cut) if self.whole else way
 
 
 def whole(name: str, *shape: int) -> TargetPart:
@@ -76,8 +80,7 @@ def cut_target(target: Target, cut: Cut) -> Target:
     rows, inner = len_of(cut.rows, target.shape[0]), target.shape[1:]
     if cut.columns is not None:
         inner = (len(cut.columns),)
-    ways = tuple(cut_way(way, prod(target.shape[1:]), cut) for way in target.ways)
-    return target._replace(shape=(rows, *inner), ways=ways, cut=cut, whole=target.shape)
+    return target._replace(shape=(rows, *inner), cut=cut, whole=target.shape)
 
 
 def len_of(rows: tuple[range, ...] | None, count: int) -> int:

@@ -7,13 +7,13 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from math import lcm, prod
 from typing import Protocol, Self
 
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import QuantizedWeight, StoredWeight, Weight, stack
+from engine.layers.quantized import QuantizedWeight, StoredWeight, Weight, columns_of, stack
 from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
@@ -122,8 +122,17 @@ class StoredWeights:
         """True if any part of a target is stored in quantised form."""
         return any(map(self._is_quantized, self._parts[target.name]))
 
+    def column_unit(self, target: Target) -> int:
+        """Number of adjacent columns of a target that are stored together."""
+        return lcm(*map(self._unit, self._parts[target.name]))
+
+    def _unit(self, part: TargetPart) -> int:
+        if self._modules is not None and self._modules.holds(part):
+            return self._modules.column_unit(part)
+        return self._checkpoint.column_unit(part)
+
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
-        parts = self._parts[target.name]
+        parts = target.parts_of(self._parts[target.name])
         if self.is_quantized(target):
             if all(map(self._checkpoint.is_packed, parts)):
                 return stack(self._checkpoint.quantized(parts, dtype))
@@ -146,7 +155,8 @@ class StoredWeights:
                 continue
             if part.name not in read:
                 read[part.name] = self._modules.read(part, dtype)
-            found.append(read[part.name].rows(part.start // part.shape[-1], part.num_rows))
+            mine = read[part.name].rows(part.start // part.shape[-1], part.num_rows)
+            found.append(mine if part.columns is None else columns_of(mine, part.columns))
         return found
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:

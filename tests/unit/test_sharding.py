@@ -70,7 +70,7 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_with_those_that_do() -
 def numbered(target: Target) -> torch.Tensor:
     """What the checkpoint has at the elements of a target: different numbers everywhere."""
     parts = []
-    for part in target.ways[0]:
+    for part in target.parts_of(target.ways[0]):
         base = sum(map(ord, part.name)) * 1e7
         flat = torch.arange(part.start, part.start + part.size, dtype=torch.float64) + base
         if part.columns is not None:
@@ -136,7 +136,7 @@ def test_a_rank_reads_only_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None
             target, filled = cut_target(full, cut), 0
             out = torch.empty(target.shape, dtype=dtype)
             before = bytes_read()
-            for part in target.ways[0]:
+            for part in target.parts_of(target.ways[0]):
                 checkpoint.read_part(part, out[filled : filled + part.num_rows])
                 filled += part.num_rows
             read = bytes_read() - before

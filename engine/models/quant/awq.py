@@ -23,6 +23,7 @@ from engine.models.quant.fields import (
     field_of,
     num_groups,
     size_of_group,
+    unit_of,
 )
 from kernels.quantized import Quantized
 
@@ -55,6 +56,9 @@ class Awq:
             Field(("qzeros",), ((groups, packed),), INTEGERS),
             Field(("scales",), ((groups, outputs),), SCALES),
         )
+
+    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
+        return unit_of(self.group_size, shape[1])
 
     def weight(
         self,

@@ -28,6 +28,7 @@ from engine.models.quant.fields import (
     field_of,
     num_groups,
     size_of_group,
+    unit_of,
     unpack_integers,
 )
 from engine.models.quant.fp8 import FLOATS, ONE, block_of
@@ -72,6 +73,9 @@ class Scheme:
         order = Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted)
         zero_point = Field(("weight_zero_point",), *zeros, is_optional=self.is_symmetric)
         return numbers, scales, zero_point, order
+
+    def column_unit(self, shape: tuple[int, int]) -> int:
+        return unit_of(self.group_size if self.block is None else self.block[1], shape[1])
 
     def _scale_shapes(self, module: str, shape: tuple[int, int]) -> tuple[Shape, ...]:
         outputs, inputs = shape
@@ -147,6 +151,9 @@ class CompressedTensors:
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         return self._scheme(module).fields(module, shape)
+
+    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
+        return self._scheme(module).column_unit(shape)
 
     def weight(
         self,

@@ -38,6 +38,10 @@ class Format(Protocol):
         format does not allow this shape."""
         ...
 
+    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
+        """Number of adjacent inputs of a module that share a scale or are packed together."""
+        ...
+
     def weight(
         self,
         module: str,
@@ -77,6 +81,12 @@ def num_groups(module: str, num_inputs: int, group_size: int) -> int:
             f"{group_size}"
         )
     return num_inputs // group_size
+
+
+def unit_of(group_size: int, num_inputs: int) -> int:
+    """Number of adjacent inputs that must stay together. group_size: of inputs that share a scale,
+    -1 or as many as there are: all do, with one that every part may use."""
+    return 1 if group_size in (-1, num_inputs) else group_size
 
 
 def check_multiple(module: str, what: str, size: int, of: int) -> None:

@@ -26,6 +26,7 @@ from engine.models.quant.fields import (
     choose,
     field_of,
     size_of_group,
+    unit_of,
     unpack_integers,
 )
 from kernels.quantized import Quantized
@@ -73,6 +74,9 @@ class Gptq:
             Field(("scales",), ((groups, outputs),), SCALES),
             Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
         )
+
+    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
+        return unit_of(self.group_size, shape[1])
 
     def weight(
         self,

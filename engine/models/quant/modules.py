@@ -58,6 +58,10 @@ class QuantizedModules:
         }
         return self._form.weight(module_of(part), matrix_shape(part), tensors, dtype)
 
+    def column_unit(self, part: TargetPart) -> int:
+        """Number of adjacent inputs that are stored together."""
+        return self._form.column_unit(module_of(part), matrix_shape(part))
+
     def may_be_left(self, name: str) -> bool:
         """True if the model need not use a tensor: it is no part of a weight, or it is a bias of
         zeros, as AutoGPTQ adds to every module."""

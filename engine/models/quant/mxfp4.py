@@ -47,6 +47,9 @@ class Mxfp4:
             Field(("scales",), ((outputs, groups),), BYTE),
         )
 
+    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
+        return GROUP_SIZE
+
     def weight(
         self,
         module: str,
