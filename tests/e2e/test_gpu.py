@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -75,14 +77,28 @@ def greedy_of(model, ids: list[int]) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+@pytest.fixture(scope="module")
+def wanted(tiny_models: TinyModels) -> Callable[[str], list[list[int]]]:
+    """Returns the tokens of transformers for each prompt."""
+
+    @cache
+    def get(family: str) -> list[list[int]]:
+        return [greedy_of(tiny_models.reference(family), ids) for ids in prompts()]
+
+    return get
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gemma2", "gemma3", "mistral-window", "mixtral"]
 )
-def test_greedy_tokens_are_those_of_transformers(family: str, tiny_models: TinyModels) -> None:
-    path, model = tiny_models.path(family), tiny_models.reference(family)
-    wanted = [greedy_of(model, ids) for ids in prompts()]
-    for mode, options in MODES.items():
-        assert run_with(path, **options) == wanted, mode
+def test_greedy_tokens_are_those_of_transformers(
+    family: str,
+    mode: str,
+    tiny_models: TinyModels,
+    wanted: Callable[[str], list[list[int]]],
+) -> None:
+    assert run_with(tiny_models.path(family), **MODES[mode]) == wanted(family)
 
 
 def test_seeded_tokens_do_not_hang_on_graphs_or_overlap(tiny_models: TinyModels) -> None:

@@ -31,14 +31,21 @@ MATRIX = [
 ]
 
 
+@pytest.fixture
+def tally() -> Tally:
+    """A tie in a few tokens is no fault."""
+    return Tally()
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
     return maker(tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(autouse=True)
-def _exact_convolutions() -> Iterator[None]:
-    """Of 32 bits: by default torch computes convolutions with 10 bits after the point."""
+def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By default torch computes convolutions of float32 with 10 bits after the point."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # in other processes
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     yield

@@ -27,6 +27,9 @@ from engine.messages.pooling import PoolingParams
 pytestmark = pytest.mark.gpu
 __all__ = ["model"]
 
+LARGE = {"num_kv_blocks": 200, "block_size": 16}
+TIGHT = {"block_size": 16, **FEW}  # requests wait for a step with room for a whole text
+CHUNKED = {"block_size": 16, **SMALL}
 TOLERANCE = 1e-4  # of the largest number
 HAS_GTE = hasattr(transformers, "GteModel")  # not before transformers 5.23
 ENCODERS = [
@@ -35,7 +38,7 @@ ENCODERS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, FEW], ids=["large", "small"])
+@pytest.mark.parametrize("options", [LARGE, TIGHT], ids=["large", "small"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(name: str, options: dict[str, Any], tmp_path: Path, seed: int) -> None:
     path, rng = make_encoder(name, tmp_path), np.random.default_rng(seed)
@@ -53,7 +56,7 @@ def test_encoders(name: str, options: dict[str, Any], tmp_path: Path, seed: int)
         assert worst(found, wanted) < TOLERANCE * scale, mode
 
 
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["whole", "small"])
+@pytest.mark.parametrize("options", [LARGE, CHUNKED], ids=["whole", "small"])
 @pytest.mark.parametrize("mode", [*MODES, "by token"])
 def test_decoders(model: tuple[Path, Any], mode: str, options: dict[str, Any]) -> None:
     """Chunked and preempted in a small pool; the second time, from the prefix cache."""
@@ -75,7 +78,7 @@ def test_decoders(model: tuple[Path, Any], mode: str, options: dict[str, Any]) -
 def test_a_text_is_the_same_in_any_company(tmp_path: Path, seed: int) -> None:
     path, rng = make_encoder("bert", tmp_path), np.random.default_rng(seed)
     prompts = [rng.integers(5, VOCAB, n).tolist() for n in (33, 1, 90, 60, 12)]
-    options = {"pooler_config": {"pooling_type": "MEAN"}, "batch_invariant": True}
+    options = {"pooler_config": {"pooling_type": "MEAN"}, "batch_invariant": True, **LARGE}
     core = open_core(path, device="cuda", **options)
     together = pooled(core, prompts, PoolingParams(task="embed"))
     alone = [pooled(core, [prompt], PoolingParams(task="embed"))[0] for prompt in prompts]

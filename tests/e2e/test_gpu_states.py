@@ -46,6 +46,12 @@ LONG = [[(k * n + n) % 281 + 3 for k in range(length)] for n, length in ((7, 200
 LONG.append(LONG[0][:64] + LONG[1][:50])
 
 
+@pytest.fixture
+def tally() -> Tally:
+    """A tie in a few tokens is no fault."""
+    return Tally()
+
+
 @pytest.fixture(scope="module")
 def references(tiny_models: TinyModels) -> Callable[[str], Reference]:
     @cache

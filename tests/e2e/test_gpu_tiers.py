@@ -39,6 +39,12 @@ CASES = [
 
 
 @pytest.fixture
+def tally() -> Tally:
+    """A tie in a few tokens is no fault."""
+    return Tally()
+
+
+@pytest.fixture
 def stores(tmp_path: Path) -> dict[str, Any]:
     """Options of stores, from which loading always seems faster than computing."""
     return {
