@@ -58,6 +58,7 @@ LAZY_IMPORTS = {
     "engine.kv_transfer.halves": "what copies blocks is imported only where there are stores",
     "engine.kv_transfer.peers.mooncake": "Mooncake is imported only where it is chosen",
     "engine.lora.halves": "what computes adapters is imported only for an engine that takes them",
+    "engine.parallel.meeting": "torch.distributed is imported only by ranks on GPUs",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.models.opening": "the gguf package is imported only for GGUF files",
     "engine.rpc.balance": "the fast hash imports Numba, and only cores with that option need it",

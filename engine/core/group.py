@@ -64,6 +64,10 @@ class LocalWorker(Executor[Any], Protocol):
         """True if it computes in the host's memory."""
         ...
 
+    def check(self) -> None:
+        """Raise ``RankError`` if this rank has noticed that another one has failed."""
+        ...
+
     def load(self) -> ModelFacts: ...
 
     def measure(self) -> int: ...
@@ -94,6 +98,8 @@ class Ranks:
 
     def __init__(self, makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> None:
         self.options = options
+        self.at_end: Callable[[], object] = lambda: None
+        """Called when the processes have ended."""
         self.ring = RingWriter(len(makes))
         self.children: list[Child] = []
         environments = options.environments or [NO_VALUES] * len(makes)
@@ -136,7 +142,11 @@ class Ranks:
 
     def raise_failure(self, error: Exception | None = None) -> NoReturn:
         """Raise the error that has stopped the group. error: what rank 0 has noticed of it."""
-        raise self.watch.failure() or error or RankError("the group of workers has stopped")
+        known = self.watch.failure()
+        if known is None:
+            known = error if isinstance(error, RankError) else RankError("the group has stopped")
+            self.watch.fail(known)
+        raise known
 
     def close(self) -> None:
         """End the processes. May be repeated."""
@@ -152,6 +162,7 @@ class Ranks:
         for child in self.children:
             child.close()
         self.ring.close()
+        self.at_end()
 
     def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
         options = self.options
@@ -319,6 +330,7 @@ class WorkerGroup:
         is that one's."""
         try:
             found = method(*args)
+            self._worker.check()
         except Exception as error:
             if isinstance(error, RankError) or self._ranks.ring.is_stopped:
                 self._ranks.raise_failure(error)

@@ -36,6 +36,8 @@ class RankWatch:
 
     def __init__(self, ring: RingWriter, children: Sequence[Child], hang_timeout: float) -> None:
         """hang_timeout: seconds in which a rank must go on while it has something to do."""
+        self.stops: list[Callable[[], object]] = [ring.stop]
+        """What ends the waits of ranks for each other."""
         self._ring = ring
         self._children = children
         self._hang_timeout = hang_timeout
@@ -87,7 +89,8 @@ class RankWatch:
             self._error = error
             self._changed.notify_all()
             notify = self._notify
-        self._ring.stop()
+        for stop in self.stops:
+            stop()
         notify(error)
 
     def on_failure(self, notify: Callable[[RankError], object]) -> None:

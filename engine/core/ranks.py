@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from engine.config.engine import EngineConfig, ResolvedConfig
-from engine.config.env import default_num_threads
+from engine.config.env import VISIBLE_GPUS, default_num_threads, interprets_cuda, visible_gpus
 from engine.config.model import ModelInfo
 from engine.config.pooling import PoolingSpec
 from engine.core.group import GroupOptions, Ranks, WorkerGroup
 from engine.errors import ConfigError, RankError
 from engine.observe.guard import Failures
+from engine.parallel.meeting import Meeting, Place
 from engine.worker.feature import Feature
 from engine.worker.worker import ModelWorker, make_worker
 
@@ -37,16 +41,15 @@ def make_workers(
         return make_worker(config, info, features, failures, pooling)
     check_features(size, features)
     config = replace(config, num_threads=threads_of_rank(config))
-    make = partial(make_rank, config, info, pooling, make_features)
-    own = make_worker(config, info, features, failures, pooling)
     options = GroupOptions(
         name=f"core {config.rank}" if config.num_ranks > 1 else "",
         log_level=config.log_level,
         ready_timeout=EARLY * config.core.core_ready_timeout,
         hang_timeout=EARLY * config.core.core_hang_timeout,
+        environments=environments_of_ranks(config),
     )
     try:
-        return WorkerGroup(own, Ranks([make] * (size - 1), options))
+        return start_group(config, info, features, failures, pooling, make_features, options)
     except OSError as error:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but the ranks cannot share memory on this system: "
@@ -54,14 +57,47 @@ def make_workers(
         ) from error
 
 
+def start_group(
+    config: ResolvedConfig,
+    info: ModelInfo,
+    features: Sequence[Feature],
+    failures: Failures,
+    pooling: PoolingSpec | None,
+    make_features: Callable[[], Sequence[Feature]],
+    options: GroupOptions,
+) -> WorkerGroup:
+    """Start the processes of ranks 1, 2, ..., and create the worker of rank 0."""
+    size, num_threads = config.parallel.tensor_parallel_size, config.num_threads or 1
+    meeting = Meeting(
+        size,
+        num_threads=size * num_threads,
+        wait_seconds=options.hang_timeout,
+        on_gpus=has_gpus(config),
+    )
+    with ExitStack() as failing:
+        failing.callback(meeting.close)
+        arguments = (config, info, pooling, make_features, meeting.place)
+        makes = [partial(make_rank, *arguments, rank) for rank in range(1, size)]
+        ranks = Ranks(makes, options)
+        failing.callback(ranks.close)
+        collectives = meeting.place.open(0)
+        own = make_worker(config, info, features, failures, pooling, collectives)
+        ranks.watch.stops.append(collectives.stop)
+        ranks.at_end = meeting.close
+        failing.pop_all()
+    return WorkerGroup(own, ranks)
+
+
 def make_rank(
     config: ResolvedConfig,
     info: ModelInfo,
     pooling: PoolingSpec | None,
     make_features: Callable[[], Sequence[Feature]],
+    place: Place,
+    rank: int,
 ) -> ModelWorker:
     """Create the worker of another rank, in its process."""
-    return make_worker(config, info, make_features(), None, pooling)
+    return make_worker(config, info, make_features(), None, pooling, place.open(rank))
 
 
 def report_failures(
@@ -76,6 +112,27 @@ def threads_of_rank(config: EngineConfig) -> int:
     """The CPU threads of each rank: an equal share of those of the core."""
     num = config.num_threads or default_num_threads() or len(os.sched_getaffinity(0))
     return max(1, num // config.parallel.tensor_parallel_size)
+
+
+def has_gpus(config: ResolvedConfig) -> bool:
+    """Whether each rank computes on a GPU of its own."""
+    return config.device != "cpu" and not interprets_cuda()
+
+
+def environments_of_ranks(config: ResolvedConfig) -> list[Mapping[str, str]]:
+    """The environment variables that make a GPU visible to each of ranks 1, 2, ...; [] on CPUs.
+    Rank 0 uses the first GPU that its process sees. Raises ``ConfigError`` for too few GPUs."""
+    size = config.parallel.tensor_parallel_size
+    if not has_gpus(config):
+        return []
+    gpus = visible_gpus(torch.cuda.device_count())
+    if len(gpus) < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this process sees {len(gpus)} "
+            f"GPU{'s' if len(gpus) > 1 else ''} ({', '.join(gpus)}), and each rank needs one: set "
+            f"it to {len(gpus)}, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
+        )
+    return [{VISIBLE_GPUS: gpu} for gpu in gpus[1:size]]
 
 
 def check_features(size: int, features: Sequence[Feature]) -> None:

@@ -54,6 +54,8 @@ class RankWorker(Protocol):
 
     def collect(self, ticket: Any) -> StepResult: ...
 
+    def check(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
@@ -110,6 +112,7 @@ class Rank:
         while not self._is_over:
             message = self._ring.receive()
             self._by_kind[message[0]](message)
+            self._worker.check()
             num_done += 1
             self._ring.report(NUM_DONE, num_done)
 

@@ -19,7 +19,7 @@ from engine.sample.edits import SamplingSpec
 from engine.worker.batches import PlanRows, Staged
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched
-from engine.worker.runner import Advanced, Runner, follow
+from engine.worker.runner import FATAL, Advanced, Runner, follow
 from engine.worker.steps import NO_SCORES, EagerStep, PromptLogprobs, section
 from kernels.slots import Drawn
 
@@ -73,7 +73,7 @@ class PoolingRunner(Runner):
             ended = np.flatnonzero(rows.samples).tolist()
             parts = [chunks[int(rows.slots[each])] for each in ended if options[each].is_by_token]
             fetched = machine.platform.fetch([results, *(torch.cat(part) for part in parts)])
-        except torch.AcceleratorError:
+        except FATAL:
             raise
         except Exception as error:
             raise Advanced(f"{type(error).__name__}: {error}") from error

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.errors import RankError
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.observe.guard import Failures, ObserverGuard
 from engine.sample.edits import WORD, SamplingSpec
@@ -57,6 +58,7 @@ from engine.worker.steps import (
 from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")
+FATAL = (torch.AcceleratorError, RankError)
 Compute = Callable[[PlanRows, int], StepPart]
 """Computes some rows of a plan; the second argument is the index of the first of them."""
 
@@ -99,7 +101,7 @@ class Driver:
         elif len(plan.rows):
             try:
                 self._undrawn = runner.forward(staged.pop(), is_masked=True)
-            except torch.AcceleratorError:  # the device is lost, and with it every request
+            except FATAL:  # the device is lost, or another rank, and with it every request
                 raise
             except Exception as error:  # ``sample`` raises it again and isolates the rows
                 self._undrawn = error
@@ -118,6 +120,8 @@ class Driver:
         began = platform.mark()
         try:
             return self.runner.preview(forwarded, part.ahead)
+        except FATAL:
+            raise
         except Exception:  # ``sample`` tries again and finds the row that fails
             logger.exception("step %d: no token was sampled before its mask", ticket.plan.step)
             return None
@@ -199,7 +203,7 @@ class Driver:
         num, message = len(rows.counts), ""
         try:
             return [compute(rows, first).placed(first)]
-        except torch.AcceleratorError:  # the device is lost, and with it every request
+        except FATAL:  # the device is lost, or another rank, and with it every request
             raise
         except Advanced as error:
             message = str(error)
@@ -383,7 +387,7 @@ class Runner:
             scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
             wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
             fetched = machine.platform.fetch(wanted + columns_of(scores))
-        except torch.AcceleratorError:
+        except FATAL:
             raise
         except Exception as error:
             raise Advanced(f"{type(error).__name__}: {error}") from error
@@ -517,7 +521,7 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
     reasons: all slots of the step if the feature raises."""
     try:
         return dict(feature.begin(plan, live) or {})
-    except torch.AcceleratorError:  # the device is lost, and with it every request
+    except FATAL:  # the device is lost, or another rank, and with it every request
         raise
     except Exception as error:
         message = f"{type(feature).__name__} raised {type(error).__name__}: {error}"
@@ -530,7 +534,7 @@ def follow(feature: Feature, rows: PlanRows) -> None:
     valid."""
     try:
         feature.follow(rows)
-    except torch.AcceleratorError:  # the device is lost, and with it every request
+    except FATAL:  # the device is lost, or another rank, and with it every request
         raise
     except Exception:
         logger.exception(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -80,12 +81,12 @@ def wait_for_kernels() -> None:
             thread.join()
 
 
-def warm_up(driver: Driver, num_blocks: int) -> float:
+def warm_up(driver: Driver, num_blocks: int, agree: Callable[[bool], bool] = bool) -> float:
     """Run a prompt and some decodes, so that kernels are compiled and loaded before the first
     request. Returns the seconds that this took.
 
-    Afterwards the KV blocks that were used are zeroed. Errors are ignored, as requests will report
-    them."""
+    agree: whether all ranks say so, of something that is measured. Afterwards the KV blocks that
+    were used are zeroed. Errors are ignored, as requests will report them."""
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)
@@ -101,7 +102,7 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
             driver.execute(_plan(position, 1, block_size))
         is_long = time.perf_counter() - began > LONG_STEP_SECONDS
         driver.execute(_plan(0, 0, block_size, freed=[0]))
-        if is_long:
+        if agree(is_long):
             break
     if machine.platform.compiles and driver.runner.samples:
         _run_all_edits(driver, num_prompt)
@@ -141,19 +142,24 @@ def _run_all_edits(driver: Driver, num_prompt: int) -> None:
 
 
 def run_largest_step(
-    driver: Driver, max_num_tokens: int, max_num_seqs: int, max_model_len: int
+    driver: Driver,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    agree: Callable[[bool], bool] = bool,
 ) -> None:
     """Run the largest possible step on a CPU, if it takes less than ``LARGEST_SECONDS``, to fault
     in its memory. Otherwise page faults would slow the first prompts by 0.1 s. Failures are
-    ignored."""
-    if driver.roofline is None:
-        return
+    ignored. agree: as in ``warm_up``."""
     num_seqs = min(-(-max_num_tokens // max_model_len), max_num_seqs)
     count = min(max_num_tokens // num_seqs, max_model_len)
     counts = np.full(num_seqs, count, dtype=np.int32)
-    step = Measured(0.0, counts, counts * 0, counts * 0 + 1)
+    step, is_short = Measured(0.0, counts, counts * 0, counts * 0 + 1), False
     with suppress(Exception):
-        if driver.roofline.floor([step]) < LARGEST_SECONDS:
+        if driver.roofline is not None:
+            is_short = driver.roofline.floor([step]) < LARGEST_SECONDS
+    if agree(is_short):
+        with suppress(Exception):
             driver.runner.profile_run(int(counts.sum()), num_seqs)
 
 

@@ -241,7 +241,7 @@ class ModelWorker:
         if self.platform.compiles:
             with explain_shortage(self.platform, "steps of every kind were tried"):
                 run_all_kinds(runner, sched.max_num_batched_tokens, sched.max_model_len)
-        seconds = warm_up(self.driver, num_blocks)
+        seconds = warm_up(self.driver, num_blocks, self._all_agree)
         if self.platform.shares_memory:
             model, is_quiet = runner.machine.model, seconds < SLOW_SECONDS
             if isinstance(model, NativeDecoder) and self._pooling is None:
@@ -254,7 +254,7 @@ class ModelWorker:
                     is_quiet=is_quiet,
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
-            run_largest_step(self.driver, *sizes)
+            run_largest_step(self.driver, *sizes, self._all_agree)
             states = [one for layer in runner.machine.states for one in layer]
             self._prefault = PagePrefault(
                 (tensors_of(runner.machine.kv), PREFAULT_BYTES), (states, PREFAULT_STATE_BYTES)
@@ -269,6 +269,12 @@ class ModelWorker:
         check_parts(plan, self.capabilities)
         with self.platform.current():
             return self.driver.launch(plan)
+
+    def check(self) -> None:
+        """Raise ``RankError`` if an operation of the ranks has failed in a step that was replayed.
+        Called after each step, if there are other ranks."""
+        if self._collectives is not None:
+            self._collectives.check()
 
     def preview(self, ticket: Pending) -> Column | None:
         """Sample a step before its grammar masks are ready; ``None`` if impossible."""
@@ -341,6 +347,13 @@ class ModelWorker:
         if padded:
             logger.info("%.1f %% of each KV block is padding, on average", 100 * padded)
         return layers, layout
+
+    def _all_agree(self, is_so: bool) -> bool:
+        """True if all ranks say so, of something that is measured and may differ."""
+        if self._collectives is None:
+            return is_so
+        said = torch.tensor([is_so], dtype=torch.uint8, device=self.platform.device)
+        return bool(self._collectives.all_gather(said).all())
 
     def _affordable_drafts(self) -> int:
         """The most drafts per decode for which there is memory for copies of recurrent states."""

@@ -86,6 +86,9 @@ class FaultyMethods:
         self._count("call")
         return [name, *args]
 
+    def check(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self._count("shutdown")
 

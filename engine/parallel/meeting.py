@@ -1,0 +1,71 @@
+"""Where the ranks of one machine meet: made by the process of rank 0, opened by each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.ipc.sealed_files import SealedFile
+from engine.parallel.collectives import Collectives
+from engine.parallel.shared import SharedCollectives, SharedMemory
+
+HOST = "127.0.0.1"
+
+
+class Stoppable(Collectives, Protocol):
+    """Operations of a rank that can be stopped."""
+
+    def stop(self) -> None:
+        """Let the operations in which a rank waits raise ``RankError``. Any thread may call it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank needs to meet the others; it can be sent to its process.
+
+    memory: of ranks on CPUs; port: of the store at which ranks on GPUs find each other.
+    num_threads: of all ranks. wait_seconds: how long a rank waits for another one."""
+
+    size: int
+    num_threads: int
+    wait_seconds: float
+    memory: SealedFile | None = None
+    port: int = 0
+
+    def open(self, rank: int) -> Stoppable:
+        """The operations of a rank. Ranks on GPUs wait here until all have come. Raises
+        ``RankError`` if they do not."""
+        if self.memory is not None:
+            sizes = self.memory, rank, self.size
+            return SharedCollectives(
+                *sizes, num_threads=self.num_threads, wait_seconds=self.wait_seconds
+            )
+        from engine.parallel.distributed import TorchCollectives, connect
+
+        store = connect(HOST, self.port, self.size, wait_seconds=self.wait_seconds)
+        limit = self.wait_seconds
+        return TorchCollectives(store, rank, self.size, "cuda", host=HOST, wait_seconds=limit)
+
+
+class Meeting:
+    """Keeps what the ranks of a group share. ``place``: for each of them.
+
+    Raises ``OSError`` if processes cannot share memory on this system."""
+
+    def __init__(self, size: int, *, num_threads: int, wait_seconds: float, on_gpus: bool) -> None:
+        self._kept: Any = None
+        self._memory = None if on_gpus else SharedMemory(size)
+        if self._memory is not None:
+            self.place = Place(size, num_threads, wait_seconds, memory=self._memory.handle)
+            return
+        from engine.parallel.distributed import serve
+
+        self._kept = serve(HOST, size, wait_seconds=wait_seconds)
+        self.place = Place(size, num_threads, wait_seconds, port=self._kept.port)
+
+    def close(self) -> None:
+        """Let go of it. Ranks that have opened it keep it. May be repeated."""
+        if self._memory is not None:
+            self._memory.close()
+        self._kept = None
