@@ -16,6 +16,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.linear import is_cpu
 from engine.lora.adapter import Adapter, is_other_model
 from engine.lora.device_slots import DeviceSlots, check
+from engine.lora.parts import part_of
 from engine.lora.placing import HEAD, Places, place
 from engine.lora.products import AdapterProducts, products_of
 from engine.lora.store import AdapterStore
@@ -89,7 +90,8 @@ class Adapters(Feature):
     def prepared(self, adapter: Adapter) -> AdapterProducts:
         """Place an adapter on the model and convert it. Any thread may call this after ``attach``.
         Raises ``AdapterError`` for an adapter that does not fit."""
-        placed, (model, platform) = place(adapter, self._places), (self._model, self._platform)
+        model, platform = self._model, self._platform
+        placed = part_of(place(adapter, self._places), model.mine)
         if is_other_model(adapter.base, self._model_name):
             logger.warning(
                 "Adapter %r names its base model %s, and the model here is named %s: if these are "
@@ -172,7 +174,7 @@ class Adapters(Feature):
 
     @cached_property
     def _places(self) -> Places:
-        return Places(self._model.spec)
+        return Places(self._model.mine.whole)
 
     def _in_use(self) -> set[int]:
         """Adapter slots that sequences use."""
