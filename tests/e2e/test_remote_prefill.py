@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Callable
@@ -226,3 +227,23 @@ def test_an_address_in_use_is_named(start: Callable[..., LLMEngine]) -> None:
     start("producer", port=port)
     with pytest.raises(ConfigError, match=f"cannot listen at tcp://127.0.0.1:{port}"):
         start("both", port=port)
+
+
+def test_blocks_travel_with_mooncake(
+    start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    """Also next to an engine that does not have it. Each engine is a process of its own."""
+    pytest.importorskip("mooncake.engine")
+    options = {"extra": {"transport": "mooncake", "shares_memory": False}, "multiprocess": True}
+    producer = start("producer", port=free_port(), **options)
+    given = prefill(producer, PROMPTS)
+    for consumer in (start("consumer", **options), start("consumer")):
+        outs = decode(consumer, PROMPTS, given, GREEDY)
+        assert tokens_of(outs) == right and [out.num_cached_tokens for out in outs] == WHOLES
+
+
+def test_without_mooncake_its_packages_are_named(start: Callable[..., LLMEngine]) -> None:
+    if importlib.util.find_spec("mooncake") is not None:
+        pytest.skip("Mooncake is installed")
+    with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda"):
+        start("producer", port=free_port(), extra={"transport": "mooncake"})
