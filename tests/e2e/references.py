@@ -64,10 +64,10 @@ def engine_for(path: str, **options) -> LLMEngine:
         "max_num_batched_tokens": 256,
         "num_kv_blocks": 200,
         "block_size": 8,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
     }
-    args = EngineArgs(
-        model=path, skip_tokenizer_init=True, log_level="error", **{**defaults, **options}
-    )
+    args = EngineArgs(model=path, **{**defaults, **options})
     return LLMEngine.from_engine_args(args)
 
 

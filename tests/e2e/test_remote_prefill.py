@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 from e2e.general_models import model_and_reference
+from e2e.picture_cases import picture
 from e2e.references import WHOLE, engine_for, run
+from e2e.seeing_models import make_seeing_model
 from e2e.tiny_models import TinyModels
+from support.adapted import random_adapter
 from support.kv_stores import slow_profile
 from support.live_core import wait_until
 from support.relays import relay
 from support.remote_prefill import SECRET, counters, decode, finish, is_idle, peers, prefill
 from support.served import free_port
 
-from engine import LLMEngine, SamplingParams
+from engine import LLMEngine, LoRARequest, SamplingParams
 from engine.errors import ConfigError, EngineDeadError, RequestError
 
 NUM_NEW, BLOCK = 8, 8
@@ -247,3 +250,47 @@ def test_without_mooncake_its_packages_are_named(start: Callable[..., LLMEngine]
         pytest.skip("Mooncake is installed")
     with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda"):
         start("producer", port=free_port(), extra={"transport": "mooncake"})
+
+
+def test_adapters_have_blocks_of_their_own(
+    tiny_models: TinyModels, tmp_path: Path, start: Callable[..., LLMEngine]
+) -> None:
+    """The same prompt with an adapter, whose file is another one for each engine, and without."""
+    model = tiny_models.reference("llama")
+    paths = [random_adapter(model, tmp_path / str(n), seed=3) for n in range(2)]
+    other = random_adapter(model, tmp_path / "other", seed=4)
+    lora = {"enable_lora": True, "max_loras": 2}
+    producer, consumer = start("producer", port=free_port(), **lora), start("consumer", **lora)
+    for engine, path in zip((producer, consumer), paths, strict=True):
+        engine.add_lora(LoRARequest("a", 1, str(path)))
+    outs = [
+        decode(consumer, PROMPTS, prefill(producer, PROMPTS, **options), GREEDY, **options)
+        for options in ({"adapter": "a"}, {})
+    ]
+    right = [decode(producer, PROMPTS, [{}] * 3, GREEDY, **each) for each in ({"adapter": "a"}, {})]
+    assert [tokens_of(each) for each in outs] == [tokens_of(each) for each in right]
+    assert tokens_of(outs[0]) != tokens_of(outs[1])
+    for each in outs:
+        assert [out.num_cached_tokens for out in each] == WHOLES
+    consumer.add_lora(LoRARequest("b", 2, str(other)))
+    (out,) = decode(consumer, PROMPTS[:1], prefill(producer, PROMPTS[:1], adapter="a"), GREEDY,
+                    adapter="b")  # fmt: skip
+    assert out.num_cached_tokens == 0
+
+
+def test_pictures_are_part_of_what_a_block_is_found_by(
+    tmp_path: Path, start: Callable[..., LLMEngine]
+) -> None:
+    path = str(make_seeing_model(tmp_path / "seeing", "smolvlm"))
+    options = {"model": path, "skip_tokenizer_init": False}
+    producer = start("producer", port=free_port(), **options)
+    consumer = start("consumer", **options)
+    text = "what is <image> this, and how many of them are there?"
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": [picture(50, 30, seed=n)]}} for n in range(3)
+    ]
+    given = prefill(producer, prompts[:2])
+    outs = decode(consumer, prompts, [*given, given[0]], GREEDY)
+    assert tokens_of(outs) == tokens_of(decode(producer, prompts, [{}] * 3, GREEDY))
+    cached, whole = [out.num_cached_tokens for out in outs], len(outs[0].prompt_token_ids) - 1
+    assert cached[0] == cached[1] == whole // BLOCK * BLOCK > cached[2]
