@@ -9,12 +9,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import address_of
-from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
+from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats, StoreUse
 from engine.rpc.zmq_client import EngineCoreClient
 
 HANG_SECONDS = 60.0  # in one step or without an answer, after which the core counts as dead
@@ -34,6 +34,8 @@ class EngineReading:
     """Tokens delivered to requests since the start; only a server counts them."""
     prompts: int | None = None
     """Prompt tokens of requests that have got a first token; only a server counts them."""
+    cores: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Living cores, and all, by what they do ("": all the same); only a server counts them."""
     is_fresh: bool = True
     """False if the core does not answer its server, which then repeats older statistics."""
 
@@ -110,6 +112,7 @@ class ServerSource:
             stats_of(page),
             int(page.sum("generation_tokens_total")),
             int(page.sum("prompt_tokens_total")),
+            _cores(page),
             is_fresh=bool(page.sum("engine_up")),
         )
 
@@ -246,7 +249,23 @@ def stats_of(page: Page) -> SchedulerStats:
         waiting_by_cause={
             cause: int(num) for cause, num in page.by("requests_waiting_by_cause", "cause").items()
         },
+        stores=_stores(page),
     )
+
+
+def _cores(page: Page) -> dict[str, tuple[int, int]]:
+    alive, total = page.by("cores_alive_by_role", "role"), page.by("cores_by_role", "role")
+    if not total:
+        alive, total = {"": page.sum("cores_alive")}, {"": page.sum("cores")}
+    return {role: (int(alive.get(role, 0)), int(num)) for role, num in total.items()}
+
+
+def _stores(page: Page) -> dict[str, StoreUse]:
+    sizes, cores = page.by("kv_store_bytes", "store"), page.by("kv_store_cores", "store")
+    return {
+        name: StoreUse(int(num), int(sizes.get(name, 0)), int(cores.get(name, 0)))
+        for name, num in page.by("kv_store_blocks", "store").items()
+    }
 
 
 def _adapters(page: Page) -> AdapterUse:

@@ -21,7 +21,7 @@ from rich.text import Text
 from engine.cli.readings import CoreSource, EngineReading, ReadingSource, ServerSource
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
-from engine.messages.stats import AdapterUse, SchedulerStats
+from engine.messages.stats import AdapterUse, SchedulerStats, StoreUse
 from engine.observe.stats_log import roofline_share
 
 INTERVAL = 1.0
@@ -258,6 +258,8 @@ class LiveFigures(NamedTuple):
             "waiting_by_cause": stats.waiting_by_cause,
             "kv_usage": stats.kv_usage,
             "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
+            "cores": self.last.cores,
+            "stores": {name: msgspec.structs.asdict(use) for name, use in stats.stores.items()},
             "adapters": None if stats.adapters is None else msgspec.structs.asdict(stats.adapters),
             "state_snapshots": stats.num_snapshots,
             "state_snapshot_usage": stats.snapshot_usage,
@@ -302,6 +304,7 @@ Row = tuple[str, str, str]
 def rows(figures: LiveFigures) -> Iterator[Row]:
     """Yield the table's rows: name, value now or in the window, total since the start."""
     stats = figures.stats
+    yield from _cores(figures.last.cores)
     yield "requests running", str(stats.num_running), ""
     yield "requests waiting", str(stats.num_waiting), ""
     yield "requests parked", str(stats.num_parked), ""
@@ -312,6 +315,7 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     if stats.has_snapshots:
         yield "snapshots of states", f"{stats.num_snapshots:,}", ""
         yield "KV blocks in snapshots", f"{100 * stats.snapshot_usage:.1f} %", ""
+    yield from _stores(stats.stores)
     yield from _adapters(stats.adapters)
     yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
     yield from _missed(figures)
@@ -348,6 +352,21 @@ def _groups(stats: SchedulerStats) -> Iterator[Row]:
         layers = f"{kind[0]} attention" + (f" of {kind[1]:,} tokens" if kind[1] else "")
         groups = f", {len(same)} groups" if len(same) > 1 else ""
         yield f"KV blocks, {layers}{groups}", f"{sum(same):,}", ""
+
+
+def _cores(cores: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
+    """Yield a row for the cores of each role, if there are several."""
+    for role, (alive, total) in cores.items():
+        if role or total > 1:
+            yield f"{role} cores".strip(), f"{alive} of {total}", ""
+
+
+def _stores(uses: Mapping[str, StoreUse]) -> Iterator[Row]:
+    """Yield a row for each store of KV blocks."""
+    for name, use in uses.items():
+        left_out = "" if use.num_cores else ", not used"
+        size = f"{use.num_bytes / MIB:,.1f} MiB{left_out}"
+        yield f"KV store {name}", f"{use.num_blocks:,} blocks, {size}", ""
 
 
 def _adapters(use: AdapterUse | None) -> Iterator[Row]:

@@ -16,11 +16,26 @@ if TYPE_CHECKING:  # clients in other processes import little
 
 class NumCores(NamedTuple):
     """The number of living cores of a client, the number of cores that it was created with, and
-    how often a core has died."""
+    how often a core has died. ``num_prefill``: the first ones compute only prompts;
+    ``prefill_alive``: those of them that live."""
 
     alive: int
     total: int
     deaths: int = 0
+    num_prefill: int = 0
+    prefill_alive: int = 0
+
+    @property
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """How many cores live, and how many there are, by what they do; {} if all do the same."""
+        if not self.num_prefill:
+            return {}
+        decode = self.alive - self.prefill_alive, self.total - self.num_prefill
+        return {"prefill": (self.prefill_alive, self.num_prefill), "decode": decode}
+
+    def role_of(self, core: int) -> str:
+        """What a core does: "prefill" or "decode"; "" for both."""
+        return ("prefill" if core < self.num_prefill else "decode") if self.num_prefill else ""
 
 
 class CoreClient(Protocol):

@@ -10,7 +10,7 @@ from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
 from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, Arrival, check_plain
-from engine.messages.stats import AdapterUse, SchedulerStats
+from engine.messages.stats import AdapterUse, SchedulerStats, StoreUse
 from engine.observe.guard import Failures, with_failures
 from engine.sched.interface import PauseState, SchedulerInterface
 
@@ -63,10 +63,13 @@ class Utilities:
         failures: Failures,
         adapters: AdapterDoor | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
+        stores: Callable[[], dict[str, StoreUse]] = dict,
     ) -> None:
-        """methods: further functions of features, by name."""
+        """methods: further functions of features, by name. stores: returns what the stores of KV
+        blocks have, by name."""
         self._scheduler = scheduler
         self._adapters = adapters
+        self._stores = stores
         self._failures = failures
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
@@ -132,8 +135,9 @@ class Utilities:
     def stats(self) -> SchedulerStats | None:
         """The scheduler's statistics, with the failures of observers in this process added."""
         stats = with_failures(self._scheduler.make_stats(), self._failures)
-        if stats is not None and self._adapters is not None:
-            stats.adapters = self._adapters.use()
+        if stats is not None:
+            stats.adapters = None if self._adapters is None else self._adapters.use()
+            stats.stores = self._stores()
         return stats
 
 

@@ -27,7 +27,7 @@ from engine.messages.requests import (
     in_use,
     with_ends,
 )
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import SchedulerStats, StoreUse
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
 
@@ -42,6 +42,9 @@ class Loads(Protocol):
 
     def step_ended(self) -> None:
         """Called after each step."""
+
+    def uses(self) -> dict[str, StoreUse]:
+        """What each store has, by name."""
 
 
 class InprocClient(CoreClient):
@@ -80,7 +83,12 @@ class InprocClient(CoreClient):
         """Wakes whoever calls ``turn`` in a loop and sleeps."""
         self._idle_since: float | None = None
         self._utilities = Utilities(
-            core.scheduler, core.executor, failures or Failures(), adapters, methods
+            core.scheduler,
+            core.executor,
+            failures or Failures(),
+            adapters,
+            methods,
+            stores=lambda: {} if self.loads is None else self.loads.uses(),
         )
 
     def add(self, request: AddRequest) -> None:

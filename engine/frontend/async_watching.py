@@ -38,7 +38,8 @@ class AsyncWatching:
         cores = self._session.client.num_cores()
         if self._death is None:
             return cores
-        return NumCores(0, cores.total, cores.deaths + cores.alive)  # the last one has died, too
+        # The last one has died, too.
+        return cores._replace(alive=0, prefill_alive=0, deaths=cores.deaths + cores.alive)
 
     async def look(
         self, begin: Callable[[CoreClient, list[LiveRequest]], Callable[[], T | None]]

@@ -29,6 +29,7 @@ from engine.kv_transfer.store_thread import BATCH_BYTES, Activity, Load, Loading
 from engine.kv_transfer.stores import Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
+from engine.messages.stats import StoreUse
 from engine.messages.step import StepPlan
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import pool_bytes, tensors_of
@@ -165,6 +166,10 @@ class TierCopies(Feature):
                 key = f"{helper.name}.{name}"
                 counted[key] = counted.get(key, 0) + count
         return counted
+
+    def uses(self) -> dict[str, StoreUse]:
+        """What each store has, by name."""
+        return {thread.name: thread.use() for thread in self._threads}
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         orders = plan.kv_transfer

@@ -79,6 +79,7 @@ class DiskStore:
     Errors of the file system cost the blocks concerned; each kind is logged once."""
 
     name = "disk"
+    is_common = True  # the directory's blocks are counted, which all cores use
 
     def __init__(self, files: StoreDirectory, block_bytes: int, refresh_seconds: float) -> None:
         self._files = files

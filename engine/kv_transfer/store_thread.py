@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import numpy as np
 
 from engine.kv_transfer.stores import BlockStore, Rows
 from engine.messages.kv_orders import LoadOrder
+from engine.messages.stats import StoreUse
 
 BATCH_BYTES = 16 << 20  # of blocks that are copied at once
 MOST_PENDING = 256 << 20  # bytes that wait to be stored
@@ -32,6 +34,7 @@ IDLE_SECONDS = 0.1  # without a step, after which the engine is idle
 LOOK_SECONDS = 0.05  # between two looks whether it is
 MOST_SECONDS = 5.0  # of a call in the thread, after which nothing waits for it any longer
 MOST_FIND_SECONDS = 1.0  # of ``contains``, for which steps wait
+HELD = ("num_blocks", "num_bytes")  # names of counts that are no counters
 SLOW, PROMISED = "slow", "promised"  # kinds of faults of calls that have not failed
 
 logger = logging.getLogger("engine.kv")
@@ -219,11 +222,21 @@ class StoreThread:
             return counted
         try:
             for name, count in self.store.counts().items():
-                if name not in ("num_blocks", "num_bytes"):
+                if name not in HELD:
                     counted[str(name)] = counted.get(str(name), 0) + int(count)
         except Exception:  # only counters are missing
             counted["errors"] = counted.get("errors", 0) + 1
         return counted
+
+    def use(self) -> StoreUse:
+        """What the store has at present; nothing while it might not answer."""
+        num_blocks = num_bytes = 0
+        if not self._is_late:
+            with suppress(Exception):  # only figures are missing
+                found = self.store.counts()
+                num_blocks, num_bytes = (int(found.get(name, 0)) for name in HELD)
+        is_common = bool(getattr(self.store, "is_common", False))
+        return StoreUse(num_blocks, num_bytes, int(self.is_used), is_common)
 
     def begin_close(self) -> None:
         """Store what waits, then close the store. Nothing is loaded any more."""
@@ -389,6 +402,7 @@ class StoreThread:
             if self._is_left_out:
                 return
             self._is_left_out = True
+            self.counts["left_out"] += 1
             ended = [*self._loads]
             self._loads.clear()
         logger.warning(

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -88,11 +89,12 @@ class Found(NamedTuple):
 @dataclass(slots=True)
 class Load:
     """A load in progress. ``req``: the request that waits for it, ``None`` if none does.
-    ``withdrawn``: keys that must not be published any more."""
+    ``stores``: of each block. ``withdrawn``: keys that must not be published any more."""
 
     promotion: Promotion
     req: Request | None
     begun: float
+    stores: list[int]
     bytes_by_store: dict[int, int] = field(default_factory=dict)
     withdrawn: set[bytes] = field(default_factory=set)
 
@@ -260,7 +262,7 @@ class Tiers(Resource):
         stores = [found[key] for key in wanted.keys]
         promotion = self._kv.promote(wanted)
         self._num_loads += 1
-        load = Load(promotion, req, self._scheduler.view.now)
+        load = Load(promotion, req, self._scheduler.view.now, stores)
         for store in stores:
             load.bytes_by_store[store] = load.bytes_by_store.get(store, 0) + self._block_bytes
         for store, num_bytes in load.bytes_by_store.items():
@@ -302,8 +304,8 @@ class Tiers(Resource):
         self._counts["blocks_loaded"] += sum(good)
         num_missing = report.is_good.count(0)
         self._counts["blocks_failed"] += num_missing
-        names = {} if self._outside is None else dict(enumerate(self._outside.names))
-        stores = ", ".join(names.get(store, "?") for store in load.bytes_by_store)
+        self._count_load(load, good)
+        stores = ", ".join(map(self._name_of, load.bytes_by_store))
         failure = f"{stores} did not supply {num_missing} of {len(keys)} blocks"
         self._end_wait(load, failure if num_missing else "")
 
@@ -336,6 +338,23 @@ class Tiers(Resource):
         return dict(self._counts) | dict(of_stores)
 
     # -- helpers
+
+    def _name_of(self, store: int) -> str:
+        return "?" if self._outside is None else self._outside.names[store]
+
+    def _count_load(self, load: Load, good: Sequence[bool]) -> None:
+        """Count for each store what it has supplied."""
+        for store, num in Counter(compress(load.stores, good)).items():
+            self._counts[f"{self._name_of(store)}.blocks_loaded"] += num
+            self._counts[f"{self._name_of(store)}.bytes_loaded"] += num * self._block_bytes
+        for store in load.bytes_by_store:
+            self._counts[f"{self._name_of(store)}.loads"] += 1
+
+    def _count_hits(self, stores: Sequence[int]) -> None:
+        """Count the blocks that a request could use and that a store has, or none has."""
+        for store, num in Counter(stores).items():
+            name = "misses" if store == NOWHERE else f"{self._name_of(store)}.hits"
+            self._counts[name] += num
 
     def _is_sent(self, req: Request) -> bool:
         """True if another engine will continue the request."""
@@ -451,6 +470,8 @@ class Tiers(Resource):
             num_loads = 0 if found is None else found.num_loads
             keys = self._kv.outside_keys(req)
             stores = self._outside.find(keys) if keys and self._outside is not None else []
+            if found is None:
+                self._count_hits(stores)
             pairs = zip(keys, stores, strict=True)
             known = {key: store for key, store in pairs if store != NOWHERE}
             found = self._found[req.arrival] = Found(known, step, hit, num_loads)

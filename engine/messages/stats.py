@@ -32,6 +32,16 @@ class AdapterUse(msgspec.Struct, array_like=True, frozen=True):
     waiting: dict[str, int] = {}
 
 
+class StoreUse(msgspec.Struct, array_like=True, frozen=True):
+    """A store of KV blocks outside the pool. ``num_cores``: that use it at present; a core leaves a
+    store out after several failures. ``is_common``: all cores count the same blocks."""
+
+    num_blocks: int
+    num_bytes: int
+    num_cores: int = 1
+    is_common: bool = False
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Current gauges, and counters since the start."""
 
@@ -65,6 +75,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     snapshot_usage: float = 0.0  # share of the KV blocks that hold these copies, 0 to 1
     adapters: AdapterUse | None = None  # ``None`` if the core takes no adapters
     waiting_by_cause: dict[str, int] = {}  # waiting and parked requests, by why they wait now
+    stores: dict[str, StoreUse] = {}  # of KV blocks outside the pool, by name
 
     @property
     def has_snapshots(self) -> bool:

@@ -139,6 +139,11 @@ class PrefillApart:
         self._calls: list[tuple[int, ApartCore, int]] = []  # without an answer
         self._counts: Counter[str] = Counter()
 
+    @property
+    def num_cores(self) -> int:
+        """How many cores, the first ones, compute only prompts."""
+        return self._roles.num_prefill
+
     # -- requests
 
     def choose(self, request: AddRequest) -> tuple[int, AddRequest]:

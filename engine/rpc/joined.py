@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ConfigError
-from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats
+from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats, StoreUse
 
 GAUGES: dict[str, Any] = {
     "num_running": 0,
@@ -22,6 +22,7 @@ GAUGES: dict[str, Any] = {
     "snapshot_usage": 0.0,
     "adapters": None,
     "waiting_by_cause": {},
+    "stores": {},
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 
@@ -73,6 +74,8 @@ def _sum(values: list[Any]) -> Any:
         return _sum_of_groups(values)
     if not isinstance(values[0], dict):
         return sum(values)
+    if any(isinstance(use, StoreUse) for each in values for use in each.values()):
+        return _sum_of_stores(values)
     total: defaultdict[str, float] = defaultdict(float)
     for each in values:
         for key, value in each.items():
@@ -86,6 +89,21 @@ def _sum_of_adapters(several: list[AdapterUse]) -> AdapterUse | None:
         return None
     columns = [[getattr(each, name) for each in several] for name in AdapterUse.__struct_fields__]
     return AdapterUse(*map(_sum, columns))
+
+
+def _sum_of_stores(several: list[dict[str, StoreUse]]) -> dict[str, StoreUse]:
+    """Sum the use of each store over all cores."""
+    return {
+        name: _sum_of_store([each[name] for each in several if name in each])
+        for name in dict.fromkeys(name for each in several for name in each)
+    }
+
+
+def _sum_of_store(uses: list[StoreUse]) -> StoreUse:
+    of_all = max if uses[0].is_common else sum
+    blocks, sizes = [use.num_blocks for use in uses], [use.num_bytes for use in uses]
+    num_cores = sum(use.num_cores for use in uses)
+    return StoreUse(of_all(blocks), of_all(sizes), num_cores, uses[0].is_common)
 
 
 def _sum_of_groups(several: list[list[GroupUse]]) -> list[GroupUse]:

@@ -170,7 +170,10 @@ class ManyCoresClient(CoreClient):
         return alive + lost - (0 if self._apart is None else self._apart.num_unfinished())
 
     def num_cores(self) -> NumCores:
-        return NumCores(len(self._alive), len(self._cores), self._num_deaths)
+        num_prefill = 0 if self._apart is None else self._apart.num_cores
+        prefill_alive = sum(index < num_prefill for index in self._alive)
+        num_alive, num_all = len(self._alive), len(self._cores)
+        return NumCores(num_alive, num_all, self._num_deaths, num_prefill, prefill_alive)
 
     def latest_stats(self) -> SchedulerStats | None:
         known = []

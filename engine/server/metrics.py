@@ -36,6 +36,7 @@ from engine.observe.histograms import (
     Counted,
     Histogram,
 )
+from engine.server.store_metrics import apart_metrics, store_metrics
 from engine.server.traffic import Traffic
 
 STATS_SECONDS = 1.0  # timeout for the core's statistics; after that the last known ones are used
@@ -302,6 +303,8 @@ class Metrics(Collector):
         if self._stats is not None:
             yield from self._of_scheduler(self._stats)
             yield from self._drafts(self._stats)
+            yield from store_metrics(self._model, self._stats)
+            yield from apart_metrics(self._model, self._stats)
 
     def describe(self) -> Iterable[Metric]:
         """Return no metrics: their names are only known once the engine has reported them."""
@@ -318,6 +321,13 @@ class Metrics(Collector):
             (COUNTER, "core_deaths", "Deaths of cores.", cores.deaths),
         ):
             yield from self._numbers(kind, name, None, doc, value)
+        for name, place, doc in (
+            ("metronome_cores_by_role", 1, "Cores by what they do: prefill or decode."),
+            ("metronome_cores_alive_by_role", 0, "Those of them that live."),
+        ):
+            values = {role: numbers[place] for role, numbers in cores.by_role.items()}
+            if values:
+                yield self._labelled(GAUGE, name, doc, "role", values)
         in_flight, doc = self._traffic.num_in_flight, "Requests whose answer has not ended."
         yield from self._numbers(GAUGE, "requests_in_flight", None, doc, in_flight)
         responses = CounterMetricFamily(

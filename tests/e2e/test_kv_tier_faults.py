@@ -191,6 +191,8 @@ def test_each_fault_happens_once(place: Place, plain: Any) -> None:
         found, cached = run(engine, PROMPTS, NUM_NEW)
         assert found == plain(PROMPTS) and min(cached) > 60  # it is still used
         assert counters(engine)["memory.errors"] > 4
+        stats = engine.stats()
+        assert stats is not None and stats.stores["memory"].num_blocks == len(place.blocks)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def test_tokens_are_the_same(apart: LLMEngine, right: list[list[list[list[int]]]
     add(apart, PROMPTS, salt="same tokens")
     assert tokens_of(drain(apart)) == right[0]
     assert counters(apart)["sent"] == counters(apart)["done"] == before + 2 * len(LONG)
+    stats = apart.stats()
+    assert stats is not None and stats.stores["host"].num_cores == 2
+    assert apart.session.client.num_cores().by_role == {"prefill": (1, 1), "decode": (1, 1)}
     assert all_is_free(apart)
 
 

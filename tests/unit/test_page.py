@@ -501,7 +501,7 @@ async def test_several_cores_are_shown_with_their_requests() -> None:
             return lambda: {1: client.call(name, *args)}
 
     class Engine:
-        num_cores = NumCores(1, 2)
+        num_cores = NumCores(1, 2, num_prefill=1)
 
         async def look(self, begin: Any) -> Any:
             return begin(TwoCores(), [])()
@@ -509,6 +509,7 @@ async def test_several_cores_are_shown_with_their_requests() -> None:
     now = Now(Engine(), interval=0.0)  # type: ignore[arg-type]
     found = json.loads(await now.document(None, 0))
     assert [(each["core"], each["alive"]) for each in found["cores"]] == [(0, False), (1, True)]
+    assert [each["role"] for each in found["cores"]] == ["prefill", "decode"]
     assert found["cores"][1]["kv"][0]["total"] == 49 and found["cores"][0]["kv"] == []
     assert now.core_of("unknown") is None
     assert calls[0][0] == {} and calls[0][1] > 0

@@ -130,3 +130,18 @@ def test_what_no_store_has_is_computed_at_once():
     assert run.plans[0] == {"a": 60}
     run.wait()
     assert run.outputs["a"] == answer(request)
+
+
+def test_counters_are_of_what_stores_had_and_supplied():
+    run, _ = stored("lossy", "a")
+    before = run.scheduler.make_stats().counters
+    run.add(request_of("a"))
+    run.add(request_of("b"))
+    run.wait()
+    after = run.scheduler.make_stats().counters
+    grown = {
+        name.removeprefix("kv load."): num - before.get(name, 0) for name, num in after.items()
+    }
+    assert grown["lossy.hits"] == 3 and grown["misses"] == 3
+    assert grown["lossy.loads"] == 1 and grown["lossy.blocks_loaded"] == 2
+    assert grown["lossy.bytes_loaded"] == 2 and grown["blocks_failed"] == 1

@@ -326,6 +326,7 @@ def test_the_end_does_not_wait_for_a_store_that_hangs(caplog: pytest.LogCaptureF
 def test_wrong_counters_are_left_out(bench: Bench, answer: Any) -> None:
     bench.store.does["counts"] = fails if answer == "raises" else lambda: answer
     assert bench.thread.counters() == {"errors": 1}
+    assert bench.thread.use().num_blocks == 0
 
 
 def test_counters_are_of_what_has_happened(bench: Bench) -> None:

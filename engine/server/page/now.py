@@ -145,7 +145,7 @@ class Now:
         return self._interpreted(found, viewers)
 
     def _interpreted(self, found: Found, viewers: Sequence[Viewer]) -> Reading:
-        at, since_epoch = self._clock(), time.time()
+        at, since_epoch, cores = self._clock(), time.time(), self._engine.num_cores
         http_of = {
             core_id: http
             for request in found.live
@@ -175,7 +175,10 @@ class Now:
             at,
             since_epoch,
             _own_by_viewer(viewers, rows, http_of, found),
-            [_core(index, found.cores.get(index)) for index in range(self._engine.num_cores.total)],
+            [
+                _core(index, cores.role_of(index), found.cores.get(index))
+                for index in range(cores.total)
+            ],
             {cause: rounded(seconds) for cause, seconds in waits.items()},
             {
                 engine_ids[row.request_id]: index
@@ -300,7 +303,7 @@ def _request(
     }
 
 
-def _core(index: int, core: WatchedCore | None) -> Json:
+def _core(index: int, role: str, core: WatchedCore | None) -> Json:
     stats = None if core is None else core.stats
     kv = [] if core is None or stats is None else _kv(stats, core.num_blocks)
     prefix = {"queries": 0, "hits": 0, "missed": {}}
@@ -312,6 +315,7 @@ def _core(index: int, core: WatchedCore | None) -> Json:
         }
     return {
         "core": index,
+        "role": role,
         "alive": core is not None,
         "running": 0 if stats is None else stats.num_running,
         "waiting": 0 if stats is None else stats.num_waiting + stats.num_parked,

@@ -161,7 +161,7 @@ export class Now {
   _showCores(cores) {
     this._cores.show(
       cores.map((core) => [
-        String(core.core),
+        core.role ? `${core.core} (${core.role})` : String(core.core),
         el("span", { class: core.alive ? "state-good" : "state-bad" }, core.alive ? "alive" : "has died"),
         count(core.running),
         count(core.waiting),
