@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,6 +28,18 @@ class SummedLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [N] of this rank's part of the weight."""
         return self.part.rows(ids)
+
+
+class Summed:
+    """A sublayer of which each rank computes a part, and whose outputs are added up."""
+
+    def __init__(self, part: Callable[..., torch.Tensor], ranks: Collectives) -> None:
+        self.part = part
+        self.ranks = ranks
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        """The output of the whole sublayer [N, H], for the arguments of the part."""
+        return self.ranks.all_reduce(self.part(*args))
 
 
 class PartOfTable:

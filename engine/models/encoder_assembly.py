@@ -8,6 +8,7 @@ from engine.kv.layout import LayerCache, PagedKV, SharedKV
 from engine.layers.distance_scores import distance_scores
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear, plain_rows
+from engine.layers.parallel import PartOfTable, Summed
 from engine.layers.quantized import plain
 from engine.layers.sublayers import Attention, GatedMLP
 from engine.models.assemble import Placement, TensorSource, activation_dtype
@@ -20,16 +21,19 @@ from engine.models.encoder import (
     SumThenNorm,
     TextEmbedding,
 )
-from engine.models.encoder_spec import EncoderSpec
+from engine.models.encoder_sharding import EncoderSlice
 from engine.models.weights import Weights
 
 
 class EncoderAssembly(TensorSource):
-    """Builds the layers of one encoder. Tensors are taken in the order of ``encoder_targets``."""
+    """Builds the layers of one encoder, or a rank's part of them. Tensors are taken in the order of
+    ``encoder_targets``."""
 
-    def __init__(self, spec: EncoderSpec, weights: Weights, placement: Placement) -> None:
+    def __init__(self, mine: EncoderSlice, weights: Weights, placement: Placement) -> None:
         super().__init__(weights, placement)
-        self.spec = spec
+        self.mine = mine
+        self.spec = mine.spec
+        self.ranks = placement.ranks if placement.ranks.size > 1 else None
         self.distances: torch.Tensor | None = None
 
     def encoder(self) -> NativeEncoder:
@@ -49,6 +53,8 @@ class EncoderAssembly(TensorSource):
         words = plain(self.weights.take("words"))
         dtype = activation_dtype(words.dtype, self.placement.device)
         rows = plain_rows(words.to(self.placement.device))
+        if self.ranks is not None:
+            rows = PartOfTable(rows, self.mine.vocabulary, self.ranks)
         tables = (
             self.tensor("positions") if spec.num_positions else None,
             self.tensor("types") if spec.num_types else None,
@@ -61,8 +67,11 @@ class EncoderAssembly(TensorSource):
         norm = self.norm(f"{index}.attention_norm") if index or not comes_first else None
         attention = self.attention(index)
         mlp_norm = self.norm(f"{index}.mlp_norm")
+        mlp = self.mlp(index)
         kind = NormThenSum if comes_first else SumThenNorm
-        return kind(attention, norm, self.mlp(index), mlp_norm)
+        if self.ranks is not None:
+            return kind(Summed(attention, self.ranks), norm, Summed(mlp, self.ranks), mlp_norm)
+        return kind(attention, norm, mlp, mlp_norm)
 
     def attention(self, index: int) -> Attention:
         a, layer = self.spec.attention, self.spec.layers[index]
@@ -97,6 +106,8 @@ class EncoderAssembly(TensorSource):
     def linear(self, name: str, has_bias: bool) -> Linear:
         weight = self.weights.take(name)
         bias = plain(self.weights.take(f"{name}_bias")) if has_bias else None
+        if self.placement.ranks.rank and self.mine.adds_up(name):
+            bias = None  # rank 0 adds it
         return make_linear(
             weight,
             bias,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 import torch
@@ -16,11 +16,13 @@ from engine.layers.linear import is_cpu
 from engine.models.assemble import Placement, compute_dtype
 from engine.models.encoder import NativeEncoder
 from engine.models.encoder_assembly import EncoderAssembly
+from engine.models.encoder_sharding import EncoderSlice, check_encoder
 from engine.models.encoder_spec import EncoderSpec
 from engine.models.encoder_targets import HEADS, encoder_targets
 from engine.models.hf_config import HF
 from engine.models.opening import open_checkpoint
 from engine.models.quant.fields import Format
+from engine.models.sharding import Shard
 from engine.models.weights import (
     PACKED_AHEAD,
     RandomWeights,
@@ -28,17 +30,20 @@ from engine.models.weights import (
     Weights,
     WeightSource,
 )
+from engine.parallel.collectives import Collectives
 
 logger = logging.getLogger("engine.models")
 
 
 class EncoderPlace(NamedTuple):
-    """Where an encoder is loaded to. quantization: the format to quantise weights to, or None."""
+    """Where an encoder is loaded to. quantization: the format to quantise weights to, or None;
+    ranks: compute it together."""
 
     device: str
     quantization: str | None
     max_model_len: int
     takes_adapters: bool
+    ranks: Collectives
 
 
 def load_encoder(
@@ -69,16 +74,20 @@ def load_encoder(
         max_model_len=place.max_model_len,
         batch_invariant=invariant,
         quantize_activations=config.quantize_activations,
+        ranks=place.ranks,
     )
+    shard = placement.shard
+    check_encoder(spec, shard.size)
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, place.device)
-        encoder = _build(spec, RandomWeights(config.seed), dtype, placement)
+        encoder = _build(EncoderSlice(spec, shard), RandomWeights(config.seed), dtype, placement)
     else:
         with open_checkpoint(info.path) as checkpoint:
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, place.device, main)
             stored = StoredWeights(checkpoint, encoder_targets(spec), form, HEADS)
-            encoder = _build(spec, stored, dtype, placement, None if form is None else PACKED_AHEAD)
+            mine = slice_of(spec, shard, stored)
+            encoder = _build(mine, stored, dtype, placement, None if form is None else PACKED_AHEAD)
     logger.info(
         "%s, %.1f M parameters%s in %s: loaded in %.2f s",
         info.architecture,
@@ -114,12 +123,23 @@ def encoder_spec(
     return spec
 
 
+def slice_of(spec: EncoderSpec, shard: Shard, stored: StoredWeights) -> EncoderSlice:
+    """The part of an encoder that a rank has. Columns that are stored together stay together.
+    Raises ``ConfigError`` if there are too few of them."""
+    if shard.size == 1:
+        return EncoderSlice(spec)
+    downs = (one for one in encoder_targets(spec) if one.name.endswith(".down"))
+    unit = lcm(*map(stored.column_unit, downs))
+    check_encoder(spec, shard.size, unit)
+    return EncoderSlice(spec, shard, unit)
+
+
 def _build(
-    spec: EncoderSpec,
+    mine: EncoderSlice,
     source: WeightSource,
     dtype: torch.dtype,
     placement: Placement,
     most_ahead: int | None = None,
 ) -> NativeEncoder:
-    with Weights(encoder_targets(spec), source, dtype, most_ahead=most_ahead) as weights:
-        return EncoderAssembly(spec, weights, placement).encoder()
+    with Weights(mine.targets(), source, dtype, most_ahead=most_ahead) as weights:
+        return EncoderAssembly(mine, weights, placement).encoder()

@@ -73,7 +73,7 @@ def load_model(
     quantization = quantization_of(config, info, form, device)
     family = encoder_family(info.architecture)
     if family is not None:
-        place = EncoderPlace(device, quantization, max_model_len, takes_adapters)
+        place = EncoderPlace(device, quantization, max_model_len, takes_adapters, ranks)
         return load_encoder(family, config, info, form, place)
     spec = native_spec(info, pools=pools)
     check_form(info, form, is_native=spec is not None)

@@ -7,7 +7,7 @@ up over the ranks. Everything else is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -310,15 +310,18 @@ def joined(*parts: tuple[int, range]) -> tuple[range, ...]:
 def check_size(spec: DecoderSpec, size: int, units: Mapping[str, int] | None = None) -> None:
     """Raise ``ConfigError`` if a model cannot be divided among this many ranks. units: see
     ``DecoderSlice``."""
-    found = next(obstacles(spec, size, units or {}), None)
-    if found is None:
-        return
-    fits = [n for n in range(1, MOST_RANKS + 1) if next(obstacles(spec, n, units or {}), "") == ""]
-    sizes = ", ".join(map(str, fits))
-    raise ConfigError(
-        f"tensor_parallel_size is {size}, which does not divide the model: it has {found}; sizes "
-        f"that do: {sizes}"
-    )
+    check(size, lambda num: next(obstacles(spec, num, units or {}), ""))
+
+
+def check(size: int, obstacle: Callable[[int], str]) -> None:
+    """Raise ``ConfigError`` if there is an obstacle to a number of ranks. obstacle: what cannot be
+    divided among that many, "" if there is nothing."""
+    if found := obstacle(size):
+        fits = ", ".join(str(num) for num in range(1, MOST_RANKS + 1) if not obstacle(num))
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which does not divide the model: it has {found}; "
+            f"sizes that do: {fits}"
+        )
 
 
 def obstacles(spec: DecoderSpec, size: int, units: Mapping[str, int]) -> Iterator[str]:
