@@ -128,6 +128,7 @@ class Tiers(Resource):
         self._speeds = [Speed(first, first / speed) for speed in speeds]
         self._found: dict[int, Found] = {}  # by arrival number of a request
         self._loads: dict[int, Load] = {}
+        self._coming: dict[bytes, Load] = {}  # that loads each key for a request which waits
         self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
         self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
         self._orders = KVOrders()
@@ -187,6 +188,7 @@ class Tiers(Resource):
         self._fresh.clear()
         self._orders = KVOrders(loads=self._orders.loads, clear=True)
         self._found.clear()
+        self._coming.clear()
 
     def _withhold(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Do not store blocks that have just been published."""
@@ -244,8 +246,11 @@ class Tiers(Resource):
         kv = self._kv
         if -(-req.num_tokens // kv.block_size) * kv.num_groups > kv.num_usable:
             return Fit(num_tokens)  # it has no room at once, but in chunks that leave their windows
-        if self._wanted(req) is None:
+        wanted = self._wanted(req)
+        if wanted is None:
             return Fit(num_tokens)
+        if any(key in self._coming for key in wanted.keys):  # it will find them in the pool
+            return Fit(0, on_refuse=OnRefuse.SKIP)
         return Fit(0, room=req.num_tokens)
 
     def parked(self, req: Request) -> None:
@@ -268,6 +273,7 @@ class Tiers(Resource):
         for store, num_bytes in load.bytes_by_store.items():
             self._speeds[store].pending += num_bytes
         self._loads[self._num_loads] = load
+        self._coming |= dict.fromkeys(wanted.keys, load)
         self._orders.loads.append(
             LoadOrder(
                 self._num_loads, wanted.keys, promotion.blocks, stores, wanted.num_snapshot_keys
@@ -412,6 +418,9 @@ class Tiers(Resource):
     def _end_wait(self, load: Load, failure: str = "") -> None:
         """Let the request that waits for a load go on. ``failure``: what the load lacked."""
         req, load.req = load.req, None
+        for key in load.promotion.wanted.keys:
+            if self._coming.get(key) is load:
+                del self._coming[key]
         if req is not None:
             if failure and self._fails and not load.promotion.is_void:
                 self._failed[req.arrival] = failure

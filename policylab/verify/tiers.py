@@ -257,6 +257,7 @@ class SimulatedTiers(Tiers, Need):
         left |= {
             "held": self._held,
             "missed": self._missed,
+            "coming": self._coming,
             "begun": self._begun,
             "failed": self._failed,
             "awaited": self._awaited._waits,

@@ -73,6 +73,35 @@ def test_a_request_that_is_woken_while_its_blocks_are_loaded_reads_none_of_them(
     assert run.plans[1]["a"] == 60 and run.outputs["a"] == answer(request)
 
 
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_equal_prompts_are_loaded_once(is_aborted):
+    run, stores = stored("slow", "a")
+    requests = [request_of("a"), request_of("a too"), request_of("a as well", 50)]
+    for each in requests:
+        run.add(each)
+    run.step()
+    assert run.scheduler.get_request_counts() == (0, 2, 1)
+    if is_aborted:  # others wait for what was begun for it
+        run.scheduler.finish_requests("a")
+        run.finished["a"] = ("abort", None)
+    run.wait()
+    for each in requests[is_aborted:]:
+        assert run.outputs[each.request_id] == answer(each)
+    assert stores.num_loaded == 3
+
+
+@pytest.mark.behaviour(97)
+def test_what_one_load_lacked_is_loaded_for_the_next_request():
+    run, _ = stored("lossy", "a")
+    requests = [request_of("a"), request_of("a too")]
+    for each in requests:
+        run.add(each)
+    run.wait()
+    for each in requests:
+        assert run.outputs[each.request_id] == answer(each)
+
+
 @pytest.mark.behaviour(98)
 def test_blocks_are_stored_before_others_write_to_them():
     """The next step, in which they are copied, computes another request in the same blocks."""
