@@ -51,7 +51,7 @@ def reading_process(device: Path | str) -> Iterator[ReadingProcess]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
     )
     try:
         yield ReadingProcess(process)
