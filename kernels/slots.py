@@ -17,6 +17,7 @@ import torch
 from kernels.bodies import triton_for
 from kernels.cpu import logits as cpu_logits
 from kernels.cpu import sampling as cpu_sampling
+from kernels.cpu import sampling_parts as cpu_parts
 from kernels.cpu import slots as cpu_slots
 from kernels.reference import index, logits, sampling
 from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
@@ -38,6 +39,7 @@ __all__ = [
     "apply_bitmask",
     "apply_edits",
     "are_sound",
+    "best_of_parts",
     "count_tokens",
     "forbid_words",
     "grow_block_tables",
@@ -47,6 +49,7 @@ __all__ = [
     "remember",
     "sample",
     "sample_allowed",
+    "sample_part",
     "seat",
     "token_logprobs",
 ]
@@ -74,6 +77,8 @@ remember = _by_device(index.remember, cpu_slots)
 advance = _by_device(index.advance, cpu_slots)
 sample = _by_device(sampling.sample, cpu_sampling)
 sample_allowed = _by_device(sampling.sample_allowed, cpu_sampling)
+sample_part = _by_device(sampling.sample_part, cpu_parts)
+best_of_parts = _by_device(sampling.best_of_parts, cpu_parts)
 are_sound = _by_device(logits.are_sound, cpu_logits)
 apply_bitmask = _by_device(logits.apply_bitmask, cpu_logits)
 apply_edits = _by_device(logits.apply_edits, cpu_logits)

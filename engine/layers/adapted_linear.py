@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import kernels
 from engine.layers.interface import Linear
 from kernels.cpu.low_rank import change_of
+from kernels.cpu.matmul.outputs import Scores
 from kernels.cpu.threads import num_threads
 from kernels.low_rank import NO_SLOT, AdaptedRows, DeviceTable, LowRankProduct, ProductTable
 
@@ -165,7 +166,7 @@ class AdaptedLinear:
     Functions of that layer that compute more than its outputs are used only in steps without
     adapters."""
 
-    largest: Callable[[torch.Tensor], torch.Tensor | None]  # if the other layer has it
+    largest: Callable[..., torch.Tensor | None]  # if the other layer has it
 
     def __init__(self, base: Linear) -> None:
         self.base = base
@@ -244,8 +245,8 @@ class AdaptedLinear:
     def _is_active(self) -> bool:
         return self._step is not None and self._step.is_active
 
-    def _largest(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _largest(self, x: torch.Tensor, *scores: Scores | None) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32; ``None`` if adapters may change
         them, or if the other layer does not support it."""
-        largest: Callable[[torch.Tensor], torch.Tensor | None] = getattr(self.base, "largest")  # noqa: B009
-        return None if self._is_active else largest(x)
+        largest: Callable[..., torch.Tensor | None] = getattr(self.base, "largest")  # noqa: B009
+        return None if self._is_active else largest(x, *scores)

@@ -13,7 +13,7 @@ from kernels.cpu.matmul.block_product import (
 )
 from kernels.cpu.matmul.blocks import BlockWeight, can_pack_blocks, pack_blocks
 from kernels.cpu.matmul.dequantized import dequantized_rows, in_order, table_of
-from kernels.cpu.matmul.outputs import NO_CHANGE, Change
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Scores
 from kernels.cpu.pointwise import ACTS
 from kernels.quantized import Quantized
 
@@ -53,10 +53,10 @@ class BlockLinear:
         ``None`` if the kernel does not support this layer or activation. change: of a and b."""
         return self._gated(x, activation, change) if self.has_gates(x, activation) else None
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+    def largest(self, x: torch.Tensor, scores: Scores | None = None) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
         only -inf); ``None`` if the kernel does not support this layer."""
-        return None if self.bias is not None or self._is_wide else self._largest(x)
+        return None if self.bias is not None or self._is_wide else self._largest(x, scores)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self._is_wide else torch.bfloat16
@@ -70,8 +70,8 @@ class BlockLinear:
         x = x.bfloat16().contiguous()
         return gated_block_product(x, self.packed, activation, change=change)
 
-    def _largest(self, x: torch.Tensor) -> torch.Tensor:
-        return largest_output(x.bfloat16().contiguous(), self.packed)
+    def _largest(self, x: torch.Tensor, scores: Scores | None) -> torch.Tensor:
+        return largest_output(x.bfloat16().contiguous(), self.packed, scores)
 
 
 class ExactBlockLinear(BlockLinear):
@@ -93,8 +93,8 @@ class ExactBlockLinear(BlockLinear):
         x, num_out = self._inputs(x), self.out_features
         return bfloat16.gated_product(x, self._table, num_out, activation, change=change)
 
-    def _largest(self, x: torch.Tensor) -> torch.Tensor:
-        return bfloat16.largest(self._inputs(x), self._table, self.out_features)
+    def _largest(self, x: torch.Tensor, scores: Scores | None) -> torch.Tensor:
+        return bfloat16.largest(self._inputs(x), self._table, self.out_features, scores)
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Convert inputs to the dtype of the product, in the order of the packed columns."""

@@ -19,7 +19,7 @@ from engine.layers.split_linear import split_linear
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
-from kernels.cpu.matmul.outputs import NO_CHANGE, Change
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Scores
 from kernels.cpu.matmul.rows import as_table, gathered_rows
 from kernels.cpu.pointwise import ACTS
 from kernels.reference.int4 import group_size_of, quantize_int4
@@ -248,12 +248,13 @@ class BFloat16Linear:
             act=activation,
         )
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+    def largest(self, x: torch.Tensor, scores: Scores | None = None) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
-        only -inf); ``None`` if there is a bias, which the kernel does not support."""
+        only -inf); ``None`` if there is a bias, which the kernel does not support. scores: where to
+        write the largest outputs, too."""
         if self.bias is not None:
             return None
-        return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features)
+        return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features, scores)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return gathered_rows(self.packed, ids, self.in_features)
@@ -306,12 +307,13 @@ class Int8Linear:
             return None
         return int8.gated_product(x.contiguous(), self.weight, activation, change=change)
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+    def largest(self, x: torch.Tensor, scores: Scores | None = None) -> torch.Tensor | None:
         """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
-        only -inf); ``None`` if there is a bias, which the kernel does not support."""
+        only -inf); ``None`` if there is a bias, which the kernel does not support. scores: where to
+        write the largest outputs, too."""
         if self.bias is not None:
             return None
-        return int8.largest(_float32_or_bfloat16(x), self.weight)
+        return int8.largest(_float32_or_bfloat16(x), self.weight, scores)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         packed, scales = self.weight.packed, self.weight.scales

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+import kernels
 from engine.layers.batch import Wanted
 from engine.layers.interface import Linear
 from engine.layers.sublayers import OutputLayer
 from engine.parallel.collectives import Collectives
+from kernels import slots as on_slots
+from kernels.cpu.matmul.outputs import Scores
+from kernels.cpu.native import hold
 
 
 class SummedLinear:
@@ -60,6 +64,19 @@ class PartOfTable:
         return self.ranks.all_reduce(vectors.masked_fill_(others[:, None], 0))
 
 
+def joined(mine: torch.Tensor, parts: Sequence[range], ranks: Collectives) -> torch.Tensor:
+    """The columns [N, all] of all ranks, of which this rank has ``mine`` [N, columns]; parts: the
+    columns of each rank."""
+    widest = max(map(len, parts))
+    if mine.shape[1] < widest:
+        mine = kernels.join_columns([mine, mine[:, : widest - mine.shape[1]]])
+    gathered = ranks.all_gather(mine.contiguous())
+    hold(mine, gathered)
+    return kernels.join_columns(
+        [one[:, : len(part)] for one, part in zip(gathered, parts, strict=True)]
+    )
+
+
 class PartOfOutput(OutputLayer):
     """An output layer of which each rank has the logits of some tokens."""
 
@@ -77,23 +94,24 @@ class PartOfOutput(OutputLayer):
         self.parts = parts
         self.ranks = ranks
 
-    @property
-    def has_largest(self) -> bool:
-        return False
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """See ``OutputLayer``; of equal logits the lowest token."""
+        if not self.has_largest:
+            return None
+        pairs = hidden.new_empty((len(hidden), 2), dtype=torch.float64)
+        largest: Callable[..., torch.Tensor | None] = getattr(self.linear, "largest")  # noqa: B009
+        if largest(hidden, Scores(pairs, self.parts[self.ranks.rank].start)) is None:
+            return None
+        return on_slots.best_of_parts(self.ranks.all_gather(pairs))
 
-    def part(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> logits [R, tokens of this rank] float32."""
-        return super().__call__(hidden)
+    def part(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, tokens of this rank] float32, written to ``out`` if given."""
+        return super().__call__(hidden, out)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> logits [R, V] float32 of all ranks, written to ``out`` if given."""
-        mine = self.part(hidden)
-        widest = max(map(len, self.parts))
-        if mine.shape[1] < widest:
-            mine = torch.nn.functional.pad(mine, (0, widest - mine.shape[1]))
-        gathered = self.ranks.all_gather(mine.contiguous())
-        pieces = [one[:, : len(part)] for one, part in zip(gathered, self.parts, strict=True)]
-        return torch.cat(pieces, dim=1, out=out)
+        logits = joined(self.part(hidden), self.parts, self.ranks)
+        return logits if out is None else out.copy_(logits)
 
 
 class NormOfAllHeads:

@@ -345,6 +345,10 @@ class OutputLayer:
         found: torch.Tensor | None = largest(hidden)
         return found
 
+    def part(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [R, W] of the tokens of this rank; all if it is alone."""
+        return self(hidden, out)
+
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> logits [R, V] float32, written to ``out`` if given."""
         scores = self.linear(hidden)

@@ -212,7 +212,7 @@ class NativeDecoder:
         layers = partial(self._last_hidden, batch, kv)
         if batch.output is None:
             return Stages(self.embedding, layers, variant=batch.variant)
-        output = self.largest if batch.output == "largest" else self.logits
+        output = self.largest if batch.output == "largest" else self.output.part
         return Stages(self.embedding, layers, output, batch.output, batch.variant)
 
     def _last_hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> torch.Tensor:

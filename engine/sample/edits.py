@@ -57,6 +57,12 @@ class SamplingSpec:
         has_limit = self.top_k >= 1 or self.top_p < 1 or self.min_p > 0
         return self.temperature != 0 and has_limit
 
+    @property
+    def edits_logits(self) -> bool:
+        """True if any logits may be changed."""
+        has_lists = self.edit_ids or self.words
+        return bool(has_lists) or self.allowed is not None or self.penalties is not None
+
     @classmethod
     def of(cls, seq: NewSeq, vocab_size: int) -> SamplingSpec:
         params, edits = seq.params, []
@@ -95,13 +101,6 @@ class EditTables:
         self._edited: dict[int, SamplingSpec] = {}  # specs with edit_ids
         self._worded: dict[int, SamplingSpec] = {}
         self._packed: tuple[Edits, BadWords] | None = None  # None: must be packed again
-
-    def has(self, slot: int) -> bool:
-        return slot in self._masked or slot in self._edited or slot in self._worded
-
-    def has_words(self, slot: int) -> bool:
-        """True if the slot has bad words of several tokens, which depend on its last tokens."""
-        return slot in self._worded
 
     def add(self, slot: int, spec: SamplingSpec) -> None:
         if spec.allowed is not None:
@@ -190,20 +189,20 @@ class PenaltyTables:
         self._seat_of: dict[int, int] = {}  # by slot
         self._free: list[int] = []
 
-    def has(self, slot: int) -> bool:
-        return slot in self._seat_of
-
-    def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Count the prompt and output tokens of a request with penalties; ignore other requests."""
-        if spec.penalties is None:
-            return
+    def add(
+        self,
+        slot: int,
+        penalties: tuple[float, float, float],
+        prompt: NDArray[np.int32],
+        output: NDArray[np.int32],
+    ) -> None:
+        """Count the tokens of a request with penalties (repetition, presence, frequency)."""
         if not self._free:
             self._grow()
-        seat = self._seat_of[seq.slot] = self._free.pop()
-        for column, value in zip(self._state[2:], spec.penalties, strict=True):
+        seat = self._seat_of[slot] = self._free.pop()
+        for column, value in zip(self._state[2:], penalties, strict=True):
             column[seat].fill_(value)
-        tokens = self._upload(np.array(seq.token_ids, dtype=np.int32))
-        on_slots.seat(self._state, seat, tokens, seq.num_prompt)
+        on_slots.seat(self._state, seat, self._upload(np.append(prompt, output)), len(prompt))
 
     def remove(self, slot: int) -> None:
         if slot in self._seat_of:

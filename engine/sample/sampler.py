@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine.messages.step import Column, NewSeq
 from engine.sample.edits import EditTables, PenaltyTables, SamplingSpec, Upload
 from engine.sample.logprobs import Scored, score
+from engine.sample.parts import Masks, Vocabulary
 from engine.sample.processors import LogitsProcessorFactory, NamedProcessor, ProcessorError
 from kernels import slots as on_slots
 from kernels.slots import Rows, SamplingColumns
@@ -99,14 +100,16 @@ class Sampler:
         self,
         upload: Upload,
         tables: SlotTables,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         factories: Sequence[LogitsProcessorFactory] = (),
     ) -> None:
+        """vocabulary: whose logits it is given."""
+        self.vocabulary = vocabulary
         self._upload = upload
         self._tables = tables
         self._factories = tuple(factories)
-        self._edits = EditTables(upload, len(tables.num_prompt), vocab_size)
-        self._penalties = PenaltyTables(upload, vocab_size)
+        self._edits = EditTables(upload, len(tables.num_prompt), vocabulary.width)
+        self._penalties = PenaltyTables(upload, vocabulary.width)
         self._processors: dict[int, list[NamedProcessor]] = {}
         self._num_prompt: dict[int, int] = {}  # of slots with processors
         self._edited: set[int] = set()  # slots with edits, penalties or processors
@@ -130,13 +133,16 @@ class Sampler:
         there."""
         slot = seq.slot
         self.remove(slot)
-        self._edits.add(slot, spec)
-        self._penalties.add(seq, spec)
+        self._edits.add(slot, self.vocabulary.spec(spec))
+        if spec.penalties is not None:
+            known = np.array(seq.token_ids, dtype=np.int32)
+            counted = (known[: seq.num_prompt], known[seq.num_prompt :])
+            self._penalties.add(slot, spec.penalties, *map(self._here, counted))
         named = [NamedProcessor(factory, seq) for factory in self._factories]
         if processors := [processor for processor in named if processor.is_wanted]:
             self._processors[slot] = processors
             self._num_prompt[slot] = seq.num_prompt
-        if self._edits.has(slot) or self._penalties.has(slot) or slot in self._processors:
+        if spec.edits_logits or slot in self._processors:
             self._edited.add(slot)
         if spec.temperature != 0:
             self._random.add(slot)
@@ -145,7 +151,7 @@ class Sampler:
         if spec.num_logprobs is not None:
             self._num_logprobs[slot] = spec.num_logprobs
         output = seq.token_ids[seq.num_prompt :]
-        if output and (self._edits.has_words(slot) or slot in self._processors):
+        if output and (spec.words or slot in self._processors):
             tokens = self._upload(np.array(output, dtype=np.int32))
             self._tables.history[slot, seq.num_prompt : len(seq.token_ids)] = tokens
 
@@ -193,15 +199,18 @@ class Sampler:
         sound, errors = None, {}
         if checked:
             places = self._upload(np.array(checked))
-            sound = on_slots.are_sound(rows.logits, places)
+            sound = self.vocabulary.are_sound(rows.logits, places)
             errors = self._unsound(rows.logits, draws, checked, sound)
         if masks is not None:
-            on_slots.apply_bitmask(rows.logits, masks.words, self._upload(masks.of_row))
+            words = self.vocabulary.words(masks.words)
+            on_slots.apply_bitmask(rows.logits, words, self._upload(masks.of_row))
         history, num_prompt = self._tables.history, self._tables.num_prompt
         self._edits.apply(rows, draws.slots, history, num_prompt)
         seats = self._penalties.seats(draws.slots)
         if seats is not None:
-            before = None if draws.drafts is None else self._upload(draws.drafts.before)
+            before = None
+            if draws.drafts is not None:
+                before = self._upload(self.vocabulary.places(draws.drafts.before))
             self._penalties.apply(rows, seats, before)
         self._process(rows.logits, draws, errors)
         if sound is not None:
@@ -216,10 +225,10 @@ class Sampler:
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
         """Sample one token for each row. Returns int32 tokens [R]; -1 for a row without a token."""
-        if masks is None:
-            return on_slots.sample(rows, self._tables.requested)
-        of_row = self._upload(masks.of_row)
-        return on_slots.sample_allowed(rows, self._tables.requested, masks.words, of_row)
+        on_device = None if masks is None else Masks(masks.words, self._upload(masks.of_row))
+        return self.vocabulary.draw(
+            rows, self._tables.requested, on_device, truncates=bool(self._truncated)
+        )
 
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor
@@ -230,13 +239,18 @@ class Sampler:
         if drawn.is_cpu and np.count_nonzero((tokens := drawn.numpy()) < 0):
             self._explain(rows.logits, draws, drawing, tokens)
         if drawing.seats is not None:
-            self._penalties.count(drawing.seats, drawn)
+            self._penalties.count(drawing.seats, self.vocabulary.device_places(drawn))
         return [
             RowScores(raw.rows, score(raw.logits, drawn[raw.places].clamp(min=0).long(), raw.num))
             for raw in drawing.raw
         ]
 
     # -- helpers
+
+    def _here(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Columns of those tokens whose logits are here."""
+        places = self.vocabulary.places(tokens)
+        return places[places >= 0]
 
     def _copy_raw(self, logits: torch.Tensor, slots: list[int]) -> list[RawRows]:
         if not self._num_logprobs:
@@ -248,7 +262,7 @@ class Sampler:
         raw = []
         for num, rows in by_num.items():
             places = self._upload(np.array(rows))
-            raw.append(RawRows(num, rows, places, logits[places]))
+            raw.append(RawRows(num, rows, places, self.vocabulary.whole(logits[places])))
         return raw
 
     def _process(self, logits: torch.Tensor, draws: Draws, errors: dict[int, str]) -> None:
@@ -261,9 +275,11 @@ class Sampler:
             if slot not in self._processors or row in errors:
                 continue
             output = self._tables.history[slot, self._num_prompt[slot] : position].tolist()
+            whole = self.vocabulary.whole(logits[row : row + 1])[0]
             try:
                 for process in self._processors[slot]:
-                    process(output, logits[row])
+                    process(output, whole)
+                self.vocabulary.put(logits[row], whole)
             except ProcessorError as error:
                 errors[row] = str(error)
                 logits[row, 0] = torch.nan  # so that the row gets no token
@@ -276,7 +292,13 @@ class Sampler:
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
-        return {row: why_unsound(int(draws.positions[row]), flaw(logits[row])) for row in bad}
+        if not bad:
+            return {}
+        whole = self.vocabulary.whole(logits[bad])
+        return {
+            row: why_unsound(int(draws.positions[row]), flaw(of_row))
+            for row, of_row in zip(bad, whole, strict=True)
+        }
 
     def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
         silent = [
@@ -284,10 +306,16 @@ class Sampler:
             for row in np.flatnonzero(drawn == -1).tolist()
             if draws.slots[row] >= 0 and row not in drawing.errors
         ]
+        if not silent:
+            return
+        logits = self.vocabulary.whole(logits)
         if drawing.masks is not None:
             as_given = [row for row in silent if drawing.masks.of_row[row] >= 0]
             sound = on_slots.are_sound(logits, torch.tensor(as_given, dtype=torch.int64))
-            drawing.errors.update(self._unsound(logits, draws, as_given, sound))
+            unsound = [row for row, is_sound in zip(as_given, sound, strict=True) if not is_sound]
+            for row in unsound:
+                position = int(draws.positions[row])
+                drawing.errors[row] = why_unsound(position, flaw(logits[row]))
             on_slots.apply_bitmask(logits, drawing.masks.words, self._upload(drawing.masks.of_row))
         for row in silent:
             if row in drawing.errors:

@@ -28,6 +28,7 @@ from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
+from engine.sample.parts import Vocabulary
 from engine.sample.sampler import Sampler
 from engine.spec.kept import DraftWork, KeptDrafts, KeptStates, SpareBlocks, first_group
 from engine.worker.batches import (
@@ -109,7 +110,7 @@ class DraftModel(Feature):
             platform=platform,
             live=machine.live,
             slots=slots,
-            sampler=Sampler(platform.upload, slots.tables, model.vocab_size),
+            sampler=Sampler(platform.upload, slots.tables, Vocabulary(model.vocab_size)),
             batches=Batches(
                 platform,
                 slots,

@@ -33,6 +33,10 @@ class Machine(NamedTuple):
     recorder: Recorder | None = None  # of steps on a CPU
     states: States = ()  # recurrent states by slot; () for a model without them
 
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [R, W] float32 that the sampler reads, of hidden states [R, H]."""
+        return (self.sampler.vocabulary.part_logits or self.model.logits)(hidden, out)
+
     @property
     def wants_largest_only(self) -> bool:
         """True if the sampler needs only the largest logits, and the model finds them alone."""

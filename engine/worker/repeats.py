@@ -113,7 +113,7 @@ class Repeats:
         try:
             with torch.inference_mode():
                 if wanted == "largest" or logits is None:
-                    logits = self._machine.model.logits(hidden)
+                    logits = self._machine.logits(hidden)
                 rows = Rows(logits, picked.slots, picked.positions)
                 self._machine.sampler.finish(rows, draws, drawing, torch.from_numpy(tokens))
         except Exception:  # the slots have advanced, so the step cannot be computed again

@@ -113,7 +113,7 @@ class EagerStep:
             with section("logits"):
                 logits = self._logits_of(hidden)
         else:  # no row samples; ``draws_of`` still reads one token
-            logits = hidden.new_empty((0, machine.model.vocab_size), dtype=torch.float32)
+            logits = hidden.new_empty((0, machine.sampler.vocabulary.width), dtype=torch.float32)
         self.rows = Rows(logits, picked.slots, picked.positions)
         return self.rows
 
@@ -177,7 +177,7 @@ class EagerStep:
                 return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
         elif computed is not None:
             return computed
-        return model.logits(hidden)
+        return self._machine.logits(hidden)
 
     def _extend(self, batch: ForwardBatch) -> None:
         rows, features = self._staged.rows, self._machine.features
@@ -271,7 +271,7 @@ def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize
     if not sizes:
         return BySize()
     most, platform = max(sizes), machine.platform
-    logits = platform.zeros((most, machine.model.vocab_size), torch.float32)
+    logits = platform.zeros((most, machine.sampler.vocabulary.width), torch.float32)
     drawn = platform.zeros((most,), torch.int32)
     return BySize(
         [
@@ -428,7 +428,7 @@ def _recorded(
 
     def forward() -> None:
         batch = machine.batches.build(room, extent)
-        machine.model.logits(machine.model.forward(batch, machine.kv).last, out=logits)
+        machine.logits(machine.model.forward(batch, machine.kv).last, out=logits)
 
     def draw() -> None:
         drawn.copy_(machine.sampler.draw(rows))

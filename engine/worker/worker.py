@@ -41,6 +41,7 @@ from engine.models.model import Model
 from engine.models.pooling import load_head
 from engine.observe.guard import Failures
 from engine.parallel.collectives import Collectives
+from engine.sample.parts import vocabulary_of
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device, takes_tiles
@@ -488,7 +489,12 @@ def make_machine(
         platform=platform,
         live=live,
         slots=slots,
-        sampler=Sampler(platform.upload, slots.tables, model.vocab_size, config.logits_processors),
+        sampler=Sampler(
+            platform.upload,
+            slots.tables,
+            vocabulary_of(model, model.vocab_size),
+            config.logits_processors,
+        ),
         batches=Batches(
             platform,
             slots,

@@ -183,18 +183,33 @@ class NativeLaunch(NamedTuple):
     parameters: tuple[int, ...]
 
 
-_NOTES: dict[int, list[NativeLaunch]] = {}  # recorded launches by thread id
+class Notes(list[NativeLaunch]):
+    """Recorded launches. ``held``: what must live as long as they may be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[object] = []
+
+
+_NOTES: dict[int, Notes] = {}  # by thread id
 
 
 @contextmanager
-def noted() -> Iterator[list[NativeLaunch]]:
+def noted() -> Iterator[Notes]:
     """Context that yields a list, to which this thread's launches of kernel bodies are appended."""
     thread = threading.get_ident()
-    notes = _NOTES[thread] = []
+    notes = _NOTES[thread] = Notes()
     try:
         yield notes
     finally:
         del _NOTES[thread]
+
+
+def hold(*tensors: object) -> None:
+    """Let tensors that are made and dropped between launches live as long as their recording, if
+    this thread's launches are being recorded."""
+    if _NOTES and (notes := _NOTES.get(threading.get_ident())) is not None:
+        notes.held += tensors
 
 
 def is_recorded() -> bool:

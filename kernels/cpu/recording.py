@@ -76,8 +76,10 @@ _NEW = {"empty", "empty_like", "new_empty"}
 class Launches:
     """Recorded kernel launches, which can be repeated. All tensors must be at fixed addresses."""
 
-    def __init__(self, jobs: NDArray[np.int64]) -> None:
+    def __init__(self, jobs: NDArray[np.int64], held: Sequence[object] = ()) -> None:
+        """held: what the launches read and write, where nothing else keeps it."""
         self.jobs = jobs
+        self.held = list(held)
         self._place = self.jobs.ctypes.data, len(self.jobs)
 
     @classmethod
@@ -85,7 +87,7 @@ class Launches:
         """Call ``work`` and record its launches. Returns its result and the launches."""
         with noted() as launches:
             result = work()
-        return result, cls(_jobs_of(launches))
+        return result, cls(_jobs_of(launches), launches.held)
 
     def repeat(self) -> None:
         """Run the launches again."""
@@ -93,7 +95,9 @@ class Launches:
 
     def joined(self, others: Sequence[Launches]) -> Launches:
         """These launches and others after them."""
-        return Launches(np.concatenate([self.jobs, *(other.jobs for other in others)]))
+        every = [self, *others]
+        held = [tensor for one in every for tensor in one.held]
+        return Launches(np.concatenate([one.jobs for one in every]), held)
 
 
 class WholeStep(NamedTuple):

@@ -127,7 +127,7 @@ def _choose_body(row):
         x, ids = f32(p[1] + n * vocab_size * 4, (vocab_size,)), every_id
         if num_words > 0 and i32(p[14], (num,))[n] >= 0:
             words = i32(p[13] + np.int64(i32(p[14], (num,))[n]) * num_words * 4, (num_words,))
-            x, ids = _allowed(x, words)
+            x, ids = allowed(x, words, every_id)
         if len(x) == 0:
             chosen[n] = -1
             continue
@@ -138,14 +138,14 @@ def _choose_body(row):
             continue
         top_k = i32(p[5] + 4 * slot, (1,))[0]
         top_p, min_p = f64(p[6] + 8 * slot, (1,))[0], f64(p[7] + 8 * slot, (1,))[0]
-        key = _row_key(u64(p[8] + 8 * slot, (1,))[0], np.uint64(positions[n]))
+        key = row_key(u64(p[8] + 8 * slot, (1,))[0], np.uint64(positions[n]))
         chosen[n] = _choose(x, ids, temperature, (top_k, top_p, min_p), key)
 
 
 @njit(**INNER)
-def _allowed(x, words):
-    """Returns (logits, ids) of the tokens whose bits are set in the mask ``words``; x: all
-    logits."""
+def allowed(x, words, ids_of_x):
+    """Returns (logits, ids) of the tokens whose bits are set in the mask ``words``. x: all logits;
+    ids_of_x: token id of each."""
     num_words = 0
     for word in words:
         num_words += word != 0
@@ -158,7 +158,7 @@ def _allowed(x, words):
             continue
         first = place * WORD
         for bit in range(min(WORD, len(x) - first)):
-            values[size], ids[size] = x[first + bit], first + bit
+            values[size], ids[size] = x[first + bit], ids_of_x[first + bit]
             size += (word >> np.int32(bit)) & ONE_BIT
     return values[:size], ids[:size]
 
@@ -176,7 +176,7 @@ def _choose(x, ids_of_x, temperature, truncation, key):
     if top_k < 1 or top_k > len(x):
         top_k = len(x)
     if top_k == len(x) and top_p == 1 and min_p == 0:
-        return _race(x, ids_of_x, block_max, temperature, key)
+        return race(x, ids_of_x, block_max, temperature, key)[0]
     floor = sweeps.LOWEST_FINITE
     if min_p > 0:
         floor = sweeps.at_least(peak + temperature * math.log(min_p))
@@ -193,7 +193,7 @@ def _choose(x, ids_of_x, temperature, truncation, key):
     if top_p < 1:
         weights = sweeps.weights(values, peak, temperature)
         values, ids = _keep_top_p(values, ids, weights, top_p * total)
-    return _race(values, ids, sweeps.block_maxima(values), temperature, key)
+    return race(values, ids, sweeps.block_maxima(values), temperature, key)[0]
 
 
 # Truncation. `values` are logits in the order of their ascending `ids`.
@@ -280,8 +280,9 @@ def _gather(x, ids_of_x, block_max, floor):
 
 
 @njit(**INNER)
-def _race(values, ids, block_max, temperature, key):
-    """Sample by noise: returns the token id with the largest logit + temperature * noise."""
+def race(values, ids, block_max, temperature, key):
+    """Sample by noise: returns the token id with the largest score, and the score, which is logit +
+    temperature * noise."""
     # The token with the largest logit is scored first, which excludes most others.
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]
@@ -302,7 +303,7 @@ def _race(values, ids, block_max, temperature, key):
             score = values[i] + temperature * _gumbel(steps)
             if score > best or (score == best and ids[i] < winner):
                 best, winner = score, ids[i]
-    return winner
+    return winner, best
 
 
 @njit(**INNER)
@@ -325,7 +326,7 @@ def _lowest_steps(ids, key):
 
 
 @njit(**INNER)
-def _row_key(seed, position):
+def row_key(seed, position):
     return _mix(_mix(seed + GOLDEN) + (position + ONE) * GOLDEN)
 
 

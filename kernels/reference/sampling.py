@@ -67,6 +67,43 @@ def sample_allowed(
     return sample(rows._replace(logits=logits), columns)
 
 
+def sample_part(
+    rows: Rows,
+    columns: SamplingColumns,
+    first: int,
+    masks: torch.Tensor | None = None,
+    mask_of_row: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw over a part of the vocabulary: each row's largest score, which is logit / temperature +
+    noise (for greedy rows the logit), and its token id. Rows must not truncate.
+
+    rows: logits [R, W] of the tokens from ``first`` on; masks, mask_of_row: of these tokens, as in
+    `kernels.reference.logits.apply_bitmask`. Returns [R, 2] float64: score and id. The score is NaN
+    if a logit is NaN or +inf; -inf, with id -1, if all are -inf, and for padding."""
+    logits = rows.logits.clone()
+    if masks is not None and mask_of_row is not None:
+        apply_bitmask(logits, masks, mask_of_row)
+    slots = rows.slots.clamp(min=0).long()
+    temperature, seeds = (c[slots].cpu().numpy() for c in (columns.temperature, columns.seeds))
+    x, heat = logits.double(), torch.from_numpy(temperature).to(logits.device)[:, None]
+    positions = rows.positions.int().cpu().numpy()
+    noise = gumbel_noise(seeds.view(np.uint64), positions, x.shape[1], x.device, first)
+    scores = torch.where(heat > 0, x / heat.where(heat > 0, 1.0) + noise, x)
+    scores[x.isnan() | x.isposinf()] = torch.nan
+    best, place = scores.max(dim=1)
+    best[rows.slots < 0] = -torch.inf
+    ids = torch.where(best.isneginf(), -1, place + first)
+    return torch.stack([best, ids.double()], dim=1)
+
+
+def best_of_parts(found: torch.Tensor) -> torch.Tensor:
+    """Choose among the results [P, R, 2] of ``sample_part`` for all parts, in order of their
+    tokens. Returns token ids [R] int32: of equal scores the lowest; -1 where `sample` yields -1."""
+    best, part = found[:, :, 0].max(dim=0)
+    ids = found[:, :, 1].gather(0, part[None])[0]
+    return torch.where(best.isfinite(), ids, -1).int()
+
+
 def choose_tokens(
     logits: torch.Tensor,
     temperature: NDArray[np.float64],
@@ -121,10 +158,11 @@ def gumbel_noise(
     positions: NDArray[np.int32],
     vocab_size: int,
     device: torch.device | str = "cpu",
+    first: int = 0,
 ) -> torch.Tensor:
-    """Gumbel noise of every token in the vocabulary for each row, [R, V] float64."""
+    """Gumbel noise of ``vocab_size`` tokens from ``first`` on for each row, [R, V] float64."""
     keys = row_keys(seeds, positions, device)
-    ids = torch.arange(1, vocab_size + 1, device=device)
+    ids = torch.arange(first + 1, first + vocab_size + 1, device=device)
     steps = shifted(mix(keys[:, None] + ids * signed(GOLDEN)), 64 - UNIFORM_BITS)
     uniform = (steps.double() + 0.5) * 2.0**-UNIFORM_BITS
     return -torch.log(-torch.log1p(-uniform))

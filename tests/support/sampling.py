@@ -9,6 +9,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import TokenLogprobs
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sample.edits import SamplingSpec
+from engine.sample.parts import Vocabulary
 from engine.sample.sampler import Draws, RowMasks, Sampler
 from engine.worker.batches import Staging, stage_changes
 from engine.worker.platform import Platform
@@ -45,13 +46,19 @@ class Bench:
         *,
         num_slots: int = SLOTS,
         padded: bool = False,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.padded = padded
         self.platform = platform or CpuPlatform()
         self.slots = Slots(self.platform, num_slots, MAX_LEN, 4)
         self.staging = Staging(self.platform, num_slots, num_slots, 1)
-        self.sampler = Sampler(self.platform.upload, self.slots.tables, vocab_size, processors)
+        self.sampler = Sampler(
+            self.platform.upload,
+            self.slots.tables,
+            vocabulary or Vocabulary(vocab_size),
+            processors,
+        )
         self.lengths = np.zeros(num_slots, dtype=np.int32)
 
     def add(

@@ -27,7 +27,7 @@ from kernels.cpu.cells import read_cells
 from kernels.cpu.matmul.blocks import PANEL as HALF
 from kernels.cpu.matmul.dequantized import fill_pairs
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
-from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, finish, gate, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Scores, Target, finish, gate, largest_ids
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -133,13 +133,19 @@ def gated_product(
 
 
 def largest(
-    x: torch.Tensor, packed: Weights, num_out: int, *, body: str | None = None
+    x: torch.Tensor,
+    packed: Weights,
+    num_out: int,
+    scores: Scores | None = None,
+    *,
+    body: str | None = None,
 ) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
-    not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous bfloat16."""
+    not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous bfloat16; scores:
+    where to write the largest outputs."""
     plan = _plan(x, num_out, body)
     groups = -(-_panels(num_out, plan.body) // plan.panels)
-    return largest_ids(len(x), groups, partial(_run, plan, x, packed))
+    return largest_ids(len(x), groups, partial(_run, plan, x, packed), scores)
 
 
 class _Plan(NamedTuple):

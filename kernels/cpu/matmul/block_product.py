@@ -78,7 +78,7 @@ from kernels.cpu.matmul.block_rows import (
 from kernels.cpu.matmul.block_tiles import ROWS, tile_panel_body
 from kernels.cpu.matmul.blocks import PANEL, BlockWeight
 from kernels.cpu.matmul.float32 import panels_an_item
-from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, finish, gate, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Scores, Target, finish, gate, largest_ids
 from kernels.cpu.native import EXACT, Kernel, f32, i64, next_item
 from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
@@ -132,14 +132,14 @@ def gated_block_product(
 
 
 def largest_output(
-    x: torch.Tensor, weight: BlockWeight, *, body: str | None = None
+    x: torch.Tensor, weight: BlockWeight, scores: Scores | None = None, *, body: str | None = None
 ) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [M] int32. The outputs are
-    not stored. Rows with NaN, +inf or only -inf get -1. x, body: as in `block_product`."""
+    not stored. Rows with NaN, +inf or only -inf get -1. x, body: as in `block_product`; scores:
+    where to write the largest outputs."""
     plan = _plan(x, weight, weight.num_outputs, body)
-    return largest_ids(
-        len(x), -(-weight.values.shape[0] // plan.panels), partial(_run, plan, x, weight)
-    )
+    groups = -(-weight.values.shape[0] // plan.panels)
+    return largest_ids(len(x), groups, partial(_run, plan, x, weight), scores)
 
 
 class _Plan(NamedTuple):

@@ -24,7 +24,7 @@ from kernels.cpu.matmul.byte_bodies import (
     tiles_body,
 )
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
-from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Target, largest_ids
+from kernels.cpu.matmul.outputs import NO_CHANGE, Change, Scores, Target, largest_ids
 from kernels.cpu.native import Kernel
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT
@@ -124,13 +124,15 @@ def gated_product(
     return out
 
 
-def largest(x: torch.Tensor, weight: Int8Weight, *, body: str | None = None) -> torch.Tensor:
+def largest(
+    x: torch.Tensor, weight: Int8Weight, scores: Scores | None = None, *, body: str | None = None
+) -> torch.Tensor:
     """Index of the largest output of each row (the first of equal ones), [N] int32. The outputs are
-    not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous float32 or
-    bfloat16."""
+    not stored. Rows with NaN, +inf or only -inf get -1. x: [N, in] contiguous float32 or bfloat16;
+    scores: where to write the largest outputs."""
     plan = _plan(x, weight, weight.num_out, body)
     groups = -(-weight.packed.shape[0] // plan.panels)
-    return largest_ids(len(x), groups, partial(_run, plan, x, weight))
+    return largest_ids(len(x), groups, partial(_run, plan, x, weight), scores)
 
 
 class _Plan(NamedTuple):

@@ -19,7 +19,7 @@ from kernels.cpu.activation import activate_row
 from kernels.cpu.atomics import call_body, lay_out
 from kernels.cpu.cells import write_cells
 from kernels.cpu.mathlib import gelu, gelu_tanh, silu
-from kernels.cpu.native import INLINE, Kernel, f32, i32, i64
+from kernels.cpu.native import INLINE, Kernel, f32, f64, i32, i64
 
 _LOWEST, _INFINITY = np.float32(-np.inf), np.float32(np.inf)
 
@@ -49,7 +49,17 @@ class Target(NamedTuple):
     change: Change = NO_CHANGE
 
 
-def largest_ids(num: int, groups: int, run: Callable[[Target], None]) -> torch.Tensor:
+class Scores(NamedTuple):
+    """Where to write the largest output of each row, and its index plus `first`, as `sample_part`
+    of `kernels.slots` does."""
+
+    pairs: torch.Tensor  # [N, 2] float64
+    first: int
+
+
+def largest_ids(
+    num: int, groups: int, run: Callable[[Target], None], scores: Scores | None = None
+) -> torch.Tensor:
     """Index of the largest output of each of `num` rows, [num] int32; -1 for rows with NaN, +inf or
     only -inf. run: computes the product; groups: number of groups of panels of its items."""
     values = torch.empty((groups, num), dtype=torch.float32)
@@ -57,14 +67,16 @@ def largest_ids(num: int, groups: int, run: Callable[[Target], None]) -> torch.T
     found = torch.empty(num, dtype=torch.int32)
     if groups:
         run(Target(values.data_ptr(), 0, ids=ids.data_ptr()))
-    LARGEST.run(1, values.data_ptr(), ids.data_ptr(), found.data_ptr(), groups, num)
+    pairs, first = (0, 0) if scores is None else (scores.pairs.data_ptr(), scores.first)
+    LARGEST.run(1, values.data_ptr(), ids.data_ptr(), found.data_ptr(), groups, num, pairs, first)
     return found
 
 
 def _largest_body(row):
     """The kernel that finds the largest of the outputs of all groups. Parameters: 1 largest outputs
-    [groups, rows], 2 their indices, 3 where to write the index for each row, 4 groups, 5 rows."""
-    p = i64(row, (6,))
+    [groups, rows], 2 their indices, 3 where to write the index for each row, 4 groups, 5 rows; 6, 7
+    a ``Scores`` or 0."""
+    p = i64(row, (8,))
     groups, num = p[4], p[5]
     values, ids, found = f32(p[1], (groups, num)), i32(p[2], (groups, num)), i32(p[3], (num,))
     for n in range(num):
@@ -75,6 +87,10 @@ def _largest_body(row):
             if value > best:
                 best, index = value, ids[group, n]
         found[n] = index if is_sound else -1
+        if p[6]:
+            pair = f64(p[6] + n * 16, (2,))
+            pair[0] = best if is_sound else np.nan
+            pair[1] = -1 if found[n] < 0 else index + p[7]
 
 
 LARGEST = Kernel(_largest_body, exact=True)
