@@ -112,6 +112,8 @@ class Child:
         environment: Mapping[str, str] = NO_VALUES,
     ) -> None:
         context = multiprocessing.get_context("spawn")
+        # A child may have children, too: they end with it, by the descriptors of processes.
+        multiprocessing.current_process().daemon = False
         with ExitStack() as failing:
             failing.callback(at_end)
             with _named(name):

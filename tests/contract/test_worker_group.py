@@ -67,7 +67,7 @@ def compute(run: Run, num: int = 12) -> None:
         assert run.outputs[request.request_id] == wanted
 
 
-@pytest.mark.parametrize(("size", "is_late", "depth"), [(1, False, 1), (2, False, 1), (3, True, 2)])
+@pytest.mark.parametrize(("size", "is_late", "depth"), [(1, False, 1), (3, True, 2)])
 def test_a_group_computes_what_one_worker_does(size: int, is_late: bool, depth: int) -> None:
     print(f"METRONOME_SEED={SEED}")
     with a_group(size=size, is_late=is_late) as group:
@@ -75,6 +75,7 @@ def test_a_group_computes_what_one_worker_does(size: int, is_late: bool, depth: 
         assert group.call("noted", 3, "x") == ["noted", 3, "x"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_delays_the_others_and_changes_nothing() -> None:
     with a_group(fault=Fault("late", seconds=0.002)) as group:
         compute(run_with(group))
@@ -87,7 +88,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "size"), [("raise", 3), ("SIGKILL", 3), ("other token", 2)])
+@pytest.mark.parametrize(("kind", "size"), [("raise", 3), ("SIGKILL", 2), ("other token", 2)])
 def test_a_rank_that_fails_in_a_step_ends_the_group(kind: str, size: int) -> None:
     method = "collect" if kind == "other token" else "launch"
     with a_group(size=size, fault=Fault(kind, method=method, after=5)) as group:
@@ -107,7 +108,9 @@ def test_a_rank_that_hangs_ends_the_group() -> None:
             compute(run_with(group))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_while_nothing_is_computed_is_reported_at_once(number: int) -> None:
     """A rank ignores SIGTERM, which a service manager sends to all processes of the engine."""
     heard: list[RankError] = []

@@ -11,10 +11,13 @@ from functools import partial
 from typing import Any
 
 from engine.config.decide import ModelFacts
+from engine.config.engine import EngineConfig
 from engine.core.group import GroupOptions, Ranks, WorkerGroup
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
 from policylab.verify.fake import DigestWorker, LateWorker
+from support.live_core import SizedBuild
 
 VOCAB_SIZE = 1000
 
@@ -130,6 +133,24 @@ class DigestGroup:
         own = make(0)()
         group = WorkerGroup(own, Ranks([make(rank) for rank in range(1, self.size)], options))
         if self.is_loaded:
-            group.load()
-            group.allocate(self.num_blocks)
+            try:
+                group.load()
+                group.allocate(self.num_blocks)
+            except BaseException:
+                group.shutdown()
+                raise
         return group
+
+
+@dataclass(frozen=True)
+class GroupBuild(SizedBuild):
+    """Builds a core around a group, whose failures it notices when it is idle, too."""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        client = super().__call__(config, clock=clock)
+        group = client.core.executor
+        assert isinstance(group, WorkerGroup)
+        group.on_failure(client.fail)
+        return client
