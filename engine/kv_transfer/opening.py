@@ -169,7 +169,7 @@ def namespace_of(
         },
         "block_size": config.block_size,
         "block_bytes": facts.block_bytes,
-        "groups": [repr(group) for group in facts.kv_groups],
+        "groups": [(group.window, group.is_chunked) for group in facts.kv_groups],
         "snapshot_blocks": facts.snapshot_blocks,
         "pictures": config.media.mm_processor_kwargs,
         "device": config.device,

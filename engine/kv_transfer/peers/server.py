@@ -268,7 +268,10 @@ class BlockServer:
             StoreIdentity._fields, join.identity, self._identity, strict=True
         ):
             if wanted != own:
-                raise WireError(f"blocks have {name} {own!r}, not {plain_text(repr(wanted)):.80}")
+                raise WireError(
+                    f"blocks have {name} {own!r}, not {plain_text(repr(wanted)):.80}: both engines "
+                    "need the same model files, dtype, block_size, draft model and version"
+                )
         self._drop(identity)  # which may have joined before
         self._make_room()
         num_slots, rows, lent = join.num_slots, self._map(join), None
