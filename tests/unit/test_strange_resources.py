@@ -155,6 +155,27 @@ def test_who_is_parked_is_woken_if_its_resource_is_left_out():
     assert run.outputs["a"] == expected(PROMPT, 3)
 
 
+class Noted(Resource):
+    def __init__(self):
+        self.num_calls = 0
+
+    def fit(self, req, num_tokens, step):
+        self.num_calls += 1
+        return Fit(num_tokens)
+
+
+def test_a_request_that_is_refused_is_not_shown_to_further_resources():
+    """Stores were searched for its blocks before its adapter was known, and so in vain."""
+    first, second = Pace(3), Noted()
+    run = make_run(resources=[first, second], max_num_batched_tokens=64)
+    run.add(make_request("a", PROMPT, 1))
+    run.step()
+    run.step()
+    assert not second.num_calls
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 1) and second.num_calls == 1
+
+
 class BrokenLater(Tiers):
     is_broken = False
 

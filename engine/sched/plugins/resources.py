@@ -129,8 +129,9 @@ class Resources:
                     on_refuse = answer.on_refuse or own.resource.on_refuse
                     cause = answer.cause or own.resource.name
                     fit = answer._replace(on_refuse=on_refuse, cause=cause, by=own.resource)
+                    if fit.num_tokens <= 0:  # the request may not be ready for others
+                        return fit
                     settled = False
-            settled = settled or fit.num_tokens <= 0
         return fit
 
     def seated(self, req: Request, step: Step) -> None:
