@@ -93,16 +93,17 @@ class PartOfOutput(OutputLayer):
         super().__init__(linear, multiplier, softcap)
         self.parts = parts
         self.ranks = ranks
+        self._differs = torch.zeros(1, dtype=torch.int64)  # there is no noise
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """See ``OutputLayer``; of equal logits the lowest token."""
         if not self.has_largest:
             return None
-        pairs = hidden.new_empty((len(hidden), 2), dtype=torch.float64)
+        mine = hidden.new_empty((len(hidden), 3), dtype=torch.float64)
         largest: Callable[..., torch.Tensor | None] = getattr(self.linear, "largest")  # noqa: B009
-        if largest(hidden, Scores(pairs, self.parts[self.ranks.rank].start)) is None:
+        if largest(hidden, Scores(mine, self.parts[self.ranks.rank].start)) is None:
             return None
-        return on_slots.best_of_parts(self.ranks.all_gather(pairs))
+        return on_slots.best_of_parts(self.ranks.all_gather(mine), self._differs)
 
     def part(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> logits [R, tokens of this rank] float32, written to ``out`` if given."""

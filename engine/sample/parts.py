@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.errors import RankError
 from engine.layers.parallel import PartOfOutput, joined
 from engine.parallel.collectives import Collectives
 from kernels import slots as on_slots
@@ -83,6 +84,9 @@ class Vocabulary:
             return on_slots.sample(rows, columns)
         return on_slots.sample_allowed(rows, columns, *masks)
 
+    def check(self) -> None:
+        """Raise ``RankError`` if the ranks of a group have not drawn from the same noise."""
+
 
 class PartOfVocabulary(Vocabulary):
     """The part of the vocabulary that a rank has."""
@@ -94,6 +98,7 @@ class PartOfVocabulary(Vocabulary):
         self.ranks = ranks
         self.mine = parts[ranks.rank]
         self.width = len(self.mine)
+        self._differs = torch.zeros(1, dtype=torch.int64)  # 1 once ranks have used other noise
 
     def spec(self, spec: SamplingSpec) -> SamplingSpec:
         first, edits = (
@@ -151,10 +156,17 @@ class PartOfVocabulary(Vocabulary):
             hold(whole)
             return super().draw(whole, columns, masks, truncates=truncates)
         mine = () if masks is None else (self.words(masks.words), masks.of_row)
-        pairs = on_slots.sample_part(rows, columns, self.mine.start, *mine)
-        found = self.ranks.all_gather(pairs)
-        hold(pairs, found)
-        return on_slots.best_of_parts(found)
+        best = on_slots.sample_part(rows, columns, self.mine.start, *mine)
+        found = self.ranks.all_gather(best)
+        hold(best, found)
+        return on_slots.best_of_parts(found, self._differs)
+
+    def check(self) -> None:
+        if self._differs[0]:
+            raise RankError(
+                f"rank {self.ranks.rank} has drawn a token with the noise of another seed or "
+                "position than other ranks: their tables of requests differ"
+            )
 
 
 def vocabulary_of(model: object, size: int) -> Vocabulary:

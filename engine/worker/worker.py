@@ -272,10 +272,12 @@ class ModelWorker:
             return self.driver.launch(plan)
 
     def check(self) -> None:
-        """Raise ``RankError`` if an operation of the ranks has failed in a step that was replayed.
-        Called after each step, if there are other ranks."""
+        """Raise ``RankError`` if an operation of the ranks has failed in a step that was replayed,
+        or has shown that they differ. Called after each step, if there are other ranks."""
         if self._collectives is not None:
             self._collectives.check()
+            if self._driver is not None:
+                self._driver.runner.machine.sampler.vocabulary.check()
 
     def preview(self, ticket: Pending) -> Column | None:
         """Sample a step before its grammar masks are ready; ``None`` if impossible."""

@@ -29,7 +29,7 @@ def sample_part(
     num, width = logits.shape
     if positions.dtype is not torch.int32:
         positions = positions.int()
-    pairs = torch.empty((num, 2), dtype=torch.float64)
+    found = torch.empty((num, 3), dtype=torch.float64)
     masked = (0, 0, 0)
     if masks is not None and mask_of_row is not None:
         masked = masks.data_ptr(), mask_of_row.data_ptr(), masks.shape[1]
@@ -41,20 +41,24 @@ def sample_part(
         columns.temperature.data_ptr(),
         columns.seeds.data_ptr(),
         _ids(first, width).data_ptr(),
-        pairs.data_ptr(),
+        found.data_ptr(),
         num,
         width,
         *masked,
     )
-    return pairs
+    return found
 
 
-def best_of_parts(found: torch.Tensor) -> torch.Tensor:
+def best_of_parts(found: torch.Tensor, differs: torch.Tensor) -> torch.Tensor:
     """The best of all parts; see `kernels.reference.sampling`."""
     num_parts, num, _ = found.shape
     chosen = torch.empty(num, dtype=torch.int32)
-    MERGE.run(1, found.data_ptr(), chosen.data_ptr(), num_parts, num)
+    addresses = found.data_ptr(), chosen.data_ptr(), differs.data_ptr()
+    MERGE.run(1, *addresses, num_parts, num)
     return chosen
+
+
+_BYTES = 24  # of a row's score, token and key
 
 
 @cache
@@ -70,10 +74,14 @@ def _draw_body(row):
         n = next_item(row)
         if n >= num:
             break
-        pair, slot = f64(p[7] + n * 16, (2,)), slots[n]
+        pair, slot = f64(p[7] + n * _BYTES, (2,)), slots[n]
         pair[0], pair[1] = -np.inf, -1
+        bits = u64(p[7] + n * _BYTES + 16, (1,))
         if slot < 0:
+            bits[0] = 0
             continue
+        key = row_key(u64(p[5] + 8 * slot, (1,))[0], np.uint64(positions[n]))
+        bits[0] = key
         x, ids = f32(p[1] + n * width * 4, (width,)), every_id
         if num_words > 0 and i32(p[11], (num,))[n] >= 0:
             words = i32(p[10] + np.int64(i32(p[11], (num,))[n]) * num_words * 4, (num_words,))
@@ -84,7 +92,6 @@ def _draw_body(row):
         if temperature == 0:
             _take_largest(pair, x, ids)
         else:
-            key = row_key(u64(p[5] + 8 * slot, (1,))[0], np.uint64(positions[n]))
             _take_drawn(pair, x, ids, temperature, key)
 
 
@@ -113,11 +120,14 @@ DRAW = Kernel(_draw_body, heavy=True)
 
 
 def _merge_body(row):
-    p = i64(row, (5,))  # counter, found, chosen, parts, rows
-    found, chosen = f64(p[1], (p[3], p[4], 2)), i32(p[2], (p[4],))
-    for n in range(p[4]):
+    p = i64(row, (6,))  # counter, found, chosen, differs, parts, rows
+    found, chosen = f64(p[1], (p[4], p[5], 3)), i32(p[2], (p[5],))
+    keys, differs = i64(p[1], (p[4], p[5], 3)), i64(p[3], (1,))
+    for n in range(p[5]):
         best, token = -np.inf, -1.0
-        for part in range(p[3]):
+        for part in range(p[4]):
+            if keys[part, n, 2] != keys[0, n, 2]:
+                differs[0] = 1
             score = found[part, n, 0]
             if np.isnan(score):
                 best, token = np.inf, -1.0

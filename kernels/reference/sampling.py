@@ -78,8 +78,9 @@ def sample_part(
     noise (for greedy rows the logit), and its token id. Rows must not truncate.
 
     rows: logits [R, W] of the tokens from ``first`` on; masks, mask_of_row: of these tokens, as in
-    `kernels.reference.logits.apply_bitmask`. Returns [R, 2] float64: score and id. The score is NaN
-    if a logit is NaN or +inf; -inf, with id -1, if all are -inf, and for padding."""
+    `kernels.reference.logits.apply_bitmask`. Returns [R, 3] float64: score, id, and the bits of the
+    key of the row's noise. The score is NaN if a logit is NaN or +inf; -inf, with id -1, if all are
+    -inf, and for padding."""
     logits = rows.logits.clone()
     if masks is not None and mask_of_row is not None:
         apply_bitmask(logits, masks, mask_of_row)
@@ -87,18 +88,23 @@ def sample_part(
     temperature, seeds = (c[slots].cpu().numpy() for c in (columns.temperature, columns.seeds))
     x, heat = logits.double(), torch.from_numpy(temperature).to(logits.device)[:, None]
     positions = rows.positions.int().cpu().numpy()
+    keys = row_keys(seeds.view(np.uint64), positions, x.device)
     noise = gumbel_noise(seeds.view(np.uint64), positions, x.shape[1], x.device, first)
     scores = torch.where(heat > 0, x / heat.where(heat > 0, 1.0) + noise, x)
     scores[x.isnan() | x.isposinf()] = torch.nan
     best, place = scores.max(dim=1)
     best[rows.slots < 0] = -torch.inf
     ids = torch.where(best.isneginf(), -1, place + first)
-    return torch.stack([best, ids.double()], dim=1)
+    keys = torch.where(rows.slots >= 0, keys, 0)
+    return torch.stack([best, ids.double(), keys.view(torch.float64)], dim=1)
 
 
-def best_of_parts(found: torch.Tensor) -> torch.Tensor:
-    """Choose among the results [P, R, 2] of ``sample_part`` for all parts, in order of their
-    tokens. Returns token ids [R] int32: of equal scores the lowest; -1 where `sample` yields -1."""
+def best_of_parts(found: torch.Tensor, differs: torch.Tensor) -> torch.Tensor:
+    """Choose among the results [P, R, 3] of ``sample_part`` for all parts, in order of their
+    tokens. Returns token ids [R] int32: of equal scores the lowest; -1 where `sample` yields -1.
+    ``differs`` [1] int64 becomes 1 if the noise of a row has not the same key in all parts."""
+    keys = found[:, :, 2].contiguous().view(torch.int64)
+    differs |= (keys != keys[0]).any()
     best, part = found[:, :, 0].max(dim=0)
     ids = found[:, :, 1].gather(0, part[None])[0]
     return torch.where(best.isfinite(), ids, -1).int()

@@ -11,6 +11,7 @@ import torch
 from support.rank_threads import run_ranks
 from support.sampling import MAX_LEN, Bench, random_logits
 
+from engine.errors import RankError
 from engine.messages.params import SamplingParams
 from engine.models.sharding import Shard
 from engine.parallel.collectives import Collectives
@@ -20,7 +21,7 @@ from engine.sample.sampler import RowMasks
 
 SLOTS = 6
 STEPS = 4
-SIZES = (1, 2, 3, 5)
+SIZES = (2, 3, 5)
 
 
 class Request:
@@ -95,6 +96,7 @@ class Case:
                 self.masks,
                 may_leave_masks=self.may_leave_masks,
             )
+            bench.sampler.vocabulary.check()
             counts = result.counts.tolist()
             found.append((counts, result.token_ids.tolist(), result.errors, result.logprobs))
         return found
@@ -106,8 +108,11 @@ def parts_of(vocab: int, size: int) -> list[range]:
 
 @pytest.mark.parametrize("plain", (True, False))
 @pytest.mark.parametrize("vocab", (37, 64, 101, 1024, 5003))
-def test_tokens_equal_those_of_the_whole_vocabulary(vocab: int, plain: bool, seed: int) -> None:
-    for more in range(6):
+@pytest.mark.parametrize("num", (2, pytest.param(40, marks=pytest.mark.slow)))
+def test_tokens_equal_those_of_the_whole_vocabulary(
+    vocab: int, plain: bool, num: int, seed: int
+) -> None:
+    for more in range(num):
         case = Case(seed + more, vocab, plain=plain)
         expected = case.run()
         for size in SIZES:
@@ -141,24 +146,25 @@ def test_logits_processors_see_all_logits(seed: int) -> None:
         assert found == expected
 
 
-def test_ranks_with_other_noise_do_not_agree_with_the_whole_vocabulary(seed: int) -> None:
-    """Were the noise of a part keyed by columns and not by tokens, this would find it."""
-    case = Case(seed, 5003, plain=True)
-    for request in case.requests:
-        request.params.temperature = 2.0
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_ranks_with_other_noise_are_found(temperature: float, seed: int) -> None:
+    def work(ranks: Collectives, other: int):
+        whole = PartOfVocabulary(parts_of(64, 2), ranks)
+        bench = Bench(64, num_slots=2, vocabulary=whole)
+        for slot in range(2):
+            more = other if slot == ranks.rank == 1 else 0
+            params = SamplingParams(max_tokens=5, temperature=temperature)
+            bench.add(slot, params, [1, 2], seed=seed + more)
+        tokens = bench.sample(random_logits(seed, 2, 32), [0, 1]).token_ids.tolist()
+        whole.check()
+        return tokens
 
-    def work(ranks: Collectives):
-        if ranks.rank == 1:
-            for request in case_of_rank_1.requests:
-                request.more["seed"] += 1
-            return case_of_rank_1.run(ranks)
-        return case.run(ranks)
-
-    case_of_rank_1 = Case(seed, 5003, plain=True)
-    for request in case_of_rank_1.requests:
-        request.params.temperature = 2.0
-    first = run_ranks(2, work)[0]
-    assert first != case.run()
+    first, second = run_ranks(2, lambda ranks: work(ranks, 0))
+    assert first == second
+    with pytest.raises(
+        RankError, match=r"rank \d has drawn a token with the noise of another seed"
+    ):
+        run_ranks(2, lambda ranks: work(ranks, 1))
 
 
 def test_logits_are_gathered_only_where_they_are_needed(seed: int) -> None:
@@ -176,9 +182,9 @@ def test_logits_are_gathered_only_where_they_are_needed(seed: int) -> None:
         run_ranks(2, work)
         return sum(sizes) // 2
 
-    assert gathered(temperature=1.0) == 3 * 16
-    assert gathered(temperature=0.0) == 3 * 16
-    assert gathered(temperature=1.0, presence_penalty=1.0) == 3 * 16 + 3 * 4
+    assert gathered(temperature=1.0) == 3 * 24
+    assert gathered(temperature=0.0) == 3 * 24
+    assert gathered(temperature=1.0, presence_penalty=1.0) == 3 * 24 + 3 * 4
     assert gathered(temperature=1.0, top_p=0.9) == 3 * 500 * 4
 
 

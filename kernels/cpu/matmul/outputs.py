@@ -53,7 +53,7 @@ class Scores(NamedTuple):
     """Where to write the largest output of each row, and its index plus `first`, as `sample_part`
     of `kernels.slots` does."""
 
-    pairs: torch.Tensor  # [N, 2] float64
+    found: torch.Tensor  # [N, 3] float64
     first: int
 
 
@@ -67,8 +67,8 @@ def largest_ids(
     found = torch.empty(num, dtype=torch.int32)
     if groups:
         run(Target(values.data_ptr(), 0, ids=ids.data_ptr()))
-    pairs, first = (0, 0) if scores is None else (scores.pairs.data_ptr(), scores.first)
-    LARGEST.run(1, values.data_ptr(), ids.data_ptr(), found.data_ptr(), groups, num, pairs, first)
+    place, first = (0, 0) if scores is None else (scores.found.data_ptr(), scores.first)
+    LARGEST.run(1, values.data_ptr(), ids.data_ptr(), found.data_ptr(), groups, num, place, first)
     return found
 
 
@@ -88,9 +88,10 @@ def _largest_body(row):
                 best, index = value, ids[group, n]
         found[n] = index if is_sound else -1
         if p[6]:
-            pair = f64(p[6] + n * 16, (2,))
-            pair[0] = best if is_sound else np.nan
-            pair[1] = -1 if found[n] < 0 else index + p[7]
+            score = f64(p[6] + n * 24, (3,))
+            score[0] = best if is_sound else np.nan
+            score[1] = -1 if found[n] < 0 else index + p[7]
+            score[2] = 0  # there is no noise
 
 
 LARGEST = Kernel(_largest_body, exact=True)
