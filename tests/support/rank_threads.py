@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from engine.errors import RankError
 from engine.parallel.collectives import Collectives
+from engine.parallel.shared import SharedCollectives
+from kernels.cpu.collectives import shared_bytes
 from support.patience import WAIT_SECONDS
 
 T = TypeVar("T")
@@ -101,3 +104,12 @@ def run_all(
     if first:
         raise errors[first[0]]
     return [results[rank] for rank in range(len(ranks))]
+
+
+def shared_ranks(size: int, wait_seconds: float = 100.0) -> list[SharedCollectives]:
+    """Ranks in shared memory, for threads; their operations can be recorded."""
+    memory = np.zeros(shared_bytes(size), np.uint8)
+    return [
+        SharedCollectives(memory, rank, size, num_threads=size, wait_seconds=wait_seconds)
+        for rank in range(size)
+    ]

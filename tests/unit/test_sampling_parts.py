@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.rank_threads import run_ranks
+from support.rank_threads import run_all, run_ranks, shared_ranks
 from support.sampling import MAX_LEN, Bench, random_logits
 
 from engine.errors import RankError
+from engine.layers.linear import make_linear
+from engine.layers.parallel import PartOfOutput
+from engine.layers.sublayers import OutputLayer
 from engine.messages.params import SamplingParams
 from engine.models.sharding import Shard
 from engine.parallel.collectives import Collectives
-from engine.sample.parts import PartOfVocabulary
+from engine.sample.parts import PartOfVocabulary, Vocabulary
 from engine.sample.processors import LogitsProcessorFactory
 from engine.sample.sampler import RowMasks
+from kernels.cpu.recording import Launches
+from kernels.slots import Rows
 
 SLOTS = 6
 STEPS = 4
@@ -186,6 +191,63 @@ def test_logits_are_gathered_only_where_they_are_needed(seed: int) -> None:
     assert gathered(temperature=0.0) == 3 * 24
     assert gathered(temperature=1.0, presence_penalty=1.0) == 3 * 24 + 3 * 4
     assert gathered(temperature=1.0, top_p=0.9) == 3 * 500 * 4
+
+
+@pytest.mark.parametrize("truncates", (False, True))
+def test_recorded_draws_can_be_repeated(truncates: bool, seed: int) -> None:
+    vocab, num, more = 1003, 4, {"top_k": 50} if truncates else {}
+    steps = [random_logits(seed + step, num, vocab) for step in range(6)]
+    group = [Shard(rank, 3).part(vocab) for rank in range(3)]
+
+    def draws(ranks: Collectives | None) -> list[list[int]]:
+        whole = Vocabulary(vocab) if ranks is None else PartOfVocabulary(group, ranks)
+        mine = range(vocab) if ranks is None else group[ranks.rank]
+        columns = slice(mine.start, mine.stop)
+        bench = Bench(vocab, num_slots=num, vocabulary=whole)
+        for slot in range(num):
+            bench.add(slot, SamplingParams(temperature=slot / 2, max_tokens=9, **more), [1])
+        place = torch.empty_like(steps[0][:, columns].contiguous())
+        positions = torch.zeros(num, dtype=torch.int32)
+        rows = Rows(place, torch.arange(num, dtype=torch.int32), positions)
+        tokens, launches = Launches.of(lambda: bench.sampler.draw(rows))
+        found = []
+        for step, logits in enumerate(steps):
+            place.copy_(logits[:, columns])
+            positions.fill_(step)
+            launches.repeat()
+            found.append(tokens.tolist())
+        whole.check()
+        return found
+
+    expected = draws(None)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    for found in run_all(shared_ranks(3), draws):
+        assert found == expected
+
+
+@pytest.mark.parametrize("quantization", (None, "int8"))
+def test_the_largest_logit_of_all_parts_is_found(quantization: str | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vocab, parts = 1003, parts_of(1003, 3)
+    weight = torch.randn(vocab, 64, generator=generator).bfloat16()
+    weight[700:] = weight[:303]  # equal logits in several parts
+    hidden = torch.randn(9, 64, generator=generator).bfloat16()
+    hidden[3, 5], hidden[4] = torch.nan, 0
+
+    def layer(tokens: range):
+        mine = weight[tokens.start : tokens.stop].clone()
+        return make_linear(mine, quantization=quantization, keeps_float32=True)
+
+    expected = OutputLayer(layer(range(vocab))).largest(hidden)
+
+    def work(ranks: Collectives):
+        output = PartOfOutput(layer(parts[ranks.rank]), 1.0, 0.0, parts=parts, ranks=ranks)
+        assert output.has_largest
+        return output.largest(hidden)
+
+    assert expected is not None and expected[3] == -1 and (expected < 700).all()
+    for found in run_ranks(3, work):
+        assert torch.equal(found, expected)
 
 
 class Counting:

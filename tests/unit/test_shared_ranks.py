@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 import torch
-from support.rank_threads import run_all
+from support.rank_threads import run_all, shared_ranks
 from support.rank_work import random_operations
 
 from engine.errors import RankError
 from engine.parallel.collectives import Collectives
-from engine.parallel.shared import SharedCollectives
-from kernels.cpu.collectives import shared_bytes
 from kernels.cpu.recording import Launches
-
-
-def a_group(size: int, wait_seconds: float = 100.0) -> list[SharedCollectives]:
-    memory = np.zeros(shared_bytes(size), np.uint8)
-    return [
-        SharedCollectives(memory, rank, size, num_threads=size, wait_seconds=wait_seconds)
-        for rank in range(size)
-    ]
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))
 def test_random_operations_are_exact_and_repeat(size: int, seed: int):
     runs = [
-        run_all(a_group(size), lambda ranks: random_operations(ranks, seed, 150)) for _ in range(2)
+        run_all(shared_ranks(size), lambda ranks: random_operations(ranks, seed, 150))
+        for _ in range(2)
     ]
     if size == 1:
         return
@@ -55,7 +45,7 @@ def test_recorded_operations_can_be_repeated(seed: int):
             assert torch.equal(gathered, x[:3].expand(3, 3))
         return x[0]
 
-    assert run_all(a_group(3), work) == [3 * 49 + 3] * 3
+    assert run_all(shared_ranks(3), work) == [3 * 49 + 3] * 3
 
 
 def test_ranks_that_compute_different_things_are_named():
@@ -66,7 +56,7 @@ def test_ranks_that_compute_different_things_are_named():
         return ranks.all_reduce(torch.zeros(5, dtype=torch.bfloat16))
 
     with pytest.raises(RankError) as caught:
-        run_all(a_group(3), work)
+        run_all(shared_ranks(3), work)
     assert str(caught.value) == (
         "rank 0 computes all_reduce of 10 bytes of bfloat16, but rank 2 computes all_gather of 56 "
         "bytes (meeting 2): all ranks must do the same"
@@ -75,11 +65,11 @@ def test_ranks_that_compute_different_things_are_named():
 
 def test_a_rank_that_does_not_answer_is_named():
     with pytest.raises(RankError, match=r"^rank 1 has not answered for 0\.1 s: rank 0 waited .*"):
-        a_group(2, wait_seconds=0.1)[0].barrier()
+        shared_ranks(2, wait_seconds=0.1)[0].barrier()
 
 
 def test_a_group_that_is_stopped_leaves_its_operations():
-    group = a_group(2)
+    group = shared_ranks(2)
     timer = threading.Timer(0.1, group[1].stop)
     timer.start()
     with pytest.raises(RankError, match=r"^the group has stopped: rank 0 waited for rank 1 in all"):
