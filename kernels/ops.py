@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kernels import cpu, reference
 from kernels.bodies import triton_for
+from kernels.cpu import vocabulary
 from kernels.low_rank import AdaptedRows, ProductTable
 from kernels.meta import AttentionMeta, StateMeta
 from kernels.reference import grouped
@@ -98,6 +99,23 @@ def scale_in_place(x: torch.Tensor, factor: float) -> torch.Tensor:
 def add_in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Add y [N, H] to x [N, H] in place. Returns x."""
     return cpu.add_in_place(x, y) if _bodies(x) is cpu else x.add_(y)
+
+
+def own_rows(ids: torch.Tensor, mine: range) -> torch.Tensor:
+    """Rows of tokens ids [N] in a table that has only the rows of the tokens ``mine``; 0 for other
+    tokens. Returns a new tensor of the dtype of ids, int32 or int64."""
+    if _bodies(ids) is cpu and ids.is_contiguous():
+        return vocabulary.own_rows(ids, mine)
+    rows = ids - mine.start
+    return rows.masked_fill_((rows < 0) | (rows >= len(mine)), 0)
+
+
+def clear_others(x: torch.Tensor, ids: torch.Tensor, mine: range) -> torch.Tensor:
+    """Set the rows of x [N, H] to zero, in place, whose tokens in ids [N] are not among ``mine``.
+    Returns x."""
+    if _bodies(x) is cpu and x.is_contiguous() and ids.is_contiguous():
+        return vocabulary.clear_others(x, ids, mine)
+    return x.masked_fill_(((ids < mine.start) | (ids >= mine.stop))[:, None], 0)
 
 
 def add_low_rank(

@@ -59,9 +59,8 @@ class PartOfTable:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [N] -> [N, H]."""
-        others = (ids < self.mine.start) | (ids >= self.mine.stop)
-        vectors = self.part((ids - self.mine.start).masked_fill_(others, 0))
-        return self.ranks.all_reduce(vectors.masked_fill_(others[:, None], 0))
+        vectors = self.part(kernels.own_rows(ids, self.mine))
+        return self.ranks.all_reduce(kernels.clear_others(vectors, ids, self.mine))
 
 
 def joined(mine: torch.Tensor, parts: Sequence[range], ranks: Collectives) -> torch.Tensor:
