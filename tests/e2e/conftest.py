@@ -1,12 +1,15 @@
 """Fixtures of the end-to-end tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from e2e.box_engine import SIZES, greedy, run_one
 from e2e.references import Tally
 from e2e.tiny_models import TinyModels
+from support.kv_stores import connector, drop, slow_profile
 
 from engine import EngineArgs, LLMEngine
 
@@ -25,6 +28,18 @@ def tally() -> Iterator[Tally]:
     yield counts
     print(f"\n{counts.ties} ties in {counts.compared} tokens")
     assert counts.ties <= 0.001 * counts.compared
+
+
+@pytest.fixture
+def store_options(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Options of engines that share a store of KV blocks in memory, and prefer to load."""
+    place = request.node.name
+    yield {
+        "kv_transfer_config": connector(place),
+        "cost_profile": slow_profile(tmp_path / "slow.json"),
+        "max_model_len": 256,
+    }
+    drop(place)
 
 
 @pytest.fixture(scope="session")

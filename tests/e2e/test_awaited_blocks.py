@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from e2e.general_models import model_and_reference
 from e2e.references import engine_for, run
 from e2e.tiny_models import TinyModels
-from support.kv_stores import GATES, PLACES, connector, slow_profile
 
 from engine import LLMEngine
 from engine.core.replay import replay
@@ -25,19 +23,6 @@ OTHER = [(n * 11) % 281 + 3 for n in range(60)]
 NUM_NEW, BLOCK = 6, 8
 LONG = 600.0  # seconds; no test waits so long
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("mistral-window", "qwen3.5")]
-
-
-@pytest.fixture
-def options(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    place = request.node.name
-    yield {
-        "kv_transfer_config": connector(place),
-        "cost_profile": slow_profile(tmp_path / "slow.json"),
-        "max_model_len": 256,
-    }
-    for name in [each for each in PLACES if each.startswith(place)]:
-        del PLACES[name]
-    GATES.pop(place, None)
 
 
 def waiting(name: str, prompt: list[int], seconds: object) -> AddRequest:
@@ -84,11 +69,11 @@ def test_a_prompt_is_loaded_when_another_engine_has_stored_it(
     family: str,
     tiny_models: TinyModels,
     tmp_path: Path,
-    options: dict[str, Any],
+    store_options: dict[str, Any],
 ) -> None:
     path = str(model_and_reference(family, tiny_models, tmp_path / "m")[0])
     log = tmp_path / "steps"
-    with engine_for(path, **options, step_log=str(log)) as engine:
+    with engine_for(path, **store_options, step_log=str(log)) as engine:
         outputs = Outputs(engine)
         outputs.client.add(waiting("a", PROMPT, LONG))
         outputs.client.add(waiting("in vain", OTHER, 0.02))
@@ -96,7 +81,7 @@ def test_a_prompt_is_loaded_when_another_engine_has_stored_it(
         assert "kv lookup" in outputs.waits()
         while outputs.client.num_unfinished() > 1:
             outputs.step()
-        with engine_for(path, **options) as other:
+        with engine_for(path, **store_options) as other:
             first, _ = run(other, [PROMPT, OTHER], NUM_NEW)
         outputs.drain()
         counters = outputs.counters()
@@ -109,10 +94,10 @@ def test_a_prompt_is_loaded_when_another_engine_has_stored_it(
 
 
 def test_a_wait_can_be_aborted_and_delays_nobody(
-    tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any]
+    tiny_models: TinyModels, tmp_path: Path, store_options: dict[str, Any]
 ) -> None:
     path = str(model_and_reference("llama", tiny_models, tmp_path / "m")[0])
-    with engine_for(path, **options) as engine:
+    with engine_for(path, **store_options) as engine:
         outputs = Outputs(engine)
         outputs.client.add(waiting("a", PROMPT, LONG))
         outputs.client.add(waiting("none", OTHER, 0))
@@ -127,10 +112,10 @@ def test_a_wait_can_be_aborted_and_delays_nobody(
 
 @pytest.mark.parametrize("seconds", ["1", -1, float("nan"), 1e9, True, [2.0]])
 def test_a_wrong_time_to_wait_is_refused(
-    seconds: object, tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any]
+    seconds: object, tiny_models: TinyModels, tmp_path: Path, store_options: dict[str, Any]
 ) -> None:
     path = str(model_and_reference("llama", tiny_models, tmp_path / "m")[0])
-    with engine_for(path, **options) as engine:
+    with engine_for(path, **store_options) as engine:
         with pytest.raises(RequestError, match=r"await_blocks in .* is .*0\.\.3600"):
             engine.session.client.add(waiting("a", PROMPT, seconds))
         assert len(run(engine, [OTHER], NUM_NEW)[0][0]) == NUM_NEW

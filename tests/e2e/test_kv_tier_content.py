@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 from e2e.picture_cases import picture
 from e2e.references import engine_for, run
 from e2e.seeing_models import make_seeing_model
-from e2e.test_kv_tiers import counters
 from e2e.tiny_models import TinyModels
 from support import adapted
 from support.adapted import Adapted, random_adapter
-from support.kv_stores import PLACES, connector, slow_profile
+from support.kv_stores import counters, slow_profile
 
 from engine import LLM, SamplingParams
 
@@ -22,20 +20,8 @@ PROMPTS = [[(n * k) % 281 + 3 for k in range(50 + 3 * n)] for n in (7, 11)]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture
-def options(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    place = request.node.name
-    yield {
-        "kv_transfer_config": connector(place),
-        "cost_profile": slow_profile(tmp_path / "slow.json"),
-        "max_model_len": 256,
-    }
-    for name in [each for each in PLACES if each.startswith(place)]:
-        del PLACES[name]
-
-
 def test_blocks_of_an_adapter_serve_requests_for_its_content_alone(
-    tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any]
+    tiny_models: TinyModels, tmp_path: Path, store_options: dict[str, Any]
 ) -> None:
     path, model = str(tiny_models.path("llama")), tiny_models.reference("llama")
     one, two = (random_adapter(model, tmp_path / str(seed), seed) for seed in (1, 2))
@@ -47,29 +33,29 @@ def test_blocks_of_an_adapter_serve_requests_for_its_content_alone(
     with engine_for(path, enable_lora=True, max_model_len=256) as engine:
         right = {each: adapted.run(engine, asked(each)) for each in (None, one, two)}
     assert right[None] != right[one] != right[two] != right[None]
-    with engine_for(path, enable_lora=True, **options) as engine:
+    with engine_for(path, enable_lora=True, **store_options) as engine:
         assert adapted.run(engine, asked(one)) == right[one]
-    with engine_for(path, enable_lora=True, **options) as engine:
+    with engine_for(path, enable_lora=True, **store_options) as engine:
         for other in (None, two):
             assert adapted.run(engine, asked(other)) == right[other]
         assert "blocks_loaded" not in counters(engine)
         assert adapted.run(engine, asked(copy)) == right[one]
         assert counters(engine)["blocks_loaded"] == sum(len(ids) // 8 for ids in PROMPTS)
-    with engine_for(path, **options) as engine:  # which takes no adapters
+    with engine_for(path, **store_options) as engine:  # which takes no adapters
         found, cached = run(engine, PROMPTS, 6)
         assert found == right[None] and all(cached)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_blocks_go_only_the_way_of_the_role(
-    role: str, tiny_models: TinyModels, options: dict[str, Any]
+    role: str, tiny_models: TinyModels, store_options: dict[str, Any]
 ) -> None:
     """A producer loads nothing, a consumer stores nothing."""
-    path, both = str(tiny_models.path("llama")), options["kv_transfer_config"]
-    one_way = {**options, "kv_transfer_config": {**both, "kv_role": role}}
+    path, both = str(tiny_models.path("llama")), store_options["kv_transfer_config"]
+    one_way = {**store_options, "kv_transfer_config": {**both, "kv_role": role}}
     with engine_for(path, **one_way) as engine:
         right, _ = run(engine, PROMPTS, 6)
-    with engine_for(path, **options) as engine:
+    with engine_for(path, **store_options) as engine:
         found, cached = run(engine, PROMPTS, 6)
         assert found == right and all(cached) == any(cached) == (role == "kv_producer")
     with engine_for(path, **one_way) as engine:
@@ -77,6 +63,7 @@ def test_blocks_go_only_the_way_of_the_role(
         assert found == right and all(cached) == any(cached) == (role == "kv_consumer")
 
 
+@pytest.mark.slow
 def test_pictures_are_read_by_prefill_cores(tmp_path: Path) -> None:
     """Blocks of a picture serve no prompt with another picture."""
     path = make_seeing_model(tmp_path / "smolvlm", "smolvlm")

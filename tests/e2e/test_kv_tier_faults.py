@@ -17,7 +17,7 @@ import pytest
 from e2e.references import engine_for, run
 from e2e.tiny_models import TinyModels
 from safetensors.torch import load_file, save_file
-from support.kv_stores import HOOKS, PLACES, hooked, slow_profile
+from support.kv_stores import HOOKS, PLACES, counters, drop, hooked, slow_profile
 
 from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.core.replay import replay
@@ -91,9 +91,7 @@ def place(path: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     }
     before = set(store_threads())
     yield Place(name, path, options)
-    HOOKS.pop(name, None)
-    for each in [each for each in PLACES if each.startswith(name)]:
-        del PLACES[each]
+    drop(name)
     until(lambda: not store_threads() - before)
 
 
@@ -106,13 +104,6 @@ def until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def counters(engine: LLMEngine) -> dict[str, int]:
-    stats = engine.stats()
-    assert stats is not None
-    prefix = "kv load."
-    return {k[len(prefix) :]: n for k, n in stats.counters.items() if k.startswith(prefix)}
 
 
 def is_empty(engine: LLMEngine) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from e2e.general_models import model_and_reference
 from e2e.references import engine_for
-from e2e.test_kv_tier_faults import NUM_NEW, counters, finish, is_empty, store_threads, until
+from e2e.test_kv_tier_faults import NUM_NEW, finish, is_empty, store_threads, until
 from e2e.tiny_models import TinyModels
-from support.kv_stores import HOOKS, METHODS, PLACES, MemoryStore, hooked, slow_profile
+from support.kv_stores import HOOKS, METHODS, MemoryStore, counters, drop, hooked, slow_profile
 
 from engine import LLMEngine, SamplingParams
 from engine.kv_transfer import store_thread, tiers
@@ -149,6 +149,4 @@ def test_tokens_are_right_whatever_the_store_does(
         (end,) = output.outputs
         if end.finish_reason != "abort":
             assert (end.finish_reason, end.token_ids) == ("length", wanted[each]), (SEED, each)
-    HOOKS.pop(name, None)
-    for place in [place for place in PLACES if place.startswith(name)]:
-        del PLACES[place]
+    drop(name)

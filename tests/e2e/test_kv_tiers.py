@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from e2e.general_models import model_and_reference
 from e2e.references import Reference, Tally, compare, engine_for, generate, pool_for, run
 from e2e.test_drafts_everywhere import drafting
 from e2e.tiny_models import TinyModels
-from support.kv_stores import GATES, PLACES, connector, slow_profile
+from support.kv_stores import counters
 
-from engine import LLMEngine
 from engine.core.replay import replay
 from policylab.sim.recorded import resimulate
 
@@ -69,35 +67,13 @@ def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     return get
 
 
-@pytest.fixture
-def options(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    place = request.node.name
-    yield {
-        "kv_transfer_config": connector(place),
-        "cost_profile": slow_profile(tmp_path / "slow.json"),
-        "max_model_len": 256,
-    }
-    for name in [each for each in PLACES if each.startswith(place)]:
-        del PLACES[name]
-    GATES.pop(place, None)
-
-
-def counters(engine: LLMEngine) -> dict[str, int]:
-    """The counters of loads."""
-    stats = engine.stats()
-    assert stats is not None
-    prefix = "kv load."
-    found = stats.counters.items()
-    return {name[len(prefix) :]: n for name, n in found if name.startswith(prefix)}
-
-
 @pytest.mark.parametrize(("family", "situation"), CASES)
 def test_tokens_are_the_same_with_a_store(
-    family: str, situation: str, models: Any, options: dict[str, Any], tally: Tally
+    family: str, situation: str, models: Any, store_options: dict[str, Any], tally: Tally
 ) -> None:
     """Most of the second engine's prompts come from what the first one has stored."""
     path, reference = models(family)
-    options |= {"block_size": 8, **SITUATIONS[situation]}
+    options = {**store_options, "block_size": 8, **SITUATIONS[situation]}
     if situation == "draft model":
         options |= drafting("draft_model", path)
     if options.get("num_kv_blocks") == "tight":
@@ -122,10 +98,10 @@ def test_tokens_are_the_same_with_a_store(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_plans_with_loads_are_the_same_in_a_replay(
-    family: str, depth: int, models: Any, options: dict[str, Any], tmp_path: Path
+    family: str, depth: int, models: Any, store_options: dict[str, Any], tmp_path: Path
 ) -> None:
     path, _ = models(family)
-    options |= {"async_scheduling": depth == 2, "num_kv_blocks": 120}
+    options = {**store_options, "async_scheduling": depth == 2, "num_kv_blocks": 120}
     for nth in range(2):
         log = tmp_path / f"steps-{nth}"
         with engine_for(path, step_log=str(log), **options) as engine:
@@ -138,10 +114,10 @@ def test_plans_with_loads_are_the_same_in_a_replay(
 
 
 def test_what_the_last_steps_have_computed_is_stored_at_the_end(
-    models: Any, options: dict[str, Any]
+    models: Any, store_options: dict[str, Any]
 ) -> None:
     path, _ = models("llama")
     for wanted in (0, 88):
-        with engine_for(path, **options) as engine:
+        with engine_for(path, **store_options) as engine:
             _, cached = run(engine, [PROMPTS[0][:90]], 1)
         assert cached == [wanted]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import LLMEngine
 from engine.kv_transfer.stores import Rows, StoreIdentity
 from engine.sched.predict.profile import FEATURES
 
@@ -17,42 +17,25 @@ PLACES: defaultdict[str, dict[bytes, bytes]] = defaultdict(dict)
 
 
 class MemoryStore:
-    """Keeps blocks in ``PLACES``. ``fault``: what goes wrong with reads."""
+    """Keeps blocks in ``PLACES``."""
 
     name = "memory"
 
-    def __init__(self, identity: StoreIdentity, place: str, fault: str = "") -> None:
-        self.identity = identity
-        self.fault = fault
-        self.gate = GATES.get(place, OPEN)
+    def __init__(self, identity: StoreIdentity, place: str) -> None:
         self.blocks = PLACES[f"{place} {identity.namespace} {identity.block_bytes}"]
         self.counted: Counter[str] = Counter()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self.fault == "contains raises":
-            raise OSError("the store cannot be reached")
-        return [key in self.blocks or self.fault == "promises all" for key in keys]
+        return [key in self.blocks for key in keys]
 
     def read(self, keys: Sequence[bytes], rows: Rows) -> list[bool]:
-        self.gate.wait(60)
         self.counted["reads"] += 1
-        if self.fault == "read raises":
-            raise OSError("the store cannot be reached")
-        found = []
         for nth, key in enumerate(keys):
             block = self.blocks.get(key)
-            is_lost = block is None or (self.fault == "loses some" and nth % 3 == 1)
-            if not is_lost:
-                assert block is not None
-                rows[nth] = memoryview(block)
-            else:
-                rows[nth] = 0xFF
-            found.append(not is_lost)
-        return found if self.fault != "answers too little" else found[:1]
+            rows[nth] = 0xFF if block is None else memoryview(block)
+        return [key in self.blocks for key in keys]
 
     def write(self, keys: Sequence[bytes], rows: Rows) -> list[bool]:
-        if self.fault == "write raises":
-            raise OSError("no space left")
         for key, row in zip(keys, rows, strict=True):
             self.blocks[key] = row.tobytes()
         return [True] * len(keys)
@@ -96,17 +79,11 @@ class HookedStore(MemoryStore):
         return call
 
 
-OPEN = threading.Event()
-OPEN.set()
-GATES: dict[str, threading.Event] = {}
-"""For a place: reads wait until the event is set."""
-
-
-def connector(place: str, **more: Any) -> dict[str, Any]:
+def connector(place: str) -> dict[str, Any]:
     """The option ``kv_transfer_config`` for a store in memory."""
     return {
         "kv_connector": "support.kv_stores.MemoryStore",
-        "kv_connector_extra_config": {"place": place, **more},
+        "kv_connector_extra_config": {"place": place},
     }
 
 
@@ -126,3 +103,18 @@ def slow_profile(path: Path, seconds_per_token: float = 0.01) -> str:
     about["coefficients"] = [*zeros, seconds_per_token, seconds_per_token]
     path.write_text(json.dumps(about))
     return str(path)
+
+
+def drop(place: str) -> None:
+    """Drop all that the stores of a place have."""
+    HOOKS.pop(place, None)
+    for name in [name for name in PLACES if name.startswith(place)]:
+        del PLACES[name]
+
+
+def counters(engine: LLMEngine) -> dict[str, int]:
+    """The counters of loads."""
+    stats = engine.stats()
+    assert stats is not None
+    prefix, found = "kv load.", stats.counters.items()
+    return {name[len(prefix) :]: n for name, n in found if name.startswith(prefix)}
