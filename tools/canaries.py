@@ -30,6 +30,9 @@ from table import CANARIES, Canary  # noqa: E402
 NEEDED = (
     *("engine/__init__.py", "engine/errors.py", "engine/moved.py", "engine/config", "engine/ipc"),
     *(
+        "engine/core/__init__.py",
+        "engine/core/engine_core.py",
+        "engine/core/group.py",
         "engine/messages",
         "engine/kv",
         "engine/kv_transfer",
@@ -37,6 +40,8 @@ NEEDED = (
         "engine/mm",
         "engine/sched",
         "engine/states",
+        "engine/worker/__init__.py",
+        "engine/worker/rank.py",
         "policylab/__init__.py",
         "policylab/verify",
     ),

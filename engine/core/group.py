@@ -11,15 +11,11 @@ has the methods of ``engine.worker.worker.ModelWorker``.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -27,16 +23,13 @@ import msgspec
 from engine.config.decide import ModelFacts
 from engine.config.gpu_memory import GIB
 from engine.core.engine_core import Executor
-from engine.core.rank_watch import RankWatch
 from engine.errors import RankError
 from engine.ipc.host_memory import resident_bytes
 from engine.ipc.plan_stream import PlanWriter
 from engine.ipc.plans import encode
-from engine.ipc.process import NO_VALUES, Child
-from engine.ipc.ring import NAP_SECONDS, RingWriter, Stopped
+from engine.ipc.ring import NAP_SECONDS
 from engine.messages.step import Column, Masks, StepPlan, StepResult
-from engine.worker.main import (
-    CALL,
+from engine.worker.rank import (
     COLLECT,
     LAUNCH,
     NO_MASKS,
@@ -45,10 +38,8 @@ from engine.worker.main import (
     RESULTS,
     SAMPLE,
     RankReport,
-    RankWorker,
     checksum,
     is_of,
-    serve_rank,
 )
 
 MOST_LATE = NUM_RESULTS - 2  # steps that another rank may be behind rank 0
@@ -75,107 +66,65 @@ class LocalWorker(Executor[Any], Protocol):
     def allocate(self, num_blocks: int) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """How the ranks of a group are started and watched."""
+class OtherRanks(Protocol):
+    """Ranks 1, 2, ... of a group."""
 
-    name: str = ""
-    """Put before the names of ranks in log lines, such as ``core 1``."""
-    log_level: str = "info"
-    ready_timeout: float = 600.0
-    """Seconds that a rank may take to load or to allocate."""
-    hang_timeout: float = 300.0
-    """Seconds that a rank may take for a step."""
-    environments: Sequence[Mapping[str, str]] = ()
-    """Variables for the processes of ranks 1, 2, ...; (): none."""
+    def __len__(self) -> int: ...
 
+    @property
+    def pids(self) -> list[int]:
+        """Their processes."""
+        ...
 
-class Ranks:
-    """The processes of ranks 1, 2, ..., the ring to them, and the thread that watches them.
-
-    makes: a function for each, which makes its worker in its process. Raises ``OSError`` on a
-    system without anonymous shared memory, ``EngineDeadError`` if a process cannot be started."""
-
-    def __init__(self, makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> None:
-        self.options = options
-        self.at_end: Callable[[], object] = lambda: None
-        """Called when the processes have ended."""
-        self.ring = RingWriter(len(makes))
-        self.children: list[Child] = []
-        environments = options.environments or [NO_VALUES] * len(makes)
-        try:
-            for index, (make, values) in enumerate(zip(makes, environments, strict=True)):
-                self.children.append(self._start(index + 1, make, values))
-        except BaseException:
-            self._end()
-            raise
-        self.watch = RankWatch(self.ring, self.children, options.hang_timeout)
-        self._num_calls = 0
-        # At exit the thread must end before the children, whose lines it reads.
-        self._unwatch = weakref.finalize(self, self.watch.close)
-        self._unwatch.atexit = False
-        atexit.register(self._unwatch)
-
-    def __len__(self) -> int:
-        return len(self.children)
+    @property
+    def is_stopped(self) -> bool:
+        """True once the group has stopped, because a rank has failed."""
+        ...
 
     def send(self, *parts: bytes) -> None:
-        """Let all of these ranks carry out something. Raises ``RankError`` if the group has
+        """Let all of these ranks carry out a message. Raises ``RankError`` if the group has
         stopped."""
-        try:
-            self.ring.send(*parts)
-        except Stopped:
-            self.raise_failure()
+        ...
 
-    def call(self, name: str, *args: Any, timeout: float) -> Callable[[], list[RankReport]]:
+    def call(self, name: str, *args: Any, is_start: bool = False) -> Callable[[], list[RankReport]]:
         """Let all of these ranks call a method of their workers. Returns a function that waits for
-        their reports, in order of ranks, at most ``timeout`` seconds."""
-        self.send(CALL, msgspec.msgpack.encode([name, args]))
-        number = self._num_calls
-        self._num_calls += 1
-        return partial(self.watch.answers, number, name, timeout)
+        their reports, in order of ranks. is_start: it may take as long as a start."""
+        ...
+
+    def reported(self, index: int, word: int) -> int:
+        """A word that rank ``index`` + 1 shows."""
+        ...
 
     def check(self) -> None:
-        """Raise ``RankError`` if the group has stopped."""
-        if self.ring.is_stopped:
-            self.raise_failure()
+        """Raise ``RankError`` if the group has stopped. Called while rank 0 waits for others."""
+        ...
+
+    def fail(self, error: RankError) -> None:
+        """Stop the group because of this error, unless it has stopped already."""
+        ...
 
     def raise_failure(self, error: Exception | None = None) -> NoReturn:
         """Raise the error that has stopped the group. error: what rank 0 has noticed of it."""
-        known = self.watch.failure()
-        if known is None:
-            known = error if isinstance(error, RankError) else RankError("the group has stopped")
-            self.watch.fail(known)
-        raise known
+        ...
+
+    def start_error_of(self, rank: int, report: RankReport) -> Exception:
+        """The error for what a rank has reported of a start."""
+        ...
+
+    def on_failure(self, notify: Callable[[RankError], object]) -> None:
+        """Call ``notify``, in any thread, if a rank fails; at once if one has."""
+        ...
 
     def close(self) -> None:
-        """End the processes. May be repeated."""
-        atexit.unregister(self._unwatch)
-        self._unwatch()
-        self._end()
-
-    def _end(self) -> None:
-        for child in self.children:
-            if self.ring.is_stopped:
-                child.kill()
-            child.request_end()
-        for child in self.children:
-            child.close()
-        self.ring.close()
-        self.at_end()
-
-    def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
-        options = self.options
-        name = f"{options.name} rank {rank}".strip()
-        arguments = (self.ring.handle, rank, make, options.log_level, name)
-        return Child(name, serve_rank, *arguments, environment=values)
+        """End them. May be repeated."""
+        ...
 
 
 class ResultCheck:
     """Compares the checksums of the other ranks' results with those of rank 0's. The comparison may
     be some steps late, so that rank 0 need not wait for others."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: OtherRanks) -> None:
         self._ranks = ranks
         self._own = [0] * NUM_RESULTS  # of the latest results, by number
         self._num_results = 0
@@ -191,7 +140,7 @@ class ResultCheck:
             number = num_checked + 1
             while number <= self._num_results:
                 place = number % NUM_RESULTS
-                found = self._ranks.ring.reported(index, RESULTS + place)
+                found = self._ranks.reported(index, RESULTS + place)
                 if is_of(found, number):
                     self._compare(index + 1, found, self._own[place])
                     number += 1
@@ -204,7 +153,7 @@ class ResultCheck:
 
     def _compare(self, rank: int, found: int, own: int) -> None:
         if found != own:
-            self._ranks.watch.fail(
+            self._ranks.fail(
                 RankError(
                     f"rank {rank} computed other tokens than rank 0 in one of the last "
                     f"{NUM_RESULTS} steps: the ranks differ, and cannot go on"
@@ -216,7 +165,7 @@ class ResultCheck:
 class WorkerGroup:
     """The worker of rank 0 and those of the other ranks, as one worker."""
 
-    def __init__(self, worker: LocalWorker, ranks: Ranks) -> None:
+    def __init__(self, worker: LocalWorker, ranks: OtherRanks) -> None:
         self._worker = worker
         self._ranks = ranks
         self._plans = PlanWriter()
@@ -243,7 +192,7 @@ class WorkerGroup:
         """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
         _, of_others = self._on_all("allocate", num_blocks)
         memory = [resident_bytes(), *map(msgspec.msgpack.decode, of_others)]
-        pids = [os.getpid(), *(child.pid for child in self._ranks.children)]
+        pids = [os.getpid(), *self._ranks.pids]
         places = [
             f"rank {rank} (process {pid}) {size / GIB:.2f} GiB"
             for rank, (pid, size) in enumerate(zip(pids, memory, strict=True))
@@ -293,7 +242,7 @@ class WorkerGroup:
     def call(self, name: str, *args: Any) -> Any:
         """Run a method of the workers of all ranks by name, between two steps. Returns the value of
         rank 0. Raises its error; ``RankError`` if not all ranks have one."""
-        answers = self._ranks.call("call", name, *args, timeout=self._ranks.options.hang_timeout)
+        answers = self._ranks.call("call", name, *args)
         value, failed = None, None
         try:
             value = self._own(self._worker.call, name, *args)
@@ -303,7 +252,7 @@ class WorkerGroup:
             failed = error
         for rank, report in enumerate(answers(), 1):
             if bool(report.kind) == (failed is None):
-                self._ranks.watch.fail(differing(name, rank, report, failed))
+                self._ranks.fail(differing(name, rank, report, failed))
                 self._ranks.raise_failure()
         if failed is not None:
             raise failed
@@ -311,7 +260,7 @@ class WorkerGroup:
 
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         """Call ``notify``, in any thread, if a rank fails; at once if one has."""
-        self._ranks.watch.on_failure(notify)
+        self._ranks.on_failure(notify)
 
     def shutdown(self) -> None:
         """Free the models and end the processes. A second call does nothing."""
@@ -319,7 +268,7 @@ class WorkerGroup:
             return
         self._is_closed = True
         with suppress(RankError):
-            self._ranks.call("shutdown", timeout=0.0)  # the end of the processes is awaited below
+            self._ranks.call("shutdown")  # the end of the processes is awaited below
         self._worker.shutdown()
         self._ranks.close()
 
@@ -332,7 +281,7 @@ class WorkerGroup:
             found = method(*args)
             self._worker.check()
         except Exception as error:
-            if isinstance(error, RankError) or self._ranks.ring.is_stopped:
+            if isinstance(error, RankError) or self._ranks.is_stopped:
                 self._ranks.raise_failure(error)
             raise
         self._ranks.check()
@@ -341,12 +290,12 @@ class WorkerGroup:
     def _on_all(self, name: str, *args: Any) -> tuple[Any, list[bytes]]:
         """Call a method on all ranks, during the start. Returns the value of rank 0 and those of
         the others. Raises the error of the lowest rank that has one."""
-        answers = self._ranks.call(name, *args, timeout=self._ranks.options.ready_timeout)
+        answers = self._ranks.call(name, *args, is_start=True)
         own = self._own(getattr(self._worker, name), *args)
         reports = answers()
         for rank, report in enumerate(reports, 1):
             if report.kind:
-                raise self._ranks.watch.start_error_of(rank, report)
+                raise self._ranks.start_error_of(rank, report)
         return own, [report.value for report in reports]
 
 

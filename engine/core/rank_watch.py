@@ -15,7 +15,7 @@ from engine.errors import ConfigError, EngineError, ModelError, RankError
 from engine.ipc.process import Child
 from engine.ipc.ring import RingWriter
 from engine.ipc.sockets import Waker
-from engine.worker.main import NUM_DONE, UNASKED, RankReport
+from engine.worker.rank import NUM_DONE, UNASKED, RankReport
 
 LOOK_SECONDS = 5.0  # at most, between two looks for ranks that hang
 CAUSE_SECONDS = 0.3  # in which the rank that failed first reports, after another one

@@ -14,7 +14,8 @@ from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import VISIBLE_GPUS, default_num_threads, interprets_cuda, visible_gpus
 from engine.config.model import ModelInfo
 from engine.config.pooling import PoolingSpec
-from engine.core.group import GroupOptions, Ranks, WorkerGroup
+from engine.core.group import WorkerGroup
+from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError, RankError
 from engine.observe.guard import Failures
 from engine.parallel.meeting import Meeting, Place

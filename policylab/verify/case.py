@@ -17,6 +17,14 @@ VOCAB_SIZE = 61
 WILD = "policylab.verify.wild.Wild"  # the policy that answers at random
 
 
+class RankFault(msgspec.Struct, frozen=True, array_like=True):
+    """What goes wrong in one of the further ranks, at which of its plans."""
+
+    kind: str
+    rank: int
+    plan: int
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The simulated engine of a case.
 
@@ -36,7 +44,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``snapshot_policy``: as the option ``state_snapshot_policy``.
 
     ``encoder_cache_size`` and ``whole_media``: of the resource "pictures". ``stores``: those of KV
-    blocks of the resource "tiers", see ``policylab.verify.tiers``."""
+    blocks of the resource "tiers", see ``policylab.verify.tiers``. ``ranks``: workers that compute
+    each step together, one of which fails as ``rank_fault`` says."""
 
     config: SchedulerConfig
     num_blocks: int
@@ -55,6 +64,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     encoder_cache_size: int = 0
     whole_media: bool = False
     stores: tuple[str, ...] = ()
+    ranks: int = 1
+    rank_fault: RankFault | None = None
 
     @property
     def has_halves(self) -> bool:

@@ -25,6 +25,7 @@ from policylab.verify.case import (
     Event,
     Jump,
     Pause,
+    RankFault,
     Reset,
     Setup,
     Wake,
@@ -34,6 +35,7 @@ from policylab.verify.draw_halves import with_halves
 from policylab.verify.draw_pictures import with_pictures
 from policylab.verify.draw_pooled import with_pooled
 from policylab.verify.draw_tiers import with_tiers
+from policylab.verify.ranks import FAULTS
 
 WILD_SNAPSHOTS = "policylab.verify.wild.WildSnapshots"
 WILD_CACHE = "policylab.verify.wild.WildCache"
@@ -42,6 +44,7 @@ CROWDED = 0.15  # share of engines with many running requests
 SHARES = {"adapters": 0.4}  # share of engines with a resource; 0.25 for any other
 STATEFUL = 0.3  # share of models with recurrent states
 RETENTIVE = 0.3  # share of engines with a cache policy
+PARALLEL = 0.25  # share of engines with several ranks, of those that may have them
 YEARS = 2.0**28  # seconds; a binary fraction like all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -61,7 +64,8 @@ def draw_case(
     case = with_tiers(draw_plain(seed, policy, options), seed)
     case = with_adapters(with_states(case, seed), seed)
     case = with_cache_policy(with_pictures(case, seed), seed)
-    return with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
+    case = with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
+    return with_ranks(case, seed)
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
@@ -99,6 +103,20 @@ def with_states(case: Case, seed: int) -> Case:
         snapshot_interval=rng.choice((0, 0, 0, 1, 2, 5)),
         snapshot_policy=rng.choice((*SNAPSHOT_POLICIES, WILD_SNAPSHOTS)),
     )
+    return msgspec.structs.replace(case, setup=setup)
+
+
+def with_ranks(case: Case, seed: int) -> Case:
+    """The case, with several ranks for a part of the seeds, one of which may fail. Not with
+    simulated stores, adapters and pictures, which are of one worker."""
+    rng = Random(f"ranks of {seed}")
+    is_simple = not {"tiers", "adapters", "pictures"} & case.setup.needs.keys()
+    if rng.random() >= PARALLEL or not is_simple:
+        return case
+    ranks, fault = rng.choice((2, 2, 3)), None
+    if rng.random() < 0.3:
+        fault = RankFault(rng.choice(FAULTS), rng.randrange(1, ranks), rng.randint(1, 40))
+    setup = msgspec.structs.replace(case.setup, ranks=ranks, rank_fault=fault)
     return msgspec.structs.replace(case, setup=setup)
 
 

@@ -116,6 +116,9 @@ class FakeExecutor:
         """Always raises ``ConfigError``: this worker has no methods to call."""
         raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
 
+    def check(self) -> None:
+        """Nothing to notice of other ranks."""
+
     def shutdown(self) -> None:
         """Nothing to release."""
 

@@ -7,10 +7,12 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from engine.config.kv_groups import FULL, Group, window_blocks
-from engine.errors import RefusedError, RequestError
+from engine.core.engine_core import Executor
+from engine.core.group import WorkerGroup
+from engine.errors import RankError, RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.kv_transfer.awaited import seconds_of
 from engine.messages.requests import AddRequest
@@ -54,9 +56,17 @@ from policylab.verify.halves import (
 from policylab.verify.invariants import CacheTruth, Invariants, check_stats
 from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.pictures import Pictures
+from policylab.verify.ranks import LocalRanks
 from policylab.verify.tiers import SimulatedTiers
 
 SLACK_STEPS = 100
+
+
+def loses_some(step: int, index: int) -> bool:
+    """True if a snapshot of states cannot be saved in this step."""
+    return step % 9 == index % 4
+
+
 KINDS: dict[str, type[Need]] = {**NEEDS, Adapters.name: Adapters}
 
 
@@ -116,6 +126,7 @@ class Simulation:
         )
         self.counts = DraftCounts()
         self.needs = [self._make_need(name) for name in setup.needs]
+        self._kept: dict[tuple[Any, ...], Any] = {}  # what the first rank has read, by request
         if self.adapters is not None:
             self.clients.adapter_may_fail = self.adapters.may_fail
         if self.tiers is not None:
@@ -128,15 +139,23 @@ class Simulation:
             setup.block_size,
             vocab_size=setup.num_tokens_used,
             windows=setup.windows,
-            content=self.clients.content,
-            fail=self._fail,
+            content=self.clients.content if setup.ranks == 1 else self._kept_content,
+            fail=self._fail if setup.ranks == 1 else self._kept_fail,
         )
         if self.tiers is not None:
             self.tiers.copies.kv = self.worker.kv
             self.worker.carry_out = self.tiers.copies.carry_out
             self.worker.begin_loads = self.tiers.copies.begin_loads
         if setup.snapshot_blocks:
-            self.worker.keep_states(most_drafts(setup), lambda step, index: step % 9 == index % 4)
+            self.worker.keep_states(most_drafts(setup), loses_some)
+        self.ranks = LocalRanks(
+            [self._make_rank(setup) for _ in range(1, setup.ranks)],
+            Random(setup.seed),
+            setup.rank_fault,
+        )
+        self.executor: Executor[Any] = self.worker
+        if setup.ranks > 1:
+            self.executor = WorkerGroup(cast(Any, self.worker), self.ranks)
         if worker_proposes(setup):
             self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
         if setup.seed % 4 < 2:  # with defaults it would not decide within such short runs
@@ -158,13 +177,28 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> CaseOutcome:
-        """Apply all events of the case, then run steps until the remaining requests have ended."""
+        """Apply all events of the case, then run steps until the remaining requests have ended. If
+        one of the ranks is to fail, that ends the run."""
+        try:
+            return self._run()
+        except RankError:
+            if self.case.setup.rank_fault is None:
+                raise
+            return self.outcome
+
+    def _run(self) -> CaseOutcome:
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
                 self.happen(events.popleft())
             self._move()
         self.drain()
+        assert not self.ranks.must_be_found, f"{self.case.setup.rank_fault} was not found"
+        return self.outcome
+
+    @property
+    def outcome(self) -> CaseOutcome:
+        """The result so far."""
         return CaseOutcome(
             self.num_steps,
             self.clients.num_accepted,
@@ -315,7 +349,7 @@ class Simulation:
         check_wishes_for_drafts(scheduler, plan, max_drafts(self.case.setup))
         if plan.is_empty:
             return False
-        result = self.worker.launch(plan)
+        result = self.executor.launch(plan)
         result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
         self.planned.seconds += result.seconds
         if plan.num_tokens:  # others send no changes of block tables, e.g. one that frees outputs
@@ -328,7 +362,7 @@ class Simulation:
         """Collect the result of the oldest step in flight and apply it to the scheduler."""
         self._draw_if_alone()
         plan, result = self._flight.popleft()
-        collected = self.worker.collect(result)
+        collected = self.executor.collect(result)
         if max_drafts(self.case.setup):
             self.counts.add(plan, collected)
         outputs = self.scheduler.update_from_output(plan, collected)
@@ -404,6 +438,34 @@ class Simulation:
         media = None if self.pictures is None else self.pictures.device.reason(new, upto)
         return self.clients.fail(new, upto) or media
 
+    def _kept_content(self, new: NewSeq) -> list[int]:
+        key = (new.request_id, new.seed, tuple(new.token_ids))
+        if key not in self._kept:
+            self._kept[key] = self.clients.content(new)
+        return list(self._kept[key])
+
+    def _kept_fail(self, new: NewSeq, upto: int) -> str | None:
+        key = (new.request_id, new.seed, tuple(new.token_ids), upto)
+        if key not in self._kept:
+            self._kept[key] = self._fail(new, upto)
+        found: str | None = self._kept[key]
+        return found
+
+    def _make_rank(self, setup: Setup) -> DigestWorker:
+        """The worker of a further rank. It reads what the first rank has read, even if it is late
+        and the request has ended meanwhile."""
+        worker = (LateWorker if setup.seed % 2 else DigestWorker)(
+            setup.num_blocks,
+            setup.block_size,
+            vocab_size=setup.num_tokens_used,
+            windows=setup.windows,
+            content=self._kept_content,
+            fail=self._kept_fail,
+        )
+        if setup.snapshot_blocks:
+            worker.keep_states(most_drafts(setup), loses_some)
+        return worker
+
     def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:
         if make is not None:
             return make(setup)
@@ -417,8 +479,8 @@ class Simulation:
             self._is_undrawn = False
             assert plan.masks is not None
             if plan.masks.ahead is not None:
-                plan.masks.drawn = self.worker.preview(result)
-            self.worker.sample(result, self.scheduler.masks(plan))
+                plan.masks.drawn = self.executor.preview(result)
+            self.executor.sample(result, self.scheduler.masks(plan))
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:
         config = setup.config

@@ -27,6 +27,7 @@ RETENTION = "kv/retention.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
+GROUP, RANK = "core/group.py", "worker/rank.py"
 TIERS, PROMOTIONS = "kv_transfer/tiers.py", "kv/promotions.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
@@ -751,5 +752,36 @@ CANARIES = (
         TIERS,
         "        self._found.pop(req.arrival, None)\n",
         "",
+    ),
+    # ranks
+    Canary(
+        "trust what the other ranks have computed",
+        GROUP,
+        "        if found != own:\n",
+        "        if not found:\n",
+    ),
+    Canary(
+        "compare results with those of the step before",
+        GROUP,
+        "        self._own[self._num_results % NUM_RESULTS] = own\n",
+        "        self._own[(self._num_results - 1) % NUM_RESULTS] = own\n",
+    ),
+    Canary(
+        "let a rank be late for ever",
+        GROUP,
+        "self._num_results - number < MOST_LATE",
+        "number",
+    ),
+    Canary(
+        "collect the newest step of another rank",
+        RANK,
+        "self._worker.collect(self._launched.popleft())",
+        "self._worker.collect(self._launched.pop())",
+    ),
+    Canary(
+        "keep the columns of an older plan",
+        "ipc/plan_stream.py",
+        "            kept = sum(1 << COLUMNS.index(name) for name in same)\n",
+        '            kept = sum(1 << COLUMNS.index(name) for name in [*same, "starts"])\n',
     ),
 )

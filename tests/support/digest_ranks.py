@@ -12,8 +12,9 @@ from typing import Any
 
 from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig
-from engine.core.group import GroupOptions, Ranks, WorkerGroup
+from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
+from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
 from policylab.verify.fake import DigestWorker, LateWorker

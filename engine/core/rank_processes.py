@@ -1,0 +1,134 @@
+"""The processes of the ranks of a group, other than rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import msgspec
+
+from engine.core.rank_watch import RankWatch
+from engine.errors import RankError
+from engine.ipc.process import NO_VALUES, Child
+from engine.ipc.ring import RingWriter, Stopped
+from engine.worker.main import serve_rank
+from engine.worker.rank import CALL, RankReport, RankWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How the ranks of a group are started and watched."""
+
+    name: str = ""
+    """Put before the names of ranks in log lines, such as ``core 1``."""
+    log_level: str = "info"
+    ready_timeout: float = 600.0
+    """Seconds that a rank may take to load or to allocate."""
+    hang_timeout: float = 300.0
+    """Seconds that a rank may take for a step."""
+    environments: Sequence[Mapping[str, str]] = ()
+    """Variables for the processes of ranks 1, 2, ...; (): none."""
+
+
+class Ranks:
+    """The processes of ranks 1, 2, ..., the ring to them, and the thread that watches them.
+
+    makes: a function for each, which makes its worker in its process. Raises ``OSError`` on a
+    system without anonymous shared memory, ``EngineDeadError`` if a process cannot be started."""
+
+    def __init__(self, makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> None:
+        self.options = options
+        self.at_end: Callable[[], object] = lambda: None
+        """Called when the processes have ended."""
+        self.ring = RingWriter(len(makes))
+        self.children: list[Child] = []
+        environments = options.environments or [NO_VALUES] * len(makes)
+        try:
+            for index, (make, values) in enumerate(zip(makes, environments, strict=True)):
+                self.children.append(self._start(index + 1, make, values))
+        except BaseException:
+            self._end()
+            raise
+        self.watch = RankWatch(self.ring, self.children, options.hang_timeout)
+        self._num_calls = 0
+        # At exit the thread must end before the children, whose lines it reads.
+        self._unwatch = weakref.finalize(self, self.watch.close)
+        self._unwatch.atexit = False
+        atexit.register(self._unwatch)
+
+    def __len__(self) -> int:
+        return len(self.children)
+
+    def send(self, *parts: bytes) -> None:
+        """Let all of these ranks carry out something. Raises ``RankError`` if the group has
+        stopped."""
+        try:
+            self.ring.send(*parts)
+        except Stopped:
+            self.raise_failure()
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self.children]
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.ring.is_stopped
+
+    def reported(self, index: int, word: int) -> int:
+        return self.ring.reported(index, word)
+
+    def fail(self, error: RankError) -> None:
+        self.watch.fail(error)
+
+    def start_error_of(self, rank: int, report: RankReport) -> Exception:
+        return self.watch.start_error_of(rank, report)
+
+    def on_failure(self, notify: Callable[[RankError], object]) -> None:
+        self.watch.on_failure(notify)
+
+    def call(self, name: str, *args: Any, is_start: bool = False) -> Callable[[], list[RankReport]]:
+        self.send(CALL, msgspec.msgpack.encode([name, args]))
+        number = self._num_calls
+        self._num_calls += 1
+        limit = self.options.ready_timeout if is_start else self.options.hang_timeout
+        return partial(self.watch.answers, number, name, limit)
+
+    def check(self) -> None:
+        """Raise ``RankError`` if the group has stopped."""
+        if self.ring.is_stopped:
+            self.raise_failure()
+
+    def raise_failure(self, error: Exception | None = None) -> NoReturn:
+        """Raise the error that has stopped the group. error: what rank 0 has noticed of it."""
+        known = self.watch.failure()
+        if known is None:
+            known = error if isinstance(error, RankError) else RankError("the group has stopped")
+            self.watch.fail(known)
+        raise known
+
+    def close(self) -> None:
+        """End the processes. May be repeated."""
+        atexit.unregister(self._unwatch)
+        self._unwatch()
+        self._end()
+
+    def _end(self) -> None:
+        for child in self.children:
+            if self.ring.is_stopped:
+                child.kill()
+            child.request_end()
+        for child in self.children:
+            child.close()
+        self.ring.close()
+        self.at_end()
+
+    def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
+        options = self.options
+        name = f"{options.name} rank {rank}".strip()
+        arguments = (self.ring.handle, rank, make, options.log_level, name)
+        return Child(name, serve_rank, *arguments, environment=values)
