@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -96,9 +97,8 @@ def test_tokens_are_the_same_as_with_one_engine(
 def test_what_a_faulty_connection_does_not_bring_is_computed(
     fault: str, start: Callable[..., LLMEngine], right: list[list[int]]
 ) -> None:
-    port = free_port()
-    producer = start("producer", port=port)
-    consumer = start("consumer", extra={"shares_memory": False})
+    port, extra = free_port(), {"shares_memory": False, "timeout": 0.3}
+    producer, consumer = start("producer", port=port), start("consumer", extra=extra)
     given = prefill(producer, PROMPTS)
     with relay(port, fault, 30_000) as address:
         through = {"remote_port": int(address.rpartition(":")[2])}
@@ -110,14 +110,22 @@ def test_what_a_faulty_connection_does_not_bring_is_computed(
 
 
 def test_prompts_are_computed_if_their_blocks_are_not_to_be_had(
-    start: Callable[..., LLMEngine], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., LLMEngine],
+    right: list[list[int]],
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No engine is there, one of another model, one with another secret; then a right one."""
+    """No engine is there, one of a model that was trained on, one with another secret; then a right
+    one."""
     nowhere = {"do_remote_prefill": True, "remote_host": "localhost", "remote_port": free_port()}
     consumer = start("consumer")
     outs = decode(consumer, PROMPTS[:1], [nowhere], GREEDY)
     assert tokens_of(outs) == right[:1] and outs[0].num_cached_tokens == 0
-    other = start("producer", port=free_port(), dtype="bfloat16")
+    trained = shutil.copytree(tiny_models.path("llama"), tmp_path / "trained")
+    weights = trained / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    other = start("producer", port=free_port(), model=str(trained))
     outs = decode(consumer, PROMPTS[1:2], prefill(other, PROMPTS[1:2]), GREEDY)
     assert tokens_of(outs) == right[1:2] and outs[0].num_cached_tokens == 0
     assert counters(consumer)["peer.refused"] == 1

@@ -58,7 +58,7 @@ def test_random_faults_never_change_tokens(
     options = {"max_model_len": 256, "cost_profile": slow_profile(tmp_path / "slow.json")}
     threads = set(threading.enumerate())
     sending = {**options, "kv_offloading_size": 0.01, "kv_transfer_config": peers("both", port)}
-    getting = {**options, "kv_transfer_config": peers("consumer", shares_memory=False)}
+    getting = {**options, "kv_transfer_config": peers("consumer", shares_memory=False, timeout=0.3)}
     getting |= {"num_kv_blocks": NUM_POOL[family], "max_num_batched_tokens": 64}
     with (
         engine_for(path, max_model_len=256) as alone,

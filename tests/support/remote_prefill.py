@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from engine import LLMEngine, RequestOutput, SamplingParams
+from engine.kv_transfer.peers.options import MOST_SECONDS
 from support.patience import WAIT_SECONDS
 
 SECRET = "a secret that these engines share"
@@ -21,13 +22,13 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=
 
 
 def peers(role: str, port: int = 14579, **extra: Any) -> dict[str, Any]:
-    """The option ``kv_transfer_config`` of an engine with this role."""
+    """The option ``kv_transfer_config`` of an engine with this role, which is patient."""
     return {
         "kv_connector": "peers",
         "kv_role": f"kv_{role}",
         "kv_ip": "127.0.0.1",
         "kv_port": port,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"timeout": MOST_SECONDS, **extra},
     }
 
 

@@ -14,9 +14,12 @@ from engine.config.core import CoreConfig
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
+from engine.kv_transfer import store_thread
 from engine.kv_transfer.opening import GIB, PlannedStores, content_digest
 from engine.kv_transfer.params import read_params
-from engine.kv_transfer.peers.options import PeerOptions, peer_options
+from engine.kv_transfer.peers.messages import MAX_BLOCK_BYTES, Pace
+from engine.kv_transfer.peers.options import MOST_SECONDS, PeerOptions, peer_options
+from engine.kv_transfer.store_thread import BATCH_BYTES
 
 SECRET = "a secret of some length"
 
@@ -50,6 +53,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (with_extra(allowed=["10.0.0.5/8"]), "allowed has '10.0.0.5/8', must be"),
     (with_extra(allowed=[3.5]), "allowed has 3.5, must be"),
     (with_extra(transport="rdma"), "transport is 'rdma', must be one of tcp, mooncake"),
+    (with_extra(timeout=0), "timeout is 0, must be a number of seconds above 0 and at most 1.5"),
+    (with_extra(timeout=2.5), "timeout is 2.5, must be"),
+    (with_extra(timeout="1"), "timeout is '1', must be"),
+    (with_extra(timeout=float("nan")), "timeout is nan, must be"),
     (with_extra(shares_memory=1), "shares_memory is 1, must be True or False"),
 ]
 
@@ -98,6 +105,11 @@ def test_names_of_other_engines_are_accepted() -> None:
     assert read_params(given).remote == read_params({}).remote
     nulls = dict.fromkeys(["do_remote_prefill", "remote_host", "remote_port", "remote_block_ids"])
     assert not read_params({**nulls, "do_remote_decode": False}).remote.sends
+
+
+def test_a_read_ends_before_nothing_waits_for_it() -> None:
+    num_bytes, seconds = max(BATCH_BYTES, MAX_BLOCK_BYTES), MOST_SECONDS
+    assert seconds + Pace(grace_seconds=seconds).seconds(num_bytes) < store_thread.MOST_SECONDS
 
 
 def test_copies_of_a_model_have_the_same_digest(tmp_path: Path) -> None:

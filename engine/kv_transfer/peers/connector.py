@@ -13,10 +13,6 @@ from engine.kv_transfer.peers.server import BlockServer
 from engine.kv_transfer.peers.transports import Transport
 from engine.kv_transfer.stores import BlockStore, Rows, StoreIdentity
 
-LIMITS = PeerLimits(pace=Pace(grace_seconds=1.0), join_seconds=1.0)
-"""With ``WAIT_SECONDS``, a read of the blocks that are copied at once ends before nothing waits for
-it any longer (``engine.kv_transfer.store_thread``)."""
-WAIT_SECONDS = 1.0  # for blocks that the other engine has computed and not yet stored
 NUM_THREADS = 4  # loads at the same time, so that a slow engine does not hold up all others
 
 
@@ -41,19 +37,23 @@ class PeerConnector:
 
     def open(self, identity: StoreIdentity) -> ConnectedStore:
         """The store of blocks that other engines have. Raises ``ConfigError``."""
+        seconds = self.options.timeout
+        # A read of the blocks that are copied at once must end before nothing waits for it any
+        # longer (``engine.kv_transfer.store_thread``).
+        limits = PeerLimits(pace=Pace(grace_seconds=seconds), join_seconds=seconds)
         self._store = ConnectedStore(
             identity,
             secret=self._secret,
             shares_memory=self.options.shares_memory,
             transport=self._open_transport(),
-            limits=LIMITS,
+            limits=limits,
         )
         return self._store
 
     def announce(self, address: str, keys: Sequence[bytes]) -> None:
         """Expect these blocks at an address."""
         if self._store is not None and keys:
-            self._store.announce(address, keys, WAIT_SECONDS)
+            self._store.announce(address, keys, self.options.timeout)
 
     def _open_transport(self) -> Transport | None:
         options = self.options

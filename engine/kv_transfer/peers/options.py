@@ -13,7 +13,8 @@ from engine.ipc.address import MIN_SECRET_CHARS, TCP
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 14579
 MOST_PORT = 65534
-EXTRA = ("allowed", "shares_memory", "transport", "protocol", "device")
+DEFAULT_SECONDS, MOST_SECONDS = 1.0, 1.5
+EXTRA = ("allowed", "timeout", "shares_memory", "transport", "protocol", "device")
 TRANSPORTS = ("tcp", "mooncake")
 LOOPBACK = IPv4Network("127.0.0.0/8")
 OPTION = "kv_transfer_config"
@@ -28,15 +29,17 @@ class Allowed(NamedTuple):
 
 class PeerOptions(NamedTuple):
     """``host``, ``port``: where this engine serves its blocks. ``allowed``: from where it reads
-    blocks, besides this machine. ``shares_memory``: read those of engines on this machine through
-    shared memory. ``transport``: "tcp" or "mooncake"; ``protocol``, ``device``: as Mooncake names
-    them."""
+    blocks, besides this machine. ``timeout``: seconds for a connection, until the other engine has
+    stored its blocks, and for a transfer besides its bytes. ``shares_memory``: read blocks of
+    engines on this machine through shared memory. ``transport``: "tcp" or "mooncake"; ``protocol``,
+    ``device``: as Mooncake names them."""
 
     role: str = "kv_both"
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     engine_id: str = ""
     allowed: tuple[Allowed, ...] = ()
+    timeout: float = DEFAULT_SECONDS
     shares_memory: bool = True
     transport: str = "tcp"
     protocol: str = "tcp"
@@ -89,31 +92,40 @@ def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerO
     engine_id = options.get("engine_id") or f"{ip}:{port + rank}"
     if not isinstance(engine_id, str):
         raise ConfigError(f"{OPTION}: engine_id is {engine_id!r:.80}, must be a string")
-    extra = options.get("kv_connector_extra_config") or {}
+    own = PeerOptions(options.get("kv_role", "kv_both"), str(ip), port + rank, engine_id)
+    return _with_extra(own, options.get("kv_connector_extra_config") or {})
+
+
+def _with_extra(own: PeerOptions, extra: Mapping[str, Any]) -> PeerOptions:
+    """The options with those of ``kv_connector_extra_config``. Raises ``ConfigError``."""
     if unknown := [name for name in extra if name not in EXTRA]:
         raise ConfigError(
             f"{OPTION}: kv_connector_extra_config has {', '.join(map(repr, unknown))}, which "
             f"{PEERS!r} does not know; it takes {', '.join(EXTRA)}"
         )
+    timeout = extra.get("timeout", own.timeout)
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not 0.0 < timeout <= MOST_SECONDS:
+        raise ConfigError(
+            f"{OPTION}: timeout is {timeout!r:.80}, must be a number of seconds above 0 and at "
+            f"most {MOST_SECONDS:g}"
+        )
     if not isinstance(shares_memory := extra.get("shares_memory", True), bool):
         raise ConfigError(
             f"{OPTION}: shares_memory is {shares_memory!r:.80}, must be True or False"
         )
-    transport = extra.get("transport", "tcp")
+    transport = extra.get("transport", own.transport)
     if transport not in TRANSPORTS:
         raise ConfigError(
             f"{OPTION}: transport is {transport!r:.80}, must be one of {', '.join(TRANSPORTS)}"
         )
-    return PeerOptions(
-        options.get("kv_role", "kv_both"),
-        str(ip),
-        port + rank,
-        engine_id,
-        _allowed(extra.get("allowed", [])),
-        shares_memory,
-        transport,
-        str(extra.get("protocol", "tcp")),
-        str(extra.get("device", "")),
+    return own._replace(
+        allowed=_allowed(extra.get("allowed", [])),
+        timeout=float(timeout),
+        shares_memory=shares_memory,
+        transport=transport,
+        protocol=str(extra.get("protocol", own.protocol)),
+        device=str(extra.get("device", own.device)),
     )
 
 
