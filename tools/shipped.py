@@ -65,6 +65,7 @@ OTHERS = (
     "penalties",
     "quant",
     "sampling",
+    "sampling_parts",
     "scan_chunks",
     "selective_scan",
     "states",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.sample.edits import SamplingSpec
 
 WORD = 32  # tokens in one word of a mask
+GPU_STEPS = 100  # steps on a GPU after which the noise of the ranks is compared
 T = TypeVar("T", bound=np.signedinteger)
 
 
@@ -91,14 +92,18 @@ class Vocabulary:
 class PartOfVocabulary(Vocabulary):
     """The part of the vocabulary that a rank has."""
 
-    def __init__(self, parts: Sequence[range], ranks: Collectives) -> None:
-        """parts: the tokens of each rank, adjacent."""
+    def __init__(
+        self, parts: Sequence[range], ranks: Collectives, differs: torch.Tensor | None = None
+    ) -> None:
+        """parts: the tokens of each rank, adjacent; differs: a zero [1] int64 on the device, which
+        becomes 1 once ranks have drawn from other noise."""
         super().__init__(parts[-1].stop)
         self.parts = parts
         self.ranks = ranks
         self.mine = parts[ranks.rank]
         self.width = len(self.mine)
-        self._differs = torch.zeros(1, dtype=torch.int64)  # 1 once ranks have used other noise
+        self._differs = torch.zeros(1, dtype=torch.int64) if differs is None else differs
+        self._num_checks = 0
 
     def spec(self, spec: SamplingSpec) -> SamplingSpec:
         first, edits = (
@@ -151,7 +156,7 @@ class PartOfVocabulary(Vocabulary):
     def draw(
         self, rows: Rows, columns: SamplingColumns, masks: Masks | None, *, truncates: bool
     ) -> torch.Tensor:
-        if truncates or not rows.logits.is_cpu:
+        if truncates:
             whole = rows._replace(logits=self.whole(rows.logits))
             hold(whole)
             return super().draw(whole, columns, masks, truncates=truncates)
@@ -162,6 +167,10 @@ class PartOfVocabulary(Vocabulary):
         return on_slots.best_of_parts(found, self._differs)
 
     def check(self) -> None:
+        # The host waits for a GPU to read from it.
+        self._num_checks += 1
+        if not self._differs.is_cpu and self._num_checks % GPU_STEPS:
+            return
         if self._differs[0]:
             raise RankError(
                 f"rank {self.ranks.rank} has drawn a token with the noise of another seed or "
@@ -169,11 +178,13 @@ class PartOfVocabulary(Vocabulary):
             )
 
 
-def vocabulary_of(model: object, size: int) -> Vocabulary:
-    """What the sampler of a model with ``size`` tokens reads."""
+def vocabulary_of(
+    model: object, size: int, zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+) -> Vocabulary:
+    """What the sampler of a model with ``size`` tokens reads. zeros: allocates on the device."""
     output = getattr(model, "output", None)
     if not isinstance(output, PartOfOutput):
         return Vocabulary(size)
-    part = PartOfVocabulary(output.parts, output.ranks)
+    part = PartOfVocabulary(output.parts, output.ranks, zeros((1,), torch.int64))
     part.part_logits = output.part
     return part

@@ -494,7 +494,7 @@ def make_machine(
         sampler=Sampler(
             platform.upload,
             slots.tables,
-            vocabulary_of(model, model.vocab_size),
+            vocabulary_of(model, model.vocab_size, platform.zeros),
             config.logits_processors,
         ),
         batches=Batches(

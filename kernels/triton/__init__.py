@@ -21,6 +21,7 @@ from kernels.triton.norm import add_rms_norm, grouped_gated_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample, sample_allowed
+from kernels.triton.sampling_parts import best_of_parts, sample_part
 from kernels.triton.selective_scan import channel_scan, head_scan
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "apply_edits",
     "apply_gate",
     "are_sound",
+    "best_of_parts",
     "causal_conv",
     "channel_scan",
     "choose_tokens",
@@ -60,6 +62,7 @@ __all__ = [
     "rms_norm",
     "sample",
     "sample_allowed",
+    "sample_part",
     "seat",
     "token_logprobs",
     "weight_only_product",

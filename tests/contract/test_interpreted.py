@@ -8,7 +8,7 @@ from support import triton_interpreter
 def test_kernels_agree_with_the_reference() -> None:
     names = ("attention", "shares", "kv_write", "kv_pool", "pointwise", "moe", "index", "states")
     more = ("logits", "quant", "gemv", "sampling", "causal_conv", "selective_scan", "delta_rule")
-    last = ("low_rank",)
+    last = ("low_rank", "sampling_parts")
     triton_interpreter.check(*(f"test_{name}.py" for name in (*names, *more, *last)))
 
 

@@ -24,6 +24,7 @@ MODULES = (
     "layer_norms",
     "activation",
     "sampling",
+    "sampling_parts",
     "penalties",
     "bitmask",
     "logprobs",
