@@ -153,6 +153,25 @@ class Checkpoint:
             self._fill(stored.file, stored.offset, out.view(-1))
         return out
 
+    def entries(self, name: str, ranges: Sequence[range]) -> torch.Tensor:
+        """Read ranges of a tensor of at most two dimensions along each of them, without
+        conversion."""
+        stored = self.tensors[name]
+        if len(ranges) != 2 or not all(stored.shape):
+            whole = self.tensor(name)
+            return whole[tuple(slice(one.start, one.stop) for one in ranges)].contiguous()
+        rows, columns = ranges
+        out = torch.empty((len(rows), len(columns)), dtype=STORED_DTYPES[stored.dtype])
+        size = out.element_size()
+        row_bytes = stored.shape[1] * size
+        mine = range(columns.start * size, columns.stop * size)
+        offset, data = stored.offset + rows.start * row_bytes, out.view(torch.uint8)
+        if len(mine) == row_bytes:
+            self._fill(stored.file, offset, out)
+        else:
+            self.read_bytes(stored.file, offset, row_bytes, mine, data)
+        return out
+
     def entry(self, name: str, index: int) -> torch.Tensor:
         """Read entry ``index`` of a tensor's first dimension without conversion."""
         stored = self.tensors[name]

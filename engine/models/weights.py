@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import lcm, prod
 from typing import Protocol, Self
@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import QuantizedWeight, StoredWeight, Weight, columns_of, stack
+from engine.layers.quantized import QuantizedWeight, StoredWeight, Weight, stack
 from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
@@ -145,18 +145,24 @@ class StoredWeights:
         is_module = self._modules is not None and self._modules.holds(part)
         return is_module or self._checkpoint.is_packed(part)
 
-    def _each(self, parts: Iterable[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
+    def _each(self, parts: Sequence[TargetPart], dtype: torch.dtype) -> list[StoredWeight]:
         """Read the parts of a target, in their quantised form if the checkpoint stores them so."""
-        read: dict[str, QuantizedWeight] = {}  # modules, of which parts may be some rows
+        read: dict[tuple[str, range], StoredWeight] = {}  # parts may be adjacent rows of a module
         found: list[StoredWeight] = []
         for part in parts:
             if self._modules is None or not self._modules.holds(part):
                 found.append(self._one(part, dtype))
                 continue
-            if part.name not in read:
-                read[part.name] = self._modules.read(part, dtype)
-            mine = read[part.name].rows(part.start // part.shape[-1], part.num_rows)
-            found.append(mine if part.columns is None else columns_of(mine, part.columns))
+            mine = rows_of(part)
+            others = [rows_of(one) for one in parts if one.name == part.name]
+            rows = next(one for one in merged(others) if one.start <= mine.start < one.stop)
+            if (part.name, rows) not in read:
+                read[part.name, rows] = self._modules.read(part, rows, dtype)
+            weight = read[part.name, rows]
+            if rows != mine:
+                assert isinstance(weight, QuantizedWeight), "a part with columns has all their rows"
+                weight = weight.rows(mine.start - rows.start, len(mine))
+            found.append(weight)
         return found
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> StoredWeight:
@@ -235,6 +241,23 @@ class StoredWeights:
             return True
         is_unread = any(pattern.search(name) for pattern in (DERIVED, self._unread))
         return is_unread or is_kv_scale(name)
+
+
+def rows_of(part: TargetPart) -> range:
+    """The rows of a matrix that a part has."""
+    first = part.start // part.shape[-1]
+    return range(first, first + part.num_rows)
+
+
+def merged(parts: Iterable[range]) -> list[range]:
+    """Ranges with the same members, of which none are adjacent."""
+    found: list[range] = []
+    for part in sorted(parts, key=lambda one: one.start):
+        if found and part.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, part.stop))
+        else:
+            found.append(part)
+    return found
 
 
 class RandomWeights:

@@ -13,6 +13,10 @@ from safetensors.torch import save_file
 from engine.errors import ConfigError
 from engine.models.checkpoint import LEAST_SEGMENT, Checkpoint
 from engine.models.families import FAMILIES
+from engine.models.quant.fields import Region
+from engine.models.quant.fp8 import Fp8
+from engine.models.quant.gptq import Gptq
+from engine.models.quant.modules import QuantizedModules
 from engine.models.sharding import DecoderSlice, Shard, check_size
 from engine.models.spec import DecoderSpec
 from engine.models.targets import Cut, Target, TargetPart, cut_target, targets, whole
@@ -159,3 +163,53 @@ def test_one_rank_has_the_whole() -> None:
     assert mine.spec is spec
     assert list(mine.targets()) == list(targets(spec))
     assert replace(mine).vocabulary == range(301)
+
+
+def test_a_region_of_packed_numbers_is_read_from_whole_entries() -> None:
+    fields = Gptq.of({"bits": 3, "group_size": 64}).fields("m", (64, 256))
+    mine = Region(range(40, 48), range(100, 130))
+    wide = mine.around(fields, (64, 256))
+    assert wide == (range(32, 64), range(64, 192))
+    qweight, qzeros, scales, order = (wide.of(one.axes, one.shapes[0]) for one in fields)
+    assert qweight == (range(6, 18), range(32, 64))  # 32 inputs of 3 bits are 3 entries
+    assert qzeros == (range(1, 3), range(3, 6))
+    assert scales == (range(1, 3), range(32, 64))
+    assert order == (range(64, 192),)
+
+
+def test_inputs_in_any_order_need_the_scales_of_all_groups() -> None:
+    fields = Gptq.of({"bits": 4, "group_size": 64, "desc_act": True}).fields("m", (64, 256))
+    mine = Region(range(8, 16), range(64, 128))
+    scales = next(one for one in fields if one.suffixes == ("scales",))
+    assert mine.around(fields, (64, 256)) == mine
+    assert mine.of(scales.axes, scales.shapes[0]) == (range(4), range(8, 16))
+
+
+def test_one_scale_is_that_of_every_part() -> None:
+    scale = Fp8.of({}).fields("m", (64, 256))[1]
+    mine = Region(range(8, 16), range(64, 128))
+    assert mine.of(scale.axes, ()) == () and mine.of(scale.axes, (1,)) == (range(1),)
+    assert mine.of(scale.axes, (64, 1)) == (range(8, 16), range(1))
+
+
+@pytest.mark.parametrize("columns", [None, range(2048, 4096)])
+def test_a_rank_reads_only_its_bytes_of_a_quantised_module(
+    tmp_path: Path, columns: range | None
+) -> None:
+    form, shape = Gptq.of({"bits": 4, "group_size": 128}), (4096, 4096)
+    tensors = {
+        f"m.{field.suffixes[0]}": torch.zeros(
+            field.shapes[0], dtype=torch.int32 if field.dtypes == ("I32",) else torch.float16
+        )
+        for field in form.fields("m", shape)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        modules = QuantizedModules(checkpoint, form)
+        part = whole("m.weight", *shape)._replace(columns=columns)
+        rows = range(2048, 4096) if columns is None else range(4096)
+        before = bytes_read()
+        read = modules.read(part, rows, torch.float32)
+        share = (bytes_read() - before) / sum(one.nbytes for one in tensors.values())
+    assert read.shape == (len(rows), 4096 if columns is None else 2048)
+    assert 0.49 < share < 0.51

@@ -14,13 +14,17 @@ import torch
 
 from engine.layers.quantized import QuantizedWeight
 from engine.models.quant.fields import (
+    IN,
     INTEGERS,
+    OUT,
     SCALES,
+    Axis,
     Field,
     as_bytes,
     check_multiple,
     choose,
     field_of,
+    group_axis,
     num_groups,
     size_of_group,
     unit_of,
@@ -51,10 +55,11 @@ class Awq:
         outputs, inputs = shape
         check_multiple(module, "outputs", outputs, IN_A_NUMBER)
         packed, groups = outputs // IN_A_NUMBER, num_groups(module, inputs, self._size(inputs))
+        by_group, eights = group_axis(self.group_size, inputs), Axis(0, IN_A_NUMBER)
         return (
-            Field(("qweight",), ((inputs, packed),), INTEGERS),
-            Field(("qzeros",), ((groups, packed),), INTEGERS),
-            Field(("scales",), ((groups, outputs),), SCALES),
+            Field(("qweight",), ((inputs, packed),), INTEGERS, axes=(IN, eights)),
+            Field(("qzeros",), ((groups, packed),), INTEGERS, axes=(by_group, eights)),
+            Field(("scales",), ((groups, outputs),), SCALES, axes=(by_group, OUT)),
         )
 
     def column_unit(self, module: str, shape: tuple[int, int]) -> int:

@@ -17,8 +17,12 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import QuantizedWeight
 from engine.models.quant.fields import (
+    FIXED,
+    IN,
     INTEGERS,
+    OUT,
     SCALES,
+    Axis,
     Field,
     Shape,
     by_block,
@@ -26,6 +30,7 @@ from engine.models.quant.fields import (
     check_groups,
     choose,
     field_of,
+    group_axis,
     num_groups,
     size_of_group,
     unit_of,
@@ -59,20 +64,30 @@ class Scheme:
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         outputs, inputs = shape
-        scales = Field(("weight_scale",), self._scale_shapes(module, shape), SCALES)
+        axes = self._scale_axes(inputs)
+        scales = Field(("weight_scale",), self._scale_shapes(module, shape), SCALES, axes=axes)
         if self.kind == "float":
             calibrated = Field(("input_scale",), ONE, SCALES, is_optional=not self.has_input_scale)
-            return Field(("weight",), (shape,), FLOATS), scales, calibrated
-        numbers, zeros = Field(("weight",), (shape,), BYTES), (scales.shapes, BYTES)
+            return Field(("weight",), (shape,), FLOATS, axes=(OUT, IN)), scales, calibrated
+        numbers = Field(("weight",), (shape,), BYTES, axes=(OUT, IN))
+        zeros = Field(("weight_zero_point",), scales.shapes, BYTES, self.is_symmetric, axes)
         if self.kind == "packed":
             in_a_number = 32 // self.bits
             packed = (outputs, -(-inputs // in_a_number))
             zero_shape = (-(-outputs // in_a_number), scales.shapes[0][1])
-            numbers = Field(("weight_packed",), (packed,), INTEGERS)
-            zeros = ((zero_shape,), INTEGERS)
-        order = Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted)
-        zero_point = Field(("weight_zero_point",), *zeros, is_optional=self.is_symmetric)
-        return numbers, scales, zero_point, order
+            some = Axis(1, in_a_number)
+            numbers = Field(("weight_packed",), (packed,), INTEGERS, axes=(OUT, some))
+            by_number = (Axis(0, in_a_number), axes[1])
+            zeros = zeros._replace(shapes=(zero_shape,), dtypes=INTEGERS, axes=by_number)
+        is_optional = not self.is_sorted
+        order = Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional, (IN,))
+        return numbers, scales, zeros, order
+
+    def _scale_axes(self, inputs: int) -> tuple[Axis, Axis]:
+        if self.block is not None:
+            return Axis(0, self.block[0]), Axis(1, self.block[1])
+        # Any input may be in any group if they are sorted.
+        return OUT, FIXED if self.is_sorted else group_axis(self.group_size, inputs)
 
     def column_unit(self, shape: tuple[int, int]) -> int:
         return unit_of(self.group_size if self.block is None else self.block[1], shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,19 @@ INTEGERS = ("I32",)
 SCALES = ("F16", "BF16", "F32")
 
 
+class Axis(NamedTuple):
+    """What an axis of a stored tensor is: ``entries`` entries for each ``per`` outputs (``dim`` 0)
+    or inputs (``dim`` 1) of the matrix. An axis with a single entry has it for all of them."""
+
+    dim: int
+    per: int = 1
+    entries: int = 1
+
+
+OUT, IN = Axis(0), Axis(1)
+FIXED = Axis(-1)  # has nothing to do with outputs and inputs
+
+
 class Field(NamedTuple):
     """One of the tensors that store a module's weight."""
 
@@ -23,6 +37,38 @@ class Field(NamedTuple):
     shapes: tuple[Shape, ...]  # accepted shapes
     dtypes: tuple[str, ...]  # accepted types, by their names in safetensors
     is_optional: bool = False
+    axes: tuple[Axis, ...] = ()  # of the first shape; of others as many as they have
+
+
+class Region(NamedTuple):
+    """Some outputs and inputs of a matrix."""
+
+    rows: range
+    columns: range
+
+    def around(self, fields: Sequence[Field], shape: tuple[int, int]) -> Region:
+        """The smallest region with this one whose numbers are stored in whole entries. shape: of
+        the matrix."""
+        units = [1, 1]
+        for axis in (axis for field in fields for axis in field.axes if axis.dim >= 0):
+            units[axis.dim] = lcm(units[axis.dim], axis.per)
+        wide = [
+            range(part.start // unit * unit, min(-(-part.stop // unit) * unit, size))
+            for part, unit, size in zip(self, units, shape, strict=True)
+        ]
+        return Region(*wide)
+
+    def of(self, axes: Sequence[Axis], shape: Shape) -> tuple[range, ...]:
+        """The entries of a stored tensor along each of its axes. shape: of the tensor."""
+        found = []
+        for axis, size in zip(axes, shape, strict=False):
+            part = range(size)
+            if axis.dim >= 0 and size > 1:
+                mine = self[axis.dim]
+                first = mine.start // axis.per * axis.entries
+                part = range(first, min(-(-mine.stop // axis.per) * axis.entries, size))
+            found.append(part)
+        return tuple(found) or tuple(range(size) for size in shape)
 
 
 class Format(Protocol):
@@ -81,6 +127,11 @@ def num_groups(module: str, num_inputs: int, group_size: int) -> int:
             f"{group_size}"
         )
     return num_inputs // group_size
+
+
+def group_axis(group_size: int, num_inputs: int) -> Axis:
+    """The axis of groups of inputs; see ``unit_of``."""
+    return FIXED if group_size in (-1, num_inputs) else Axis(1, group_size)
 
 
 def unit_of(group_size: int, num_inputs: int) -> int:

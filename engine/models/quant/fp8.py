@@ -16,7 +16,11 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import QuantizedWeight
 from engine.models.quant.fields import (
+    FIXED,
+    IN,
+    OUT,
     SCALES,
+    Axis,
     Field,
     Shape,
     by_block,
@@ -49,9 +53,10 @@ class Fp8:
         return cls(block_of(field_of(config, "weight_block_size")), scheme == "static")
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        scales, axes = scale_shapes(shape, self.block), scale_axes(self.block)
         return (
-            Field(("weight",), (shape,), FLOATS),
-            Field(("weight_scale_inv", "weight_scale"), scale_shapes(shape, self.block), SCALES),
+            Field(("weight",), (shape,), FLOATS, axes=(OUT, IN)),
+            Field(("weight_scale_inv", "weight_scale"), scales, SCALES, axes=axes),
             Field(
                 ("input_scale", "activation_scale"),
                 ONE,
@@ -95,6 +100,10 @@ def block_of(given: Any) -> tuple[int, int] | None:
     if min(given) < 1:
         raise ModelError(f"its quantization has weight_block_size {given}, must be at least 1")
     return given[0], given[1]
+
+
+def scale_axes(block: tuple[int, int] | None) -> tuple[Axis, ...]:
+    return (OUT, FIXED) if block is None else (Axis(0, block[0]), Axis(1, block[1]))
 
 
 def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[Shape, ...]:

@@ -18,13 +18,18 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import QuantizedWeight
 from engine.models.quant.fields import (
+    FIXED,
+    IN,
     INTEGERS,
+    OUT,
     SCALES,
+    Axis,
     Field,
     check_groups,
     check_multiple,
     choose,
     field_of,
+    group_axis,
     size_of_group,
     unit_of,
     unpack_integers,
@@ -68,11 +73,16 @@ class Gptq:
         together, groups = 32 // gcd(32, self.bits), -(-inputs // self._size(inputs))
         check_multiple(module, "inputs", inputs, together)
         check_multiple(module, "outputs", outputs, together)
+        # Any input may be in any group if they are sorted.
+        by_group = FIXED if self.is_sorted else group_axis(self.group_size, inputs)
+        some_in, some_out = (Axis(dim, together, together * self.bits // 32) for dim in (1, 0))
+        numbers, zeros = (inputs * self.bits // 32, outputs), (groups, outputs * self.bits // 32)
+        is_optional = not self.is_sorted
         return (
-            Field(("qweight",), ((inputs * self.bits // 32, outputs),), INTEGERS),
-            Field(("qzeros",), ((groups, outputs * self.bits // 32),), INTEGERS),
-            Field(("scales",), ((groups, outputs),), SCALES),
-            Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
+            Field(("qweight",), (numbers,), INTEGERS, axes=(some_in, OUT)),
+            Field(("qzeros",), (zeros,), INTEGERS, axes=(by_group, some_out)),
+            Field(("scales",), ((groups, outputs),), SCALES, axes=(by_group, OUT)),
+            Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=is_optional, axes=(IN,)),
         )
 
     def column_unit(self, module: str, shape: tuple[int, int]) -> int:
@@ -99,10 +109,12 @@ class Gptq:
 
     def _groups(self, stored: torch.Tensor | None, inputs: int) -> torch.Tensor | None:
         """The group of each input [in], or ``None`` if groups are consecutive inputs."""
-        regular = torch.arange(inputs) // self._size(inputs)
-        if stored is None or torch.equal(stored.long(), regular):
+        if stored is None:
             return None
-        return stored.long()
+        regular, groups = torch.arange(inputs) // self._size(inputs), stored.long()
+        if not self.is_sorted:  # of some of the inputs there are only their groups
+            groups = groups - groups.min()
+        return None if torch.equal(groups, regular) else groups
 
     def _size(self, inputs: int) -> int:
         return inputs if self.group_size == -1 else self.group_size

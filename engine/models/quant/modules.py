@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from engine.errors import ModelError
-from engine.layers.quantized import QuantizedWeight
+from engine.layers.quantized import StoredWeight, columns_of
 from engine.models.checkpoint import Checkpoint, StoredTensor
-from engine.models.quant.fields import Field, Format
+from engine.models.quant.fields import Field, Format, Region
 from engine.models.targets import TargetPart
 
 # A module is quantised if it has one of these tensors, whatever its config.json lists.
@@ -52,11 +52,26 @@ class QuantizedModules:
                 found[field.suffixes[0]] = name
         return found
 
-    def read(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
+    def read(self, part: TargetPart, rows: range, dtype: torch.dtype) -> StoredWeight:
+        """Read some rows of a module, and of these the columns of ``part``. They are dequantised if
+        the columns cut a group of inputs."""
+        module, shape = module_of(part), matrix_shape(part)
+        fields, names = self._form.fields(module, shape), self.tensors(part)
+        region = Region(rows, part.columns or range(shape[1]))
+        wide = region.around(fields, shape)
         tensors = {
-            suffix: self._checkpoint.tensor(name) for suffix, name in self.tensors(part).items()
+            suffix: self._checkpoint.entries(
+                names[suffix], wide.of(field.axes, self._checkpoint.tensors[names[suffix]].shape)
+            )
+            for field in fields
+            if (suffix := field.suffixes[0]) in names
         }
-        return self._form.weight(module_of(part), matrix_shape(part), tensors, dtype)
+        size = len(wide.rows), len(wide.columns)
+        weight = self._form.weight(module, size, tensors, dtype)
+        weight = weight.rows(rows.start - wide.rows.start, len(rows))
+        first = wide.columns.start
+        own = range(region.columns.start - first, region.columns.stop - first)
+        return weight if region.columns == wide.columns else columns_of(weight, own)
 
     def column_unit(self, part: TargetPart) -> int:
         """Number of adjacent inputs that are stored together."""
