@@ -7,6 +7,7 @@ prefix_ends    explains why prefix hits end where they do
 snapshots      copies of recurrent states in blocks, for models that have states
 request_states which snapshots requests start from, and which they have made
 promotions     blocks into which copies from outside the pool are loaded
+tails          the last, partly filled blocks of preempted requests
 retention      the order in which free blocks lose their content, if a cache policy chooses it
 """
 
@@ -39,6 +40,7 @@ from engine.kv.tables import (
     PrefixHit,
     peak_blocks,
 )
+from engine.kv.tails import Tails
 
 
 class KVManager:
@@ -74,6 +76,7 @@ class KVManager:
         self._prefix_index = PrefixIndex(self.cache, groups, chains, events)
         self._prefix_ends = PrefixEnds(self.cache, groups, chains)
         self._promotions = Promotions(self.pool, self.tables, groups, block_size)
+        self._tails = Tails(self.cache, chains, self.num_groups)
         self._allocations: dict[int, Allocation] = {}
         self.states: RequestStates | None = None
         """Snapshots of requests' recurrent states; ``None`` for models without states, and without
@@ -89,6 +92,12 @@ class KVManager:
             self.states = RequestStates(
                 snapshots, self._prefix_index, self._allocation, self.block_size, interval
             )
+
+    def keep_tails(self, certain: Callable[[KVRequest], int]) -> None:
+        """From now on, cache the last, partly filled blocks of preempted requests as well.
+        ``certain``: returns how many of a request's first tokens have KV that steps in flight do
+        not write any more."""
+        self._tails.certain = certain if self.caching else None
 
     # -- queries
 
@@ -150,8 +159,8 @@ class KVManager:
         return self._hit(req, self._allocation(req))
 
     def cached_prefix(self, req: KVRequest) -> int:
-        """Number of the request's leading tokens that are in the prefix cache."""
-        return self.lookup(req).num_tokens
+        """Number of the request's leading tokens in full blocks that are in the prefix cache."""
+        return len(self.lookup(req).blocks) * self.block_size
 
     def cached_prefixes(
         self,
@@ -169,12 +178,12 @@ class KVManager:
         if watch is None:
             watch = self.cache.watch = PrefixWatch()
         for req in requests(rows[watch.stale(rows, arrivals, known)]):
-            hit, num_known = self.lookup(req), len(req.tokens)
-            watch.remember(req.row, req.arrival, num_known, hit.num_tokens)
+            hit, num_known = self.cached_prefix(req), len(req.tokens)
+            watch.remember(req.row, req.arrival, num_known, hit)
             if req.reads_cache:
                 num_blocks = (num_known - 1) // self.block_size
                 chain = self._allocation(req).chain[:num_blocks]
-                watch.watch_prefix(req.row, chain, hit.num_tokens // self.block_size)
+                watch.watch_prefix(req.row, chain, hit // self.block_size)
         return watch.tokens[rows]
 
     def ready(self, req: KVRequest) -> int:
@@ -182,7 +191,7 @@ class KVManager:
         from the cache; without blocks yet, its prefix hit."""
         allocation = self._allocation(req)
         if allocation.blocks:
-            return allocation.num_adopted * self.block_size
+            return allocation.num_ready
         return self._hit(req, allocation).num_tokens
 
     def missing(self, req: KVRequest, upto: int) -> int:
@@ -272,8 +281,10 @@ class KVManager:
         """Keys of blocks that a request without blocks could use if they were in the pool."""
         if not (self.caching and req.reads_cache):
             return []
-        hashes, first = self._prefix_of(req), self.lookup(req).num_tokens // self.block_size
-        return self._promotions.keys_of(hashes, first, self._prefix_index.snapshots)
+        hashes, first = self._prefix_of(req), len(self.lookup(req).blocks)
+        keys = self._promotions.keys_of(hashes, first, self._prefix_index.snapshots)
+        tail = self._tails.wanted(req, self._allocation(req))
+        return keys + [key for key in (tail.keys if tail else ()) if self.cache.find(key) is None]
 
     def cached_blocks(self, req: KVRequest) -> tuple[list[bytes], list[int]]:
         """The keys and blocks of all that the pool has of a request's prefix, as far as this was
@@ -284,9 +295,11 @@ class KVManager:
     def wanted(self, req: KVRequest, outside: Container[bytes], upto: int | None = None) -> Wanted:
         """What to load for a request, given the keys of the blocks of which there are copies.
         ``upto``: the most tokens that its prefix hit may have after that."""
-        hashes = self._prefix_of(req)
-        hashes = hashes if upto is None else hashes[: upto // self.block_size]
-        return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots)
+        hashes, tail = self._prefix_of(req), self._tails.wanted(req, self._allocation(req))
+        if upto is not None:
+            hashes = hashes[: upto // self.block_size]
+            tail = None if tail is None or tail.num_tokens > upto else tail
+        return self._promotions.wanted(hashes, outside, self._prefix_index.snapshots, tail)
 
     @property
     def promotions(self) -> Sequence[Promotion]:
@@ -346,6 +359,7 @@ class KVManager:
         first = start // self.block_size
         if self.held(req):
             first = min(first, self.num_adopted(req))
+        self._tails.drop(self._found(req), start)
         bad = self._hashes(req)[first : first + 1]
         adopted = []
         for other in others:
@@ -353,6 +367,7 @@ class KVManager:
             if not bad or hashes[first : first + 1] != bad:
                 continue
             self._prefix_index.withdraw(hashes[first:])
+            self._tails.drop(self._found(other))
             if self.num_adopted(other) > first or not self.held(other):
                 adopted.append(other.row)
         return adopted
@@ -363,6 +378,8 @@ class KVManager:
         allocation = self._found(req)
         if allocation is None:
             return
+        if self._keeps_tail_of(req):
+            self._tails.publish(req, allocation)
         self._give_back(req, allocation)
         allocation.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
@@ -450,6 +467,12 @@ class KVManager:
             # Snapshots first, which are taken last: the blocks could not be used without them.
             self.retention.pool.keep([*snapshots, *live_blocks(allocation.tables)], keep)
 
+    def _keeps_tail_of(self, req: KVRequest) -> bool:
+        """False if the request takes no prefix hits, or lets nothing be copied, or could not start
+        after its tail for lack of states."""
+        is_withheld = req.arrival in self._prefix_index.withheld
+        return self.states is None and req.reads_cache and not is_withheld
+
     def _empty(self, req: KVRequest) -> Allocation:
         return Allocation([[] for _ in self.groups], req.arrival)
 
@@ -479,10 +502,10 @@ class KVManager:
             if self.tables.windows:
                 wanted -= self.tables.num_outside(allocation, _first_query(req))
             return max(0, wanted)
-        tables = self._hit(req, allocation).tables
-        refs = self.pool.num_refs
+        hit, refs = self._hit(req, allocation), self.pool.num_refs
+        tables = [*hit.tables, hit.tail]
         revived = sum([[refs[block] for block in table if block].count(0) for table in tables])
-        return (entries - len(tables[0])) * self.num_groups + revived
+        return (entries - len(hit.blocks)) * self.num_groups - len(hit.tail) + revived
 
     def _prefix_of(self, req: KVRequest) -> list[bytes]:
         """The hashes of the blocks that the request could adopt."""
@@ -512,14 +535,19 @@ class KVManager:
         tables = self._prefix_index.find(req, allocation, num_blocks)
         if self.states is not None:
             return self._prefix_index.until_snapshot(allocation, tables)
+        if tail := self._tails.find(req, allocation, len(tables[0])):
+            assert allocation.tail is not None
+            return PrefixHit(allocation.tail.num_tokens, tables, tail=tail)
         return PrefixHit(len(tables[0]) * self.block_size, tables)
 
     def _adopt(self, req: KVRequest, allocation: Allocation) -> None:
         """Begin the request's block tables with the blocks of its prefix hit."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
+        self.tables.take_over(allocation, hit.tail)
+        allocation.tail = None
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
-        allocation.num_found = allocation.num_adopted
+        allocation.num_found, allocation.num_ready = allocation.num_adopted, hit.num_tokens
         if self.states is not None:
             self.states.adopt(allocation, hit)
         # Otherwise the explanation is needed at once: the request may evict blocks that it depends

@@ -17,7 +17,7 @@ from engine.config.kv_groups import NULL_BLOCK, Group
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_index import find_tables, group_keys
 from engine.kv.snapshots import KeptSnapshot, Snapshots
-from engine.kv.tables import BlockTables
+from engine.kv.tables import BlockTables, Tail
 
 OUTSIDE = -1  # in a block table: the block is not in the pool, but a copy of it is elsewhere
 
@@ -117,9 +117,11 @@ class Promotions:
         hashes: Sequence[bytes],
         outside: Container[bytes],
         snapshots: Snapshots | None,
+        tail: Tail | None = None,
     ) -> Wanted:
         """What to load so that the prefix hit is as long as possible. ``hashes``: of the request's
-        full blocks; ``outside``: keys of the blocks of which there are copies."""
+        full blocks; ``outside``: keys of the blocks of which there are copies; ``tail``: with which
+        the hit may end, after all full blocks before it."""
         cache = Union(self._pool.cache.find, outside)
         deepest = None if snapshots is None else _Deepest(snapshots, cache)
         tables = find_tables(self._groups, cache, hashes, self._block_size, deepest)
@@ -133,6 +135,16 @@ class Promotions:
         keys, of_groups = [key for key, _ in loaded], [g for _, g in loaded]
         held = [[b for b in table if b not in (OUTSIDE, NULL_BLOCK)] for table in tables]
         num_tokens, kept = num_blocks * self._block_size, None
+        if tail is not None and tail.num_tokens // self._block_size == num_blocks:
+            ends = [cache.find(key) for key in tail.keys]
+            if None not in ends:
+                num_tokens = tail.num_tokens
+                for g, (key, block) in enumerate(zip(tail.keys, ends, strict=True)):
+                    if block == OUTSIDE:
+                        keys.append(key)
+                        of_groups.append(g)
+                    elif block is not None:
+                        held[g].append(block)
         if snapshots is not None and num_blocks:
             own = snapshots.keys_of(hashes[num_blocks - 1])
             found = [cache.find(key) for key in own]

@@ -54,10 +54,19 @@ class PrefixEnd(NamedTuple):
 WHOLE = PrefixEnd()
 
 
+class Tail(NamedTuple):
+    """The last, partly filled block of a preempted request: how many of the request's tokens end
+    with it, and its key in each group of layers."""
+
+    num_tokens: int
+    keys: list[bytes]
+
+
 @dataclass(slots=True)
 class PrefixHit:
     """The longest cached prefix of a request: ``num_tokens`` tokens, and a block table per group.
 
+    ``tail``: the blocks of its tail, one per group, that follow those in the tables.
     ``snapshot``: blocks with the model's states after these tokens, if it has states.
     ``num_beyond``: later tokens whose KV is cached, but after which no snapshot is.
     """
@@ -66,10 +75,11 @@ class PrefixHit:
     tables: list[list[int]]
     snapshot: Sequence[int] = ()
     num_beyond: int = 0
+    tail: Sequence[int] = ()
 
     @property
     def blocks(self) -> list[int]:
-        """The cached blocks of the first group."""
+        """The full cached blocks of the first group."""
         return self.tables[0]
 
 
@@ -84,11 +94,13 @@ class Allocation:
     arrival: int  # identifies the request: its row may have been reused since
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
+    num_ready: int = 0  # leading tokens with valid KV when the blocks were allocated
     num_sent: int = 0  # leading entries that have been sent to the worker
     num_found: int = 0  # entries that came from the cache when it last got blocks
     prefix_end: PrefixEnd | None = WHOLE  # why no more were found; None: not explained yet
     unsent_nulls: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries
     states: StateMarks | None = None  # snapshots of its states, if the model has states
+    tail: Tail | None = None  # what it had in its last block when it was preempted
     hit: PrefixHit | None = None  # result of the last lookup
     hit_known: int = -1  # number of tokens of the request at that lookup
     hit_version: int = -1  # ``PrefixCache.version`` at that lookup
@@ -102,7 +114,7 @@ class Allocation:
     def clear(self) -> None:
         """Empty the request's block tables, after their blocks were returned to the pool."""
         self.tables = [[] for _ in self.tables]
-        self.num_adopted = self.num_sent = 0
+        self.num_adopted = self.num_ready = self.num_sent = 0
         self.states = self.hit = None
 
 
@@ -143,6 +155,14 @@ class BlockTables:
         """Start a request's block tables with cached blocks. ``tables``: block ids per group."""
         self.hold([[block for block in table if block != NULL_BLOCK] for table in tables])
         allocation.tables = [list(table) for table in tables]
+
+    def take_over(self, allocation: Allocation, tail: Sequence[int]) -> None:
+        """Append a tail to a request's tables, one block to each. The request writes on into these
+        blocks, so they leave the cache."""
+        self.hold([[block] for block in tail])
+        for table, block in zip(allocation.tables, tail, strict=bool(tail)):
+            table.append(block)
+            self._pool.cache.rename(block, None)
 
     def hold(self, blocks: Sequence[Sequence[int]]) -> None:
         """Hold cached blocks, given for each group."""

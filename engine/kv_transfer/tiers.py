@@ -11,7 +11,7 @@ What stores report comes by ``transferred`` and ``Outside.find``, which step log
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from engine.kv.manager import KVManager
 from engine.kv.promotions import Promotion, Wanted
+from engine.kv.tables import KVRequest
+from engine.kv.tails import is_tail
 from engine.kv_transfer.awaited import Awaited
 from engine.kv_transfer.params import TierParams, read_params
 from engine.kv_transfer.remote import RemotePrefill
@@ -30,6 +32,7 @@ from engine.messages.step import StepPlan, StepResult
 from engine.sched.predict.loads import NOT_LOADED, LoadChoice
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.roster import Cause
 from engine.sched.step_state import Step
 
 FailurePolicy = Literal["recompute", "fail"]
@@ -136,6 +139,7 @@ class Tiers(Resource):
         # its key. Its content is known to be right when all steps up to this one have ended.
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._newest = self._ended = 0  # numbers of steps with tokens
+        self._in_flight: deque[StepPlan] = deque()
         self._num_loads = 0
         self._held: dict[int, tuple[int, Promotion]] = {}
         """What was loaded for requests that have not started since, by arrival number, and until
@@ -160,6 +164,7 @@ class Tiers(Resource):
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._kv.cache.followers.append(self)
+        self._kv.keep_tails(self._certain)
         self._awaited = Awaited(self._kv, self._contains)
 
     # -- what happens in the prefix cache
@@ -167,6 +172,10 @@ class Tiers(Resource):
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Note blocks to store. The newest step may compute their content."""
         step, fresh = self._scheduler.view.step.index, self._fresh
+        if keys and is_tail(keys[0]):  # stored before the next step, which may overwrite it
+            self._orders.store_keys += keys
+            self._orders.store_blocks += blocks
+            return
         for key, block in zip(keys, blocks, strict=True):
             fresh.pop(block, None)  # so that steps ascend
             fresh[block] = step, key
@@ -180,7 +189,7 @@ class Tiers(Resource):
         for found in self._found.values():
             for key in gone & found.stores.keys():
                 del found.stores[key]
-        self._orders.forget += gone
+        self._orders.withdraw(gone)
         for load in self._loads.values():
             load.withdrawn |= gone.intersection(load.promotion.wanted.keys)
 
@@ -244,6 +253,9 @@ class Tiers(Resource):
             message = f"its KV could not be loaded: {why}"
             return Fit(0, message, OnRefuse.FAIL, code="kv_transfer_failed")
         kv = self._kv
+        if step.short and req.arrival in self._held and not kv.missing(req, req.num_tokens):
+            # Running requests lack blocks, and what is held for this one can soon be theirs.
+            return Fit(0, Cause.BLOCKS, OnRefuse.CLOSE)
         if -(-req.num_tokens // kv.block_size) * kv.num_groups > kv.num_usable:
             return Fit(num_tokens)  # it has no room at once, but in chunks that leave their windows
         wanted = self._wanted(req)
@@ -330,10 +342,13 @@ class Tiers(Resource):
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         self._ended = plan.step
+        while self._in_flight and self._in_flight[0].step <= plan.step:
+            self._in_flight.popleft()
 
     def describe(self, plan: StepPlan) -> None:
         if plan.num_tokens:
             self._newest = plan.step
+            self._in_flight.append(plan)
         if self._orders:
             plan.kv_transfer = self._orders
             self._counts["blocks_stored"] += len(self._orders.store_keys)
@@ -373,6 +388,13 @@ class Tiers(Resource):
         if self._is_sent(req) and len(req.tokens) > req.num_prompt:
             num_blocks = req.num_prompt // self._kv.block_size
             req.history.kv_transfer_params = remote.answer(req.request_id, num_blocks)
+
+    def _certain(self, req: KVRequest) -> int:
+        """How many of a request's first tokens have KV that no step in flight writes."""
+        certain = [req.num_computed]
+        for plan in self._in_flight:
+            certain += plan.starts[plan.rows == req.row].tolist()
+        return min(certain)
 
     def _order_stores(self) -> None:
         """Order to store the blocks whose content is known to be right."""

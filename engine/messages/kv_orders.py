@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 
@@ -34,6 +36,13 @@ class KVOrders(msgspec.Struct, array_like=True):
         """What does not depend on tokens, which a replay of a step log may not have."""
         loads = [(load.number, load.blocks, load.stores, load.num_states) for load in self.loads]
         return [self.store_blocks, loads, len(self.forget), self.clear]
+
+    def withdraw(self, keys: Collection[bytes]) -> None:
+        """Drop the copies under these keys, and store none under them."""
+        pairs = zip(self.store_keys, self.store_blocks, strict=True)
+        kept = [(key, block) for key, block in pairs if key not in keys]
+        self.store_keys, self.store_blocks = [k for k, _ in kept], [block for _, block in kept]
+        self.forget += keys
 
     def __bool__(self) -> bool:
         return bool(self.store_keys or self.loads or self.forget or self.clear)

@@ -52,6 +52,7 @@ import numpy as np
 from engine.kv.events import split_key
 from engine.kv.prefix_index import Chains, Sha256Hasher
 from engine.kv.snapshots import MARK
+from engine.kv.tails import tail_keys
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
@@ -230,10 +231,12 @@ class CacheTruth:
         self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
         self._digests: dict[bytes, list[int]] = {}  # by block hash: of each position
         self._states: dict[bytes, int] = {}  # by block hash: state after the block
+        self._tails: dict[bytes, list[int]] = {}  # by key of a tail
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
-        """Compute what the full KV blocks of an ended request must contain. ``extras``: numbers, by
-        position, that salt, adapter and media add to the token ids."""
+        """Compute what the full KV blocks of an ended request, and tails that it may have had, must
+        contain. ``extras``: numbers, by position, that salt, adapter and media add to the token
+        ids."""
         digest, state, size = EMPTY_DIGEST, ZERO_STATE, self._kv.block_size
         chain: list[bytes] = []
         digests: list[int] = []
@@ -247,6 +250,9 @@ class CacheTruth:
                 block_hash = next(hashes)
                 self._digests[block_hash], self._states[block_hash] = digests, state
                 digests = []
+            elif req.history.num_preempted:
+                keys = tail_keys(self._chains, chain, req, position + 1, self._kv.num_groups)
+                self._tails |= dict.fromkeys(keys, digests[:])
 
     def check(self) -> None:
         """Check the content of every cached KV block."""
@@ -255,15 +261,19 @@ class CacheTruth:
             key = cache.hash_of(block)
             if key is None or key.startswith(MARK):  # reserved: the snapshot's step never ended
                 continue
-            assert kv[block] == self._right(key), f"block {block} holds wrong content"
+            right = self._right(key)
+            assert kv[block][: len(right)] == right, f"block {block} holds wrong content"
 
     def check_stored(self, stored: Iterable[tuple[bytes, list[int]]]) -> None:
         """Check the content of blocks that stores outside the pool were given."""
         for key, digests in stored:
-            assert digests == self._right(key), f"wrong content was stored under {key.hex()}"
+            right = self._right(key)
+            assert digests[: len(right)] == right, f"wrong content was stored under {key.hex()}"
 
     def _right(self, key: bytes) -> list[int]:
-        """What a block with this key must hold."""
+        """What a block with this key must hold, in its first positions if it is a tail."""
+        if key in self._tails:
+            return self._tails[key]
         block_hash, mark, index = key.rpartition(MARK)
         if not mark:
             block_hash = split_key(key)[0]

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 from e2e.general_models import model_and_reference
-from e2e.references import Reference, Tally, compare, engine_for, generate, pool_for, run
+from e2e.references import (
+    Reference,
+    Tally,
+    compare,
+    compare_one,
+    engine_for,
+    generate,
+    pool_for,
+    run,
+)
 from e2e.test_drafts_everywhere import drafting
 from e2e.tiny_models import TinyModels
 from support.kv_stores import counters
 
+from engine import SamplingParams
 from engine.core.replay import replay
 from policylab.sim.recorded import resimulate
 
@@ -121,3 +131,33 @@ def test_what_the_last_steps_have_computed_is_stored_at_the_end(
         with engine_for(path, **store_options) as engine:
             _, cached = run(engine, [PROMPTS[0][:90]], 1)
         assert cached == [wanted]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_request_resumes_where_it_was(
+    family: str, depth: int, models: Any, store_options: dict[str, Any], tally: Tally
+) -> None:
+    """Its last block was partly filled, and all its blocks are overwritten meanwhile."""
+    path, reference = models(family)
+    options = store_options | {"block_size": 16, "async_scheduling": depth == 2, "max_num_seqs": 1}
+    options |= {"scheduling_policy": "priority", "policy_options": {"preempt_for_waiting": True}}
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
+    with engine_for(path, **options | {"num_kv_blocks": 400}) as engine:
+        options["num_kv_blocks"] = pool_for(engine, [len(PROMPTS[4]) + NUM_NEW])
+    with engine_for(path, **options) as engine:
+        outputs: dict[str, list[int]] = {}
+        engine.add_request("0", PROMPTS[0], params, priority=1)
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                outputs[out.request_id] = list(out.outputs[0].token_ids)
+            if len(outputs.get("0", ())) == 4 and "4" not in outputs:
+                outputs["4"] = []
+                engine.add_request("4", PROMPTS[4], params)
+        stats = engine.stats()
+        num_loaded = counters(engine)["blocks_loaded"]
+    for nth in (0, 4):
+        compare_one(reference.tokens[nth], reference.margins[nth], outputs[str(nth)], tally)
+    assert stats is not None and num_loaded > 5
+    computed_again = stats.preempted_queries - depth - stats.preempted_hits
+    assert (stats.num_preemptions, computed_again) == (1, 0)

@@ -11,8 +11,9 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from policylab.verify.case import Abort, Add, Case, Event, Setup
 from policylab.verify.draw import draw_case
+from policylab.verify.draw_tiers import edit
 from policylab.verify.simulation import Simulation
-from policylab.verify.tiers import DEAD, PLAIN, SLOW, SimulatedTiers
+from policylab.verify.tiers import DEAD, PLAIN, SLOW, STORES, SimulatedTiers
 
 LIMIT = 4  # ticks that a request waits for a load
 
@@ -35,6 +36,57 @@ def test_tiers_serve_no_wrong_block_and_keep_none(first: int) -> None:
             except Exception as error:
                 raise AssertionError(f"seed {seed}: {error}") from error
     assert num_loaded > 20
+
+
+PREEMPTING: list[tuple[str, dict[str, Any]]] = [
+    ("priority", {"preempt_for_waiting": True}),
+    ("ltr", {"starve_steps": 5, "boost_tokens": 3}),
+    *((name, {}) for name in ("fastserve", "trail", "andes", "fcfs")),
+]
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+)
+def test_preempted_requests_resume_in_the_middle_of_a_block(first: int) -> None:
+    """Also with windows, steps in flight that fail, and stores with faults."""
+    num_resumed = 0
+    for seed in range(first * 20, (first + 1) * 20):
+        rng = Random(seed)
+        events: list[Event] = []
+        for n in range(rng.randint(6, 24)):
+            at = 0 if not events else events[-1].at + rng.choice((0, 0, 1, 3, 10))
+            fails_at = rng.randint(0, 12) if rng.random() < 0.1 else None
+            prompt = [rng.randrange(61) for _ in range(rng.randint(1, 16))]
+            event = add(at, f"r{n}", prompt, num_new=rng.randint(1, 20), fails_at=fails_at)
+            events.append(edit(event, request=edit(event.request, priority=rng.randrange(4))))
+        size, windows = rng.choice((2, 3, 4, 8)), rng.choice(((0,), (0,), (0, 5), (6,)))
+        policy, policy_options = rng.choice(PREEMPTING)
+        config = SchedulerConfig(
+            max_num_batched_tokens=rng.choice((4, 12, 40)),
+            max_num_seqs=rng.randint(1, 4),
+            max_model_len=40,
+            num_steps_in_flight=rng.choice((1, 2, 3)),
+            scheduling_policy=policy,
+            policy_options=policy_options,
+            length_predictor="history",
+        )
+        setup = Setup(
+            config=config,
+            num_blocks=1 + len(windows) * (-(-40 // size) + rng.randint(0, 6)),
+            block_size=size,
+            windows=windows,
+            needs={SimulatedTiers.name: rng.choice((2, 6, 40))},
+            seed=seed,
+            stores=(PLAIN, rng.choice(STORES)),
+        )
+        simulation = Simulation(Case(setup=setup, events=events), every=8, leaks=False)
+        try:
+            simulation.run()  # checks all that is read, cached and stored
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_resumed += simulation.scheduler.kv.counts.preempted_hits % size > 0
+    assert num_resumed > 0
 
 
 def test_what_a_failed_step_has_computed_is_not_stored() -> None:

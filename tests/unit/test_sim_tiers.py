@@ -17,11 +17,11 @@ ENGINE = Engine(max_num_seqs=32, num_blocks=260, length_predictor="history")
 HOST = (Tier(blocks=20_000, load=1e-5),)
 
 
-@pytest.mark.parametrize("policy", ["fastserve", "trail", "andes"])
+@pytest.mark.parametrize("policy", ["fastserve", "trail", "andes", "ltr"])
 def test_preempted_requests_load_their_kv_instead_of_computing_it(policy: str) -> None:
     without = run(policy, WORKLOAD, ENGINE, rate=inf)
     found = run(policy, WORKLOAD, replace(ENGINE, kv_tiers=HOST), rate=inf)
-    assert recomputed(found) < 0.35 * recomputed(without)
+    assert recomputed(without) > 0.3 and recomputed(found) < 0.02
     assert found.requests.done.all() and not found.not_own
     assert found.totals["counters"]["kv load.blocks_loaded"] > 100
 
