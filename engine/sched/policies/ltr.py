@@ -11,7 +11,9 @@ from engine.sched import Policy, Ranks, Request, SchedView, require_positive
 class LTR(Policy):
     """Runs the requests with the shortest predicted outputs, preempting longer ones.
 
-    The length predictor must order requests well; its values need not be exact.
+    A request keeps the prediction that it arrives with, since one that grows with the output would
+    let requests evict each other for ever. Predictions need not be exact, but must order requests
+    well.
 
     ``starve_steps``: a request without tokens for this many steps goes before all others, until it
     has got ``boost_tokens`` output tokens.
@@ -21,7 +23,7 @@ class LTR(Policy):
     waiting_may_preempt = True
     by_design: ClassVar = dict.fromkeys(
         ("recomputing", "throughput"),
-        "a request that looks shorter preempts; without KV tiers the other loses its KV",
+        "a shorter request preempts; without KV tiers the other loses its KV",
     )
 
     def __init__(self, starve_steps: int = 200, boost_tokens: int = 50) -> None:
@@ -31,6 +33,7 @@ class LTR(Policy):
 
     def on_add(self, req: Request, view: SchedView) -> None:
         view.own("last step")[req] = view.step.index  # last step with tokens, at first its arrival
+        view.own("length")[req] = view.predict(req)
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         view.own("last step")[req] = view.step.index
@@ -43,4 +46,4 @@ class LTR(Policy):
         idle = view.step.index - columns.own("last step")
         starved = columns.is_waiting & (idle >= self.starve_steps)
         view.own("boost").put(columns[starved], self.boost_tokens)
-        return columns.own("boost") == 0, columns.predicted
+        return columns.own("boost") == 0, columns.own("length")
