@@ -43,6 +43,10 @@ OF_TEXT = (  # beginnings of the names of files on which it does not depend
     *("tokenizer", "vocab", "merges", "generation_config", "special_tokens", "added_tokens"),
     "chat_template",
 )
+OF_VLLM = (  # connectors that its users may name
+    *("NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector"),
+    *("LMCacheConnectorV1", "LMCacheMPConnector", "MultiConnector", "OffloadingConnector"),
+)
 HOST_SPEED, DISK_SPEED, OTHER_SPEED = 4e9, 1e9, 5e8  # bytes/s that are expected at first
 KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")
 PEER_KEYS = (*KEYS, "kv_ip", "kv_port", "engine_id")
@@ -258,6 +262,11 @@ def _connector(options: Mapping[str, Any]) -> PlannedStore:
             "BlockStore class"
         )
     option = "kv_transfer_config: kv_connector"
+    if name in OF_VLLM:
+        raise ConfigError(
+            f"{option} is {name!r}, which vLLM has: here {PEERS!r} lets engines on other hosts "
+            "compute prompts, and kv_offloading_size and kv_offload_dir keep KV outside the pool"
+        )
     make: Any = find_named(option, name, {}, STORES_GROUP)
     if not callable(make):
         raise ConfigError(

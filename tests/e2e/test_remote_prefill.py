@@ -24,7 +24,7 @@ from support.relays import relay
 from support.remote_prefill import SECRET, counters, decode, finish, is_idle, peers, prefill
 from support.served import free_port
 
-from engine import LLMEngine, LoRARequest, SamplingParams
+from engine import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from engine.errors import ConfigError, EngineDeadError, RequestError
 
 NUM_NEW, BLOCK = 8, 8
@@ -152,24 +152,29 @@ def test_a_consumer_without_room_computes_in_chunks(
     assert is_idle(consumer)
 
 
-def test_aborts_during_a_transfer_leave_nothing(
+def test_a_transfer_that_stalls_holds_up_no_other(
     start: Callable[..., LLMEngine], right: list[list[int]]
 ) -> None:
-    """Its blocks are free again when it has ended, and blocks of another engine do not wait for
-    it."""
+    """One of its requests is aborted, the other computes when it has waited long enough. Meanwhile
+    blocks of another engine come."""
     port = free_port()
     stalled, other = start("producer", port=port), start("producer", port=free_port())
     consumer = start("consumer", extra={"shares_memory": False})
-    given = prefill(stalled, PROMPTS[:2])
+    given = [*prefill(stalled, PROMPTS[:2]), *prefill(other, PROMPTS[2:])]
     with relay(port, "stalled", 10_000) as address:
-        through = {"remote_port": int(address.rpartition(":")[2])}
-        for name, prompt, each in zip("ab", PROMPTS, given, strict=False):
-            consumer.add_request(name, prompt, GREEDY, kv_transfer_params=each | through)
+        for each in given[:2]:
+            each["remote_port"] = int(address.rpartition(":")[2])
+        for name, prompt, params in zip("abc", PROMPTS, given, strict=True):
+            consumer.add_request(name, prompt, GREEDY, kv_transfer_params=params)
         consumer.step()
-        assert num_parked(consumer) == 2
+        assert num_parked(consumer) == 3
         consumer.abort_request("a")
-        outs = decode(consumer, PROMPTS[2:], prefill(other, PROMPTS[2:]), GREEDY)
-        assert tokens_of(outs) == right[2:] and outs[0].num_cached_tokens == WHOLES[2]
+        ended: list[RequestOutput] = []
+        while consumer.has_unfinished_requests():
+            ended += [out for out in consumer.step() if out.finished and out.request_id != "a"]
+    assert [out.request_id for out in ended] == ["c", "b"]
+    assert tokens_of(ended) == [right[2], right[1]]
+    assert [out.num_cached_tokens for out in ended] == [WHOLES[2], 0]
     assert wait_until(lambda: is_idle(consumer)) is not None
 
 

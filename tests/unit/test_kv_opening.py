@@ -48,6 +48,7 @@ WRONG: list[tuple[Any, str]] = [
     ({}, "lacks kv_connector: give the name or the dotted path"),
     ({"kv_connecter": Store}, "has 'kv_connecter', which is not known; it takes kv_connector,"),
     ({"kv_connector": "nobody"}, "kv_connector 'nobody' is not known"),
+    ({"kv_connector": "NixlConnector"}, "which vLLM has: here 'peers' lets engines on other hosts"),
     ({"kv_connector": ""}, "kv_connector '' is not known"),
     ({"kv_connector": "no.such.Store"}, "cannot load 'no.such.Store': ModuleNotFoundError"),
     ({"kv_connector": "unit.test_kv_opening.Stor"}, "did you mean 'unit.test_kv_opening.Store'?"),
