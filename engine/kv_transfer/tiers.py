@@ -380,7 +380,7 @@ class Tiers(Resource):
     def _is_sent(self, req: Request) -> bool:
         """True if another engine will continue the request."""
         params = self._params.get(req.arrival)
-        return self._remote is not None and params is not None and params.remote.sends
+        return params is not None and params.remote.sends
 
     def _end_remote(self, remote: RemotePrefill, req: Request) -> None:
         """Note the end of a request, and tell its client where its blocks are."""

@@ -25,6 +25,7 @@ from support.remote_prefill import SECRET, counters, decode, finish, is_idle, pe
 from support.served import free_port
 
 from engine import LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from engine.core.replay import replay
 from engine.errors import ConfigError, EngineDeadError, RequestError
 
 NUM_NEW, BLOCK = 8, 8
@@ -91,6 +92,30 @@ def test_tokens_are_the_same_as_with_one_engine(
     assert tokens_of(outs) == right
     assert [out.num_cached_tokens for out in outs] == WHOLES
     assert is_idle(producer) and is_idle(consumer)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_plans_are_the_same_in_a_replay(
+    depth: int, start: Callable[..., LLMEngine], tmp_path: Path
+) -> None:
+    """Also where the producer's stores have dropped blocks that its pool still has."""
+    logs = [tmp_path / "producer", tmp_path / "consumer"]
+    steps = {"async_scheduling": depth == 2}
+    small = {"port": free_port(), "kv_offloading_size": 0.001, **steps}
+    producer = start("producer", step_log=str(logs[0]), **small)
+    consumer = start("consumer", step_log=str(logs[1]), **steps)
+    for nth in range(3):
+        outs = decode(consumer, PROMPTS, prefill(producer, PROMPTS), GREEDY)
+        assert [out.num_cached_tokens for out in outs] == WHOLES
+        others = [[token + 1 + nth for token in prompt] for prompt in PROMPTS]
+        prefill(producer, others * 2)
+        consumer.reset_prefix_cache()
+        decode(consumer, others[:1], [{}], GREEDY)
+    assert counters(producer)["host.evicted"] > 0
+    for engine, log in zip((producer, consumer), logs, strict=True):
+        engine.shutdown()
+        outcome = replay(log)
+        assert outcome.difference is None and outcome.num_steps > 5
 
 
 @pytest.mark.parametrize("fault", ["cut", "changed", "stalled", "slow"])
