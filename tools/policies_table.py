@@ -32,6 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "policies.json"
 FRESH = ROOT / "benchmarks" / "results" / "policies_fresh.json"
 """The figures of claims on other seeds, from `policies_measure.py --fresh`."""
 
+NEARLY = "≈"
 DECIDED = ("as claimed", "the other way")
 NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
@@ -67,8 +68,9 @@ the source's words and its own measure.
 TABLES = """
 ## All policies on six workloads, and some on two others
 
-`=`: equal to `fcfs` to the last digit. `-`: no figure, for instance because too many seeds are
-overloaded, where a mean would only show how long the run was.
+`=`: equal to `fcfs` to the last digit; `≈`: less than 0.05 from it either way, and undecided. `-`:
+no figure, for instance because too many seeds are overloaded, where a mean would only show how long
+the run was.
 
 * `readers`: share of requests whose reader, who wants the first token within a second and then five
   a second, gets the last one in time.
@@ -106,7 +108,7 @@ def page(kept: Kept | None, scenes: dict[str, Scene] | None = None) -> str:
 
 def _row(name: str, policy: type) -> str:
     module = sys.modules[policy.__module__]
-    source = _first_line(module).rstrip(".")
+    source = _source(module)
     options = ", ".join(
         f"`{each.name}={each.default!r}`"
         for each in inspect.signature(policy).parameters.values()
@@ -114,6 +116,12 @@ def _row(name: str, policy: type) -> str:
     )
     cells = (f"`{name}`", _first_line(policy), source, options or "none")
     return "| " + " | ".join(cell.replace("``", "`").replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _source(module: object) -> str:
+    """Where a policy is from, if the first line of its module ends with that."""
+    line = _first_line(module).rstrip(".")
+    return line.partition(" (")[2][:-1] if line.endswith(")") and " (" in line else line
 
 
 def _first_line(of: object) -> str:
@@ -318,6 +326,8 @@ def change(found: Outcome | None) -> str:
     digits = 0 if abs(value) >= 10.0 else 1
     within = "" if isinf(half) else f" ±{half:.{digits}f}"
     words = f"{value:+.{digits}f}{within}{unit}"
+    if not found.is_decided and max(abs(value), half) < 0.05:
+        return NEARLY
     return words if found.is_decided else f"({words})"
 
 
