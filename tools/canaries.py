@@ -38,6 +38,7 @@ NEEDED = (
         "engine/kv_transfer",
         "engine/lora",
         "engine/mm",
+        "engine/rpc",
         "engine/sched",
         "engine/states",
         "engine/worker/__init__.py",

@@ -196,6 +196,7 @@ class PrefillApart:
             self.end(request_id)
         for name in [name for name, each in self._prefills.items() if each.core == core]:
             self._end_prefill(name, "failed")
+        self._calls = [each for each in self._calls if each[0] != core]
         return [name for name in request_ids if not name.endswith(SUFFIX)]
 
     # -- outputs

@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as replace_job
 from functools import partial
-from itertools import count
 from math import inf
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -30,79 +28,35 @@ from engine.rpc.apart import PrefillApart, Roles
 from engine.rpc.balance import Balancer
 from engine.rpc.joined import sum_of
 from policylab.sim.core import SimulatedCore
-from policylab.sim.cores import Message, OneClock
+from policylab.sim.cores import OneClock
 from policylab.sim.engine import Engine, scheduler_config
 from policylab.sim.job import Job
 from policylab.sim.kv_groups import KVPeaks
 from policylab.sim.records import Seen, totals_of
 from policylab.sim.tiers import Link, SimulatedTiers
 from policylab.sim.workloads import Workload
+from policylab.verify.reached import Message, ReachedCore
 
 
-class Sent(NamedTuple):
-    """Requests that were sent to a core together."""
-
-    number: int
-
-
-class SimulatedClient:
-    """What ``PrefillApart`` needs of the client of a core. A message reaches the core between two
-    of its steps."""
-
-    decided = SimpleNamespace(capabilities=())
+class PromptCore:
+    """A core, as messages of ``PrefillApart`` reach it."""
 
     def __init__(self, run: ApartRun, place: int) -> None:
         self._run = run
         self._place = place
         self._core = run.clock.cores[place]
-        self._numbers = count(1)
-        self._answers: dict[int, dict[int, Exception]] = {}
+        self.call = self._core.call
 
-    def begin_add(self, requests: Sequence[AddRequest]) -> tuple[list[Sent], dict[int, Exception]]:
-        number = next(self._numbers)
-        self._run.send(self._place, partial(self._add, number, requests))
-        return [Sent(number)], {}
-
-    def end_add(self, parts: Sequence[Sent]) -> dict[int, Exception]:
-        errors: dict[int, Exception] = {}
-        for part in parts:
-            errors |= self._answers.pop(part.number)
-        return errors
+    def add(self, request: AddRequest) -> None:
+        self._core.add(request, request.max_tokens)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._run.send(self._place, partial(self._abort, request_ids))
-
-    def begin_call(self, name: str, *args: Any) -> int:
-        number = next(self._numbers)
-        self._run.send(self._place, partial(self._call, number, name, args))
-        return number
-
-    def end_call(self, name: str, number: int) -> None:
-        del self._answers[number]
-
-    def is_answered(self, number: int) -> bool:
-        return number in self._answers
-
-    def _add(self, number: int, requests: Sequence[AddRequest]) -> None:
-        errors: dict[int, Exception] = {}
-        self._answers[number] = errors
-        for index, request in enumerate(requests):
-            try:
-                self._core.add(request, request.max_tokens)
-            except RequestError as error:
-                errors[index] = error
-
-    def _abort(self, request_ids: Sequence[str]) -> None:
         ended = self._core.scheduler.finish_requests(request_ids)
         names = [each.request_id for each in ended]
         ends = [replace(each.end, index=index) for index, each in enumerate(ended)]
         nothing = [0] * len(names)
         batch = CoreOutputs(names, [], nothing, self._run.now, finished=ends)
         self._run.late.append((self._place, batch))
-
-    def _call(self, number: int, name: str, args: Sequence[Any]) -> None:
-        self._core.call(name, *args)
-        self._answers[number] = {}
 
 
 class ApartRun:
@@ -144,7 +98,10 @@ class ApartRun:
         if num_prefill:
             self._apart = PrefillApart(
                 Roles(num_prefill, engine.prefill_threshold),
-                [SimulatedClient(self, place) for place in range(len(cores))],
+                [
+                    ReachedCore(PromptCore(self, place), partial(self.send, place))
+                    for place in range(len(cores))
+                ],
                 self._balancer,
                 self._named,
                 clock=lambda: self.now,

@@ -5,7 +5,7 @@ ends; what a step puts out is known when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -13,8 +13,7 @@ from typing import NamedTuple
 from engine.errors import PolicyError
 from engine.messages.requests import CoreOutputs
 from policylab.sim.core import IDLE_SECONDS, SimulatedCore
-
-Message = Callable[[], object]
+from policylab.verify.reached import Message
 
 
 class _Event(NamedTuple):

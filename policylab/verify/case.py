@@ -66,6 +66,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stores: tuple[str, ...] = ()
     ranks: int = 1
     rank_fault: RankFault | None = None
+    prefill_cores: int = 0
+    decode_cores: int = 0
+    prefill_threshold: int = 1
 
     @property
     def has_halves(self) -> bool:
@@ -158,7 +161,18 @@ class ResetEncoder(msgspec.Struct, frozen=True, omit_defaults=True, tag="reset_e
     at: int
 
 
-Event = Add | Abort | Reset | Pause | Jump | Wake | Write | Load | Unload | Bring | ResetEncoder
+class Kill(msgspec.Struct, frozen=True, omit_defaults=True, tag="kill"):
+    """Event: a core of several dies, which is noticed when it is sent something, or after this many
+    ticks. The last one does not die."""
+
+    at: int
+    core: int
+    ticks: int = 0
+
+
+Event = (
+    Add | Abort | Reset | Pause | Jump | Wake | Write | Load | Unload | Bring | ResetEncoder | Kill
+)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

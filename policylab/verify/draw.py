@@ -31,6 +31,7 @@ from policylab.verify.case import (
     Wake,
 )
 from policylab.verify.draw_adapters import with_adapters
+from policylab.verify.draw_apart import with_apart
 from policylab.verify.draw_halves import with_halves
 from policylab.verify.draw_pictures import with_pictures
 from policylab.verify.draw_pooled import with_pooled
@@ -65,7 +66,7 @@ def draw_case(
     case = with_adapters(with_states(case, seed), seed)
     case = with_cache_policy(with_pictures(case, seed), seed)
     case = with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
-    return with_ranks(case, seed)
+    return with_apart(with_ranks(case, seed), seed)
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:

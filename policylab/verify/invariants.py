@@ -39,6 +39,7 @@
 [36]   blocks are loaded into while nothing else uses them             ``SimulatedTiers.check``
 [37]   after a load, its request has the prefix hit that it was for    ``SimulatedTiers``
 [38]   stores outside the pool get only right content                  ``CacheTruth``
+[39]   requests of several cores end once, and are then forgotten      ``apart``
 =====  ==============================================================  ==========================
 """
 

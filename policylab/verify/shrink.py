@@ -139,12 +139,13 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
     if setup.grammar_ticks > 0:
         yield edit(setup, grammar_ticks=0)
     plain = {"num_tokens_used": VOCAB_SIZE, "is_steady": True, "caching": False, "windows": (0,)}
-    plain["whole_media"] = False
+    plain |= {"whole_media": False, "prefill_cores": 0}
     for name, value in plain.items():
         if getattr(setup, name) != value:
             yield edit(setup, **{name: value})
-    for name, least in (("num_blocks", 2), ("block_size", 1)):
-        for size in smaller(getattr(setup, name), least):
+    least = {"num_blocks": 2, "block_size": 1, "prefill_cores": 1, "decode_cores": 1}
+    for name, lowest in least.items():
+        for size in smaller(getattr(setup, name), lowest):
             yield edit(setup, **{name: size})
     for config in simpler_configs(setup.config):
         yield edit(setup, config=config)

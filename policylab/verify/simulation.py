@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,7 @@ from engine.kv.manager import KVManager
 from engine.kv_transfer.awaited import seconds_of
 from engine.messages.requests import AddRequest
 from engine.messages.step import NewSeq, StepPlan, StepResult
-from engine.sched.interface import PauseState
+from engine.sched.interface import PauseState, StepOutputs
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
@@ -175,6 +176,8 @@ class Simulation:
         self._is_undrawn = False  # True while the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
+        self.heard: Callable[[StepOutputs], None] = lambda outputs: None
+        """Called with the outputs of each step."""
 
     def run(self) -> CaseOutcome:
         """Apply all events of the case, then run steps until the remaining requests have ended. If
@@ -191,7 +194,7 @@ class Simulation:
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
                 self.happen(events.popleft())
-            self._move()
+            self.move()
         self.drain()
         assert not self.ranks.must_be_found, f"{self.case.setup.rank_fault} was not found"
         return self.outcome
@@ -259,9 +262,9 @@ class Simulation:
                 self._change_media(event)
         self.invariants.changed()
 
-    def add(self, request: AddRequest, fails_at: int | None = None) -> None:
-        """Add a request. Checks that it is refused exactly if it can never run or its id is in
-        use."""
+    def add(self, request: AddRequest, fails_at: int | None = None) -> bool:
+        """Add a request. Returns whether it was accepted. Checks that it is refused exactly if it
+        can never run or its id is in use."""
         scheduler, config = self.scheduler, self.scheduler.config
         num_prompt = len(request.prompt_token_ids)
         num_output = request.max_tokens if request.pooling is None else 1
@@ -272,12 +275,12 @@ class Simulation:
         can_run = can_run and (self.pictures is None or self.pictures.can_serve(request))
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
-            return  # clients reuse an id only after its end was reported
+            return False  # clients reuse an id only after its end was reported
         hints = copy.deepcopy(request.hints)
         if self.adapters is not None:
             chosen = self.adapters.chosen(request)
             if chosen is None:
-                return
+                return False
             request = chosen
         try:
             req = scheduler.add_request(request)
@@ -288,6 +291,8 @@ class Simulation:
         else:
             assert can_run and not is_known, f"{request.request_id} should be refused"
             self.clients.accept(req, fails_at, hints)
+            return True
+        return False
 
     def _change_media(self, event: ResetEncoder | Bring) -> None:
         if isinstance(event, ResetEncoder):
@@ -331,6 +336,8 @@ class Simulation:
             return False
         scheduler = self.scheduler
         self._tick()
+        if self.tiers is not None:  # loads may have ended
+            self.invariants.prefix_ends.look()
         plan = scheduler.schedule()
         self.num_steps += 1
         self.planned.num_tokens += plan.num_tokens
@@ -366,7 +373,7 @@ class Simulation:
         if max_drafts(self.case.setup):
             self.counts.add(plan, collected)
         outputs = self.scheduler.update_from_output(plan, collected)
-        self.clients.hear(outputs, self.latest)
+        self._hear(outputs)
         self.invariants.settled()
 
     def step(self) -> None:
@@ -376,7 +383,14 @@ class Simulation:
         if self._flight:
             self.settle()
         else:
-            self.clients.hear(self.scheduler.take_outputs(), self.latest)
+            self._hear(self.scheduler.take_outputs())
+
+    def step_or_wait(self) -> None:
+        """Take a step; if there is nothing to compute, advance the clock to the next timer."""
+        num_steps = self.num_steps
+        self.step()
+        if not self._flight and self.num_steps == num_steps + 1:
+            self._wait()
 
     def drain(self) -> None:
         """Run steps until all requests have ended, and check that this takes a bounded number of
@@ -386,18 +400,15 @@ class Simulation:
         patience = 4 / (1 - self._idle_share)
         work = sum(map(self._work, self.clients.live.values()))
         bound = self.num_steps + SLACK_STEPS + patience * work
-        while self._has_work:
-            num_steps = self.num_steps
+        while self.has_work:
             if self.pictures is not None and self.pictures.bring_next():
                 bound += 1
-            self.step()
-            if not self._flight and self.num_steps == num_steps + 1:
-                self._wait()
+            self.step_or_wait()
             assert self.num_steps <= bound, (
                 f"unfinished after {self.num_steps} steps: {list(self.clients.live)}; "
                 f"blocked: {scheduler.settler.counters.blocked!r}"
             )
-        self.clients.hear(scheduler.take_outputs(), self.latest)
+        self._hear(scheduler.take_outputs())
         self.clients.check_over()
         if self.adapters is not None:
             self.adapters.check_over()
@@ -412,7 +423,8 @@ class Simulation:
         self.counts.check(self.halves.resources)
 
     @property
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
+        """True if requests have not ended, or the scheduler does not know the end of a load."""
         scheduler = self.scheduler
         is_reading = self.adapters is not None and self.adapters.is_reading
         is_loading = self.tiers is not None and self.tiers.is_loading
@@ -420,6 +432,10 @@ class Simulation:
         return bool(scheduler.has_requests() or is_busy)
 
     # -- helpers
+
+    def _hear(self, outputs: StepOutputs) -> None:
+        self.clients.hear(outputs, self.latest)
+        self.heard(outputs)
 
     def _make_need(self, name: str) -> Need:
         setup, answers = self.case.setup, self.clients.answers
@@ -506,7 +522,7 @@ class Simulation:
         assert isinstance(scheduler, Scheduler), "only the shared scheduler can be checked"
         return scheduler
 
-    def _move(self) -> None:
+    def move(self) -> None:
         """Do the work of one tick: a whole engine step or, at random unless the engine is steady,
         only a launch or only the result of the oldest step."""
         dice = self._pace.random()  # one random number per tick, whatever happens
@@ -518,7 +534,7 @@ class Simulation:
         elif self._flight:
             self.settle()
         else:
-            self.clients.hear(self.scheduler.take_outputs(), self.latest)
+            self._hear(self.scheduler.take_outputs())
 
     def _tick(self) -> None:
         self.now += self.case.setup.tick

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import ConfigError
+from policylab.verify.apart import ApartSimulation, is_apart
 from policylab.verify.case import Add, Case, Jump, to_python
 from policylab.verify.draw import draw_case
 from policylab.verify.halves import MakeHalves, is_adaptive
@@ -145,7 +146,7 @@ class Swarm:
         requests."""
         simulation = None
         try:
-            simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
+            simulation = simulate(case, every=self.every, leaks=leaks, halves=self.halves)
             outcome = simulation.run()
             if twice:
                 check_same(case, outcome, self.halves)
@@ -154,15 +155,27 @@ class Swarm:
             return what_broke(error, simulation.num_steps if simulation is not None else 0)
 
 
+def simulate(
+    case: Case, *, every: int, leaks: bool = True, halves: MakeHalves | None = None
+) -> Simulation | ApartSimulation:
+    """A simulation of a case, on one core or on several; see ``Simulation``."""
+    return kind_of(case)(case, every=every, leaks=leaks, halves=halves)
+
+
+def kind_of(case: Case) -> type[Simulation | ApartSimulation]:
+    """The class that simulates a case."""
+    return ApartSimulation if is_apart(case.setup) else Simulation
+
+
 def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
     """Check that the case gives the same plans when it is run again and, if its policies use no
     clock, when it is run without clock jumps."""
-    again = Simulation(case, every=max(1, outcome.num_steps), halves=halves).run()
+    again = simulate(case, every=max(1, outcome.num_steps), halves=halves).run()
     assert again == outcome, "the same case gives different plans"
     setup = case.setup
     reads_clock = setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(setup)
     reads_clock |= bool(setup.snapshot_blocks) and setup.snapshot_policy == BY_AGE
-    reads_clock |= setup.config.cache_policy is not None
+    reads_clock |= setup.config.cache_policy is not None or is_apart(setup)
     # A request that has waited long for an adapter's slot gets one.
     if reads_clock or "adapters" in setup.needs or has_deadlines(case):
         return
@@ -246,7 +259,7 @@ def smallest(
 
 def reproduction(case: Case) -> str:
     """A Python program, as text, that runs the case."""
-    config = case.setup.config
+    config, kind = case.setup.config, kind_of(case)
     lines = [
         "from engine.config.sched import SchedulerConfig",
         "from engine.messages.params import SamplingParams",
@@ -254,9 +267,9 @@ def reproduction(case: Case) -> str:
         "from engine.sched.interface import PauseState",
         "from engine.messages.adapters import AdapterSource",
         "from engine.messages.pooling import PoolingParams",
-        "from policylab.verify.case import Abort, Add, Bring, Case, Jump, Load, Pause, Reset",
+        "from policylab.verify.case import Abort, Add, Bring, Case, Jump, Kill, Load, Pause, Reset",
         "from policylab.verify.case import ResetEncoder, Setup, Unload, Wake, Write",
-        "from policylab.verify.simulation import Simulation",
+        f"from {kind.__module__} import {kind.__name__}",
     ]
     for given in (config.scheduling_policy, config.scheduler_cls):
         if given is not None and not isinstance(given, str):
@@ -267,5 +280,5 @@ def reproduction(case: Case) -> str:
     if case.setup.has_halves:
         lines.insert(0, "from policylab.simulated import SimulatedHalves")
         made = ", halves=SimulatedHalves()"
-    lines += ["]", f"print(Simulation(Case(setup=setup, events=events){made}).run())"]
+    lines += ["]", f"print({kind.__name__}(Case(setup=setup, events=events){made}).run())"]
     return "\n".join(lines)

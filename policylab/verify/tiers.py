@@ -87,7 +87,7 @@ class FakeCopies:
         self.stored: list[tuple[bytes, list[int]]] = []  # all that stores were given
         self.num_loaded = 0  # blocks
         self._patience = patience
-        self._stores = [FakeStore(kind) for kind in kinds]
+        self.stores = [FakeStore(kind) for kind in kinds]
         self._rng = Random(seed)
         self._planned: list[LoadOrder] = []
         self._loads: list[FakeLoad] = []
@@ -95,7 +95,7 @@ class FakeCopies:
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The index of the first store that promises each block, or ``NOWHERE``."""
-        stores = list(enumerate(self._stores))
+        stores = list(enumerate(self.stores))
         return [
             next((index for index, store in stores if store.contains(key)), NOWHERE) for key in keys
         ]
@@ -105,19 +105,19 @@ class FakeCopies:
         orders = plan.kv_transfer
         if not isinstance(orders, KVOrders):
             return
-        for store in self._stores:
+        for store in self.stores:
             for key in list(store.blocks) if orders.clear else orders.forget:
                 store.blocks.pop(key, None)
         for key, block in zip(orders.store_keys, orders.store_blocks, strict=True):
             self.stored.append((key, self.kv[block][:]))
-            for store in self._stores:
+            for store in self.stores:
                 store.write(key, self.kv[block][:])
         self._planned += orders.loads
 
     def begin_loads(self) -> None:
         """Begin the loads of the newest plan, whose snapshots of states have been read."""
         for order in self._planned:
-            stores = [self._stores[index] for index in order.stores]
+            stores = [self.stores[index] for index in order.stores]
             digests = [store.read(key) for store, key in zip(stores, order.keys, strict=True)]
             ends = [store.ticks(self._rng) for store in stores]
             longest = max(each for each in (*ends, 0) if each is not None)
@@ -145,7 +145,7 @@ class FakeCopies:
 
     def invalidate(self) -> None:
         """The cache was reset: what stores have and loads bring is wrong from now on."""
-        for store in self._stores:
+        for store in self.stores:
             store.blocks = {key: [RUBBISH] * len(kept) for key, kept in store.blocks.items()}
         for load in self._loads:
             load.digests = [kept and [RUBBISH] * len(kept) for kept in load.digests]

@@ -29,6 +29,7 @@ SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
 GROUP, RANK = "core/group.py", "worker/rank.py"
 TIERS, PROMOTIONS = "kv_transfer/tiers.py", "kv/promotions.py"
+APART = "rpc/apart.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
 CANARIES = (
@@ -783,5 +784,33 @@ CANARIES = (
         "ipc/plan_stream.py",
         "            kept = sum(1 << COLUMNS.index(name) for name in same)\n",
         '            kept = sum(1 << COLUMNS.index(name) for name in [*same, "starts"])\n',
+    ),
+    # prefill apart
+    Canary(
+        "let requests wait for a prompt whose core has died",
+        APART,
+        """            self._end_prefill(name, "failed")
+        self._calls =""",
+        """            self._balancer.end(name)
+            del self._prefills[name]
+        self._calls =""",
+    ),
+    Canary(
+        "let requests wait for blocks that do not come",
+        APART,
+        "        late = [name for name, until in self._due.items() if now >= until]\n",
+        "        late: list[str] = []\n",
+    ),
+    Canary(
+        "compute a prompt whose requests have ended",
+        APART,
+        "            self._to_abort.append(name)\n",
+        "",
+    ),
+    Canary(
+        "join the prefill of another prompt",
+        APART,
+        "content = placed.ids[-1] if placed.ids else None",
+        "content = len(placed.ids) or None",
     ),
 )

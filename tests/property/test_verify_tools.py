@@ -66,15 +66,19 @@ class Thrashes(FCFS):
 
 
 def test_a_good_policy_passes() -> None:
-    tally = check_policy(Good, steps=500)
-    assert tally.num_steps >= 500 and tally.steps_by_policy["Good"] == tally.num_steps
+    tally = check_policy(Good, steps=1000)
+    assert tally.num_steps >= 1000 and tally.steps_by_policy["Good"] == tally.num_steps
     assert tally.steps_by_windows.total() == tally.num_steps and len(tally.steps_by_windows) > 1
 
 
 @pytest.mark.parametrize(
     ("policy", "steps", "message"),
     [
-        (Raises, 4000, r"Raises, seed \d+: faults of plug-ins: \['Raises.rank, request \d+: Zero"),
+        (
+            Raises,
+            4000,
+            r"Raises, seed \d+: faults of plug-ins: \['Raises.rank, request [^:]+: Zero",
+        ),
         (Dices, 4000, "the same case gives different plans"),
         (Starves, 100, "Starves: a request was not served in 1000 steps while better-ranked ones"),
         (Thrashes, 4000, r"was preempted \d+ times without a token|unfinished after"),
