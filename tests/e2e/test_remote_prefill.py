@@ -101,14 +101,14 @@ def test_plans_are_the_same_in_a_replay(
     """Also where the producer's stores have dropped blocks that its pool still has."""
     logs = [tmp_path / "producer", tmp_path / "consumer"]
     steps = {"async_scheduling": depth == 2}
-    small = {"port": free_port(), "kv_offloading_size": 0.001, **steps}
-    producer = start("producer", step_log=str(logs[0]), **small)
+    small = {"kv_offloading_size": 0.001, "num_kv_blocks": 1000}
+    producer = start("producer", port=free_port(), step_log=str(logs[0]), **small, **steps)
     consumer = start("consumer", step_log=str(logs[1]), **steps)
-    for nth in range(3):
+    for _ in range(2):
         outs = decode(consumer, PROMPTS, prefill(producer, PROMPTS), GREEDY)
         assert [out.num_cached_tokens for out in outs] == WHOLES
-        others = [[token + 1 + nth for token in prompt] for prompt in PROMPTS]
-        prefill(producer, others * 2)
+        others = [[(token + shift) % 281 + 3 for token in PROMPTS[0]] for shift in range(1, 24)]
+        prefill(producer, others)
         consumer.reset_prefix_cache()
         decode(consumer, others[:1], [{}], GREEDY)
     assert counters(producer)["host.evicted"] > 0
