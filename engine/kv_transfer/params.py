@@ -40,4 +40,10 @@ def read_params(given: Mapping[str, Any]) -> TierParams:
         raise ValueError(f"store in kv_transfer_params is {store!r:.80}, must be True or False")
     if wrong := objection(dict(given)):
         raise ValueError(wrong)
-    return TierParams(most, store, read_remote(given))
+    remote = read_remote(given)
+    if remote.sends and not store:
+        raise ValueError(
+            "store in kv_transfer_params is False and do_remote_decode is true: another engine can "
+            "only read what is stored; leave one of them out"
+        )
+    return TierParams(most, store, remote)

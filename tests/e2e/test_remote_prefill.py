@@ -243,6 +243,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("both", {"remote_block_ids": "0"}, "remote_block_ids .* is '0', must be a list"),
     ("both", {"remote_engine_id": 5}, "remote_engine_id .* is 5, must be a string"),
     ("both", {"tp_size": [1]}, r"tp_size .* is \[1\], must be a whole number"),
+    ("both", {"do_remote_decode": True, "store": False}, "can only read what is stored"),
     ("both", {"do_remote": True}, "'do_remote', which is not known"),
     ("both", {**HERE, "remote_port": 65535}, "remote_port .* is 65535"),
     ("both", {**HERE, "remote_host": "10.0.0.6"}, "'10.0.0.6' .* may not read KV: add it to"),
