@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from engine.ipc.address import tcp_address
@@ -13,6 +14,7 @@ from engine.kv_transfer.peers.server import BlockServer
 from engine.kv_transfer.peers.transports import Transport
 from engine.kv_transfer.stores import BlockStore, Rows, StoreIdentity
 
+logger = logging.getLogger("engine.kv")
 NUM_THREADS = 4  # loads at the same time, so that a slow engine does not hold up all others
 
 
@@ -33,6 +35,7 @@ class PeerConnector:
         except BaseException:
             _close(transport)
             raise
+        logger.info("KV blocks are served to other engines at %s", server.address)
         return ServedStore(store, server, transport)
 
     def open(self, identity: StoreIdentity) -> ConnectedStore:
