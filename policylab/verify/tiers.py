@@ -24,7 +24,9 @@ from policylab.verify.needs import Answers, Need
 PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE = (
     *("plain", "slow", "lossy", "small", "dead", "dying", "liar", "late"),
 )
-STORES = (PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE)
+TARDY = "tardy"
+STORES = (PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE, TARDY)
+MOST_TARDY = 90  # ticks until a block is there; requests wait 64 for one that another core stores
 MOST_TICKS = 24  # of a load, unless its store is dead
 SMALL_SIZE = 5  # blocks
 SPEEDS = (50.0, 5e3, 1e9)  # expected speeds of stores, in blocks a second
@@ -33,13 +35,15 @@ SPEEDS = (50.0, 5e3, 1e9)  # expected speeds of stores, in blocks a second
 class FakeStore:
     """Keeps digests of blocks. ``kind``: ``SLOW`` takes long; ``LOSSY`` loses every third block
     that is read; ``SMALL`` has room for a few; ``DEAD`` ends no load, ``DYING`` none after the
-    first ones; ``LIAR`` promises all keys; ``LATE`` promises what it has had once."""
+    first ones; ``LIAR`` promises all keys; ``LATE`` promises what it has had once; ``TARDY``
+    has a block only some time after it was written."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.blocks: dict[bytes, list[int]] = {}
         self._had: set[bytes] = set()
-        self._num_reads = 0
+        self._num_reads = self._num_writes = 0
+        self._coming: dict[bytes, tuple[int, list[int]]] = {}  # ticks until it is there, digests
 
     def contains(self, key: bytes) -> bool:
         """True if it has this block, or promises it."""
@@ -56,8 +60,36 @@ class FakeStore:
         """Keep a block."""
         if self.kind == SMALL and len(self.blocks) >= SMALL_SIZE:
             del self.blocks[next(iter(self.blocks))]
+        self._num_writes += 1
+        if self.kind == TARDY and key not in self.blocks:
+            self._coming[key] = (1 + 7 * self._num_writes % MOST_TARDY, digests)
+            return
         self.blocks[key] = digests
         self._had.add(key)
+
+    def drop(self, key: bytes) -> None:
+        """Keep a block no more."""
+        self.blocks.pop(key, None)
+        self._coming.pop(key, None)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self.blocks.clear()
+        self._coming.clear()
+
+    def invalidate(self) -> None:
+        """What it has is wrong from now on."""
+        self.blocks = {key: [RUBBISH] * len(kept) for key, kept in self.blocks.items()}
+        self._coming.clear()
+
+    def tick(self) -> None:
+        """Let time pass."""
+        coming, self._coming = self._coming, {}
+        for key, (ticks, digests) in coming.items():
+            if ticks > 1:
+                self._coming[key] = (ticks - 1, digests)
+            else:
+                self.blocks[key] = digests
 
     def ticks(self, rng: Random) -> int | None:
         """How long a load takes; ``None``: for ever."""
@@ -106,8 +138,10 @@ class FakeCopies:
         if not isinstance(orders, KVOrders):
             return
         for store in self.stores:
-            for key in list(store.blocks) if orders.clear else orders.forget:
-                store.blocks.pop(key, None)
+            if orders.clear:
+                store.clear()
+            for key in orders.forget:
+                store.drop(key)
         for key, block in zip(orders.store_keys, orders.store_blocks, strict=True):
             self.stored.append((key, self.kv[block][:]))
             for store in self.stores:
@@ -132,6 +166,8 @@ class FakeCopies:
 
     def tick(self) -> None:
         """Let time pass; some loads end."""
+        for store in self.stores:
+            store.tick()
         for load in self._loads:
             load.left -= 1
             if load.left == 0:
@@ -146,7 +182,7 @@ class FakeCopies:
     def invalidate(self) -> None:
         """The cache was reset: what stores have and loads bring is wrong from now on."""
         for store in self.stores:
-            store.blocks = {key: [RUBBISH] * len(kept) for key, kept in store.blocks.items()}
+            store.invalidate()
         for load in self._loads:
             load.digests = [kept and [RUBBISH] * len(kept) for kept in load.digests]
 

@@ -216,3 +216,19 @@ def test_what_is_wrong_with_groups(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is not the config.json of a model" in mistake(capsys, "--kv-groups", str(tmp_path))
     real = ("--real", "--rate", "5", "--kv-groups", "0,8")
     assert "need a simulated run" in mistake(capsys, *real)
+
+
+def test_prefill_and_decode_cores_are_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (*FEW, "--rate", "20", "--prefill", "1", "--decode", "1")
+    path = str(tmp_path / "run.jsonl")
+    link = ("--kv-link", "tcp(load=1e-4, latency=1e-3)")
+    then = told(capsys, *args, *link, "--out", path)
+    assert "60 done" in then and "prefill apart.sent" in then and "kv link.blocks" in then
+    assert then.startswith(told(capsys, "--read", path).rstrip())
+    assert "prefill apart" not in told(capsys, *FEW, "--rate", "20", "--data-parallel-size", "2")
+    assert "set both to 1 or more" in mistake(capsys, *FEW, "--prefill", "1")
+    assert "has no option 'speed'" in mistake(capsys, *args, "--kv-link", "tcp(speed=1)")
+    assert "steps are kept of one core" in mistake(capsys, *args, "--steps")
+    assert "need a simulated run; leave --real out" in mistake(capsys, *args, "--real")
