@@ -29,7 +29,9 @@ from kernels.ops import (
     qkv_rope_write,
     relu_squared,
     rms_norm,
+    scale_groups,
     scale_in_place,
+    sums_of_squares,
 )
 
 __all__ = [
@@ -58,5 +60,7 @@ __all__ = [
     "qkv_rope_write",
     "relu_squared",
     "rms_norm",
+    "scale_groups",
     "scale_in_place",
+    "sums_of_squares",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,3 +75,20 @@ class StateMeta:
 
 
 LayerMeta = AttentionMeta | StateMeta
+
+
+class ColumnGroups(NamedTuple):
+    """Groups of columns that are normalised together, of which a rank has some columns."""
+
+    runs: torch.Tensor  # [R, 3] int64: first column, end, and group of adjacent columns
+    counts: torch.Tensor  # [G] float32: columns of each group on all ranks together
+
+    @classmethod
+    def of(
+        cls, runs: Sequence[tuple[int, int, int]], counts: Sequence[int], device: torch.device
+    ) -> ColumnGroups:
+        """Make the tensors on a device."""
+        return cls(
+            torch.tensor(runs, dtype=torch.int64, device=device),
+            torch.tensor(counts, dtype=torch.float32, device=device),
+        )

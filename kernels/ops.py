@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from kernels import cpu, reference
 from kernels.bodies import triton_for
-from kernels.cpu import vocabulary
+from kernels.cpu import rank_norms, vocabulary
+from kernels.cpu.cells import DTYPES as CELLS
 from kernels.low_rank import AdaptedRows, ProductTable
-from kernels.meta import AttentionMeta, StateMeta
+from kernels.meta import AttentionMeta, ColumnGroups, StateMeta
 from kernels.reference import grouped
 from kernels.reference.selective_scan import ChannelScan, HeadScan
 
@@ -128,6 +129,26 @@ def add_low_rank(
     unchanged. A row's result depends on no other row.
     """
     return _bodies(x).add_low_rank(y, x, table, rows)
+
+
+def sums_of_squares(x: torch.Tensor, groups: ColumnGroups) -> torch.Tensor:
+    """Sums of the squares of each group's columns in x [N, C]. Returns [N, G] float32."""
+    if _bodies(x) is cpu and x.dtype in CELLS and x.is_contiguous():
+        return rank_norms.sums_of_squares(x, groups)
+    return reference.sums_of_squares(x, groups)
+
+
+def scale_groups(
+    x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, groups: ColumnGroups, eps: float
+) -> torch.Tensor:
+    """x / rms(x) * weight over each group of columns, in place; other columns are unchanged.
+    Returns x.
+
+    x: [N, C]; sums: [N, G] float32, of the squares of all columns of a group; weight: [C] float32.
+    """
+    if _bodies(x) is cpu and x.dtype in CELLS and x.is_contiguous():
+        return rank_norms.scale_groups(x, sums, weight, groups, eps)
+    return reference.scale_groups(x, sums, weight, groups, eps)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:

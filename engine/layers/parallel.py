@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine.parallel.collectives import Collectives
 from kernels import slots as on_slots
 from kernels.cpu.matmul.outputs import Scores
 from kernels.cpu.native import hold
+from kernels.meta import ColumnGroups
 
 
 class SummedLinear:
@@ -125,33 +127,24 @@ class NormOfAllHeads:
         counts: tuple[int, int],
         eps: float,
         ranks: Collectives,
-        copies: int = 1,
     ) -> None:
         """part: the projection to the heads of this rank; weights: of queries and keys, of this
-        rank; counts: columns of all queries and of all keys; copies: ranks that have the same
-        keys."""
+        rank; counts: columns of the queries and of the keys of all ranks together."""
         self.part = part
-        self.weights = weights
-        self.counts = counts
         self.eps = eps
         self.ranks = ranks
-        self.copies = copies
         self.in_features, self.out_features = part.in_features, part.out_features
+        q, k = (len(weight) for weight in weights)
+        device = weights[0].device
+        self.groups = ColumnGroups.of([(0, q, 0), (q, q + k, 1)], counts, device)
+        rest = torch.ones(part.out_features - q - k, device=device)
+        self.weight = torch.cat([*(weight.float() for weight in weights), rest])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, in] -> queries, keys and values [N, out]."""
         y = self.part(x)
-        q, k = (len(weight) for weight in self.weights)
-        halves = y[:, :q].float(), y[:, q : q + k].float()
-        squares = torch.stack([half.square().sum(-1) for half in halves], dim=1)
-        squares[:, 1] /= self.copies
-        self.ranks.all_reduce(squares)
-        scales = torch.rsqrt(squares / squares.new_tensor(self.counts) + self.eps)
-        first = 0
-        for half, weight, scale in zip(halves, self.weights, scales.T, strict=True):
-            y[:, first : first + len(weight)] = half * scale[:, None] * weight.float()
-            first += len(weight)
-        return y
+        sums = self.ranks.all_reduce(kernels.sums_of_squares(y, self.groups))
+        return kernels.scale_groups(y, sums, self.weight, self.groups, self.eps)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [N] of this rank's part of the weight."""
@@ -177,11 +170,11 @@ class GateOfAllHeads:
         column; num_groups: of all ranks."""
         self.weight = weight.float()
         self.eps = eps
-        self.size = group
         self.norm_first = norm_first
-        self.num_groups = num_groups
         self.ranks = ranks
-        self.groups = (torch.arange(len(weight), device=weight.device) + first) // group
+        borders = sorted({0, len(weight), *range(-first % group, len(weight), group)})
+        runs = [(at, to, (first + at) // group) for at, to in pairwise(borders)]
+        self.groups = ColumnGroups.of(runs, [group] * num_groups, weight.device)
 
     def __call__(
         self, y: torch.Tensor, gate: torch.Tensor, wanted: Wanted | None = None
@@ -189,10 +182,15 @@ class GateOfAllHeads:
         """Gate and normalise y: [N, C] -> [N, C], or [R, C] for the R tokens in ``wanted``."""
         if wanted is not None:
             y, gate = y[wanted.rows], gate[wanted.rows]
-        x, opened = y.float(), torch.nn.functional.silu(gate.float())
-        if not self.norm_first:
-            x = x * opened
-        squares = x.new_zeros((len(x), self.num_groups))
-        self.ranks.all_reduce(squares.index_add_(1, self.groups, x.square()))
-        x = x * torch.rsqrt(squares / self.size + self.eps)[:, self.groups] * self.weight
-        return (x * opened if self.norm_first else x).to(y.dtype)
+        if self.norm_first:
+            return self._opened(self._normed(kernels.join_columns([y])), gate)
+        return self._normed(self._opened(y, gate))
+
+    def _opened(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """y * silu(gate), a new tensor."""
+        return kernels.grouped_gated_norm(y, gate, None, self.eps, group=y.shape[1])
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, in place."""
+        sums = self.ranks.all_reduce(kernels.sums_of_squares(x, self.groups))
+        return kernels.scale_groups(x, sums, self.weight, self.groups, self.eps)

@@ -222,8 +222,8 @@ class Assembly(TensorSource):
         a, (q, k) = self.mine.whole.attention, norms
         assert q is not None and k is not None and not self.spec.norm.add_one
         copies = max(1, ranks.size // a.num_kv_heads)
-        counts = a.q_width, a.kv_width
-        return NormOfAllHeads(qkv, (q, k), counts, self.spec.norm.eps, ranks, copies)
+        counts = a.q_width, copies * a.kv_width
+        return NormOfAllHeads(qkv, (q, k), counts, self.spec.norm.eps, ranks)
 
     def short_conv(self, index: int) -> ShortConv:
         conv = self.spec.short_conv

@@ -23,6 +23,7 @@ from kernels.reference.pointwise import (
     relu_squared,
     rms_norm,
 )
+from kernels.reference.rank_norms import scale_groups, sums_of_squares
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 from kernels.reference.selective_scan import channel_scan, head_scan
 
@@ -48,4 +49,6 @@ __all__ = [
     "qkv_rope_write",
     "relu_squared",
     "rms_norm",
+    "scale_groups",
+    "sums_of_squares",
 ]
