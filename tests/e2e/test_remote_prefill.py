@@ -166,6 +166,17 @@ def test_prompts_are_computed_if_their_blocks_are_not_to_be_had(
     assert tokens_of(outs) == right and [out.num_cached_tokens for out in outs] == WHOLES
 
 
+def test_a_request_ends_in_error_if_the_operator_wants_that(
+    start: Callable[..., LLMEngine],
+) -> None:
+    policy = peers("consumer") | {"kv_load_failure_policy": "fail"}
+    consumer = start("consumer", kv_transfer_config=policy)
+    nowhere = {**HERE, "remote_port": free_port()}
+    (out,) = decode(consumer, PROMPTS[:1], [nowhere], GREEDY)
+    (end,) = out.outputs
+    assert end.code == "kv_transfer_failed" and "peer did not supply" in str(end.error)
+
+
 def test_a_consumer_without_room_computes_in_chunks(
     start: Callable[..., LLMEngine], right: list[list[int]]
 ) -> None:
