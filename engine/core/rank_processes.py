@@ -14,7 +14,7 @@ import msgspec
 from engine.core.rank_watch import RankWatch
 from engine.errors import RankError
 from engine.ipc.process import NO_VALUES, Child
-from engine.ipc.ring import RingWriter, Stopped
+from engine.ipc.ring import SPIN_SECONDS, RingWriter, Stopped
 from engine.worker.main import serve_rank
 from engine.worker.rank import CALL, RankReport, RankWorker
 
@@ -30,6 +30,8 @@ class GroupOptions:
     """Seconds that a rank may take to load or to allocate."""
     hang_timeout: float = 300.0
     """Seconds that a rank may take for a step."""
+    spin_seconds: float = SPIN_SECONDS
+    """How long a rank looks for the next plan before it sleeps."""
     environments: Sequence[Mapping[str, str]] = ()
     """Variables for the processes of ranks 1, 2, ...; (): none."""
 
@@ -130,5 +132,5 @@ class Ranks:
     def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
         options = self.options
         name = f"{options.name} rank {rank}".strip()
-        arguments = (self.ring.handle, rank, make, options.log_level, name)
+        arguments = (self.ring.handle, rank, options.spin_seconds, make, options.log_level, name)
         return Child(name, serve_rank, *arguments, environment=values)

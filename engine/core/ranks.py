@@ -17,6 +17,7 @@ from engine.config.pooling import PoolingSpec
 from engine.core.group import WorkerGroup
 from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError, RankError
+from engine.ipc.ring import SPIN_SECONDS
 from engine.observe.guard import Failures
 from engine.parallel.meeting import Meeting, Place
 from engine.worker.feature import Feature
@@ -47,6 +48,7 @@ def make_workers(
         log_level=config.log_level,
         ready_timeout=EARLY * config.core.core_ready_timeout,
         hang_timeout=EARLY * config.core.core_hang_timeout,
+        spin_seconds=SPIN_SECONDS if has_core_for_each(config) else 0.0,
         environments=environments_of_ranks(config),
     )
     try:
@@ -113,6 +115,12 @@ def threads_of_rank(config: EngineConfig) -> int:
     """The CPU threads of each rank: an equal share of those of the core."""
     num = config.num_threads or default_num_threads() or len(os.sched_getaffinity(0))
     return max(1, num // config.parallel.tensor_parallel_size)
+
+
+def has_core_for_each(config: ResolvedConfig) -> bool:
+    """Whether all threads of the ranks can run at once."""
+    num_threads = config.parallel.tensor_parallel_size * (config.num_threads or 1)
+    return num_threads <= len(os.sched_getaffinity(0))
 
 
 def has_gpus(config: ResolvedConfig) -> bool:

@@ -31,7 +31,7 @@ PAGE = 4096
 NUM_BYTES = 1 << 20
 MOST_READERS = 60
 NUM_WORDS = 7  # that a reader reports, besides how far it has read: a cache line together
-SPIN_SECONDS = 300e-6  # of a wait, before it sleeps
+SPIN_SECONDS = 500e-6  # of a wait, before it sleeps
 TORN_SECONDS = 1.0  # in which a piece must have arrived as a whole
 NAP_SECONDS = 0.5e-3  # of the writer, while a reader is a whole ring late
 

@@ -31,13 +31,14 @@ def serve_rank(
     line: Line,
     handle: SealedFile,
     rank: int,
+    spin_seconds: float,
     make: Callable[[], RankWorker],
     log_level: str,
     name: str,
 ) -> None:
     """The main function of a rank's process: carry out calls until the core ends or requests it.
 
-    handle: of the ring. make: makes the worker. name: of this rank, for log lines."""
+    handle: of the ring. spin_seconds: how long it looks for a message before it sleeps. make: makes the worker. name: of this rank, for log lines."""
     is_done = threading.Event()
 
     def leave() -> None:
@@ -48,7 +49,7 @@ def serve_rank(
     watch = ParentWatch(line, leave)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the core decides when its ranks end
     set_up_logging(log_level, name)
-    ring = RingReader(handle, rank - 1)
+    ring = RingReader(handle, rank - 1, spin_seconds=spin_seconds)
     try:
         one = Rank(make(), ring.report, partial(send_report, line))
         while not one.is_over:

@@ -782,8 +782,8 @@ CANARIES = (
     Canary(
         "keep the columns of an older plan",
         "ipc/plan_stream.py",
-        "            kept = sum(1 << COLUMNS.index(name) for name in same)\n",
-        '            kept = sum(1 << COLUMNS.index(name) for name in [*same, "starts"])\n',
+        "column is getattr(last, name)",
+        "len(column) == len(getattr(last, name))",
     ),
     # prefill apart
     Canary(
