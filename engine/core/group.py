@@ -91,6 +91,10 @@ class OtherRanks(Protocol):
         their reports, in order of ranks. is_start: it may take as long as a start."""
         ...
 
+    def started(self) -> None:
+        """Take note that the start is over: from now on, what ranks do must end in time."""
+        ...
+
     def reported(self, index: int, word: int) -> int:
         """A word that rank ``index`` + 1 shows."""
         ...
@@ -191,6 +195,7 @@ class WorkerGroup:
     def allocate(self, num_blocks: int) -> None:
         """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
         _, of_others = self._on_all("allocate", num_blocks)
+        self._ranks.started()
         memory = [resident_bytes(), *map(msgspec.msgpack.decode, of_others)]
         pids = [os.getpid(), *self._ranks.pids]
         places = [

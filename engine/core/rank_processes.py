@@ -84,6 +84,9 @@ class Ranks:
     def reported(self, index: int, word: int) -> int:
         return self.ring.reported(index, word)
 
+    def started(self) -> None:
+        self.watch.limits_steps = True
+
     def fail(self, error: RankError) -> None:
         self.watch.fail(error)
 

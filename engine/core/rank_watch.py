@@ -18,6 +18,7 @@ from engine.ipc.sockets import Waker
 from engine.worker.rank import NUM_DONE, UNASKED, RankReport
 
 LOOK_SECONDS = 5.0  # at most, between two looks for ranks that hang
+MORE_LOOKS = 1  # than the limit allows
 CAUSE_SECONDS = 0.3  # in which the rank that failed first reports, after another one
 KNOWN_SECONDS = 2.0  # in which this thread knows why the group has stopped
 KINDS: dict[str, type[EngineError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
@@ -42,6 +43,8 @@ class RankWatch:
         self._children = children
         self._hang_timeout = hang_timeout
         self._look_seconds = min(LOOK_SECONDS, hang_timeout / 8)
+        self.limits_steps = False
+        """True once the ranks have started: what they do then must end in ``hang_timeout``."""
         self._stalls = [Stall() for _ in children]
         self._changed = threading.Condition()
         # Guarded by ``_changed``:
@@ -160,9 +163,10 @@ class RankWatch:
             is_awaited = self._num_awaited > 0
         for rank, stall in enumerate(self._stalls, 1):
             num_done = self._ring.reported(rank - 1, NUM_DONE)
-            is_idle = is_awaited or num_done == self._ring.num_sent
+            is_idle = is_awaited or not self.limits_steps or num_done == self._ring.num_sent
             stall.look(0 if is_idle else num_done + 1)
-            if stall.num_looks * self._look_seconds >= self._hang_timeout:
+            # A rank that waits for this one knows better which it is, and is first.
+            if (stall.num_looks - MORE_LOOKS) * self._look_seconds >= self._hang_timeout:
                 self.fail(
                     RankError(
                         f"{self._named(rank)} has not answered for {self._hang_timeout:g} s in a "

@@ -19,11 +19,33 @@ from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError, RankError
 from engine.ipc.ring import SPIN_SECONDS
 from engine.observe.guard import Failures
-from engine.parallel.meeting import Meeting, Place
+from engine.parallel.meeting import Meeting, Place, Stoppable
+from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature
 from engine.worker.worker import ModelWorker, make_worker
 
-EARLY = 0.9  # of a client's limit: a rank that hangs is named before the client gives up the core
+EARLY = 0.8  # of a client's limit: a rank that hangs is named before the client gives up the core
+
+
+class RankOfModel(ModelWorker):
+    """The worker of a rank, which waits for the others long only while they start."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        info: ModelInfo,
+        features: Sequence[Feature],
+        failures: Failures,
+        pooling: PoolingSpec | None,
+        collectives: Stoppable,
+    ) -> None:
+        platform = make_platform(resolve_device(config.device))
+        super().__init__(config, info, platform, features, failures, pooling, collectives)
+        self._ranks = collectives
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        self._ranks.limit(EARLY * self.config.core.core_hang_timeout)
 
 
 def make_workers(
@@ -74,7 +96,7 @@ def start_group(
     meeting = Meeting(
         size,
         num_threads=size * num_threads,
-        wait_seconds=options.hang_timeout,
+        wait_seconds=options.ready_timeout,
         on_gpus=has_gpus(config),
     )
     with ExitStack() as failing:
@@ -84,7 +106,7 @@ def start_group(
         ranks = Ranks(makes, options)
         failing.callback(ranks.close)
         collectives = meeting.place.open(0)
-        own = make_worker(config, info, features, failures, pooling, collectives)
+        own = RankOfModel(config, info, features, failures, pooling, collectives)
         ranks.watch.stops.append(collectives.stop)
         ranks.at_end = meeting.close
         failing.pop_all()
@@ -100,7 +122,7 @@ def make_rank(
     rank: int,
 ) -> ModelWorker:
     """Create the worker of another rank, in its process."""
-    return make_worker(config, info, make_features(), None, pooling, place.open(rank))
+    return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
 
 
 def report_failures(

@@ -102,6 +102,19 @@ class PlanReader:
                 place += num * dtype.itemsize
             kept >>= 1
         rows, slots, generations, starts, counts, samples, *blocks = columns
+        block_slots, block_indices, block_ids = blocks
         return StepPlan(
-            step, rows, slots, generations, starts, counts, samples, [], *blocks, [], num_tokens
+            step,
+            rows,
+            slots,
+            generations,
+            starts,
+            counts,
+            samples,
+            new=[],
+            block_slots=block_slots,
+            block_indices=block_indices,
+            block_ids=block_ids,
+            freed_slots=[],
+            num_tokens=num_tokens,
         )

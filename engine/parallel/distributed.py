@@ -88,6 +88,9 @@ class TorchCollectives:
         if self._failed is not None:
             raise RankError(str(self._failed)) from self._failed
 
+    def limit(self, wait_seconds: float) -> None:
+        """Change nothing: the limit of a group is fixed."""
+
     def stop(self) -> None:
         """Let the operations in which this rank waits raise ``RankError``, as far as the backend
         can. Any thread of this rank may call this."""

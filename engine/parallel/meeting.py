@@ -15,6 +15,10 @@ HOST = "127.0.0.1"
 class Stoppable(Collectives, Protocol):
     """Operations of a rank that can be stopped."""
 
+    def limit(self, wait_seconds: float) -> None:
+        """Set how long this rank waits for another one, if that can be changed."""
+        ...
+
     def stop(self) -> None:
         """Let the operations in which a rank waits raise ``RankError``. Any thread may call it."""
         ...

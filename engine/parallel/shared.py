@@ -88,6 +88,11 @@ class SharedCollectives:
         if self._ranks.has_failed:
             raise RankError(self._reason())
 
+    def limit(self, wait_seconds: float) -> None:
+        """Set how long this rank waits for another one, from the next operation on."""
+        self._wait_seconds = wait_seconds
+        self._ranks.limit(wait_seconds)
+
     def stop(self) -> None:
         """Let the operations in which a rank waits raise ``RankError``, in all ranks. Any thread of
         any rank may call this."""

@@ -38,7 +38,8 @@ def serve_rank(
 ) -> None:
     """The main function of a rank's process: carry out calls until the core ends or requests it.
 
-    handle: of the ring. spin_seconds: how long it looks for a message before it sleeps. make: makes the worker. name: of this rank, for log lines."""
+    handle: of the ring. spin_seconds: how long it looks for a message before it sleeps. make: makes
+    the worker. name: of this rank, for log lines."""
     is_done = threading.Event()
 
     def leave() -> None:

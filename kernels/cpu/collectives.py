@@ -361,11 +361,15 @@ class SharedRanks:
         words = self._words
         words[_SHARED], words[_RANK], words[_SIZE] = memory.ctypes.data, rank, size
         words[_SPINS] = SPINS if num_threads <= num_processors() else 1
-        words[_NAPS] = round(wait_seconds / _NAP_SECONDS)
+        self.limit(wait_seconds)
         words[_SYSCALL] = atomics.syscall_address()
         words[_TIME], words[_SCRATCH] = self._time.ctypes.data, self._scratch.ctypes.data
         self._address = words.ctypes.data
         self._code = words.data[_CODE : _CODE + 1]
+
+    def limit(self, wait_seconds: float) -> None:
+        """Set how long this rank waits for another one."""
+        self._words[_NAPS] = max(1, round(wait_seconds / _NAP_SECONDS))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up a contiguous tensor of all ranks, in place, and return it."""

@@ -109,6 +109,9 @@ class LocalRanks:
     def reported(self, index: int, word: int) -> int:
         return self._words[index][word]
 
+    def started(self) -> None:
+        """Nothing has a limit of time."""
+
     def check(self) -> None:
         for rank in range(1, len(self) + 1):
             self._carry_out(rank)
