@@ -80,15 +80,17 @@ LayerMeta = AttentionMeta | StateMeta
 class ColumnGroups(NamedTuple):
     """Groups of columns that are normalised together, of which a rank has some columns."""
 
-    runs: torch.Tensor  # [R, 3] int64: first column, end, and group of adjacent columns
+    spans: Sequence[tuple[int, int, int]]  # first column, end, and group of adjacent columns
+    runs: torch.Tensor  # [R, 3] int64: the same
     counts: torch.Tensor  # [G] float32: columns of each group on all ranks together
 
     @classmethod
     def of(
-        cls, runs: Sequence[tuple[int, int, int]], counts: Sequence[int], device: torch.device
+        cls, spans: Sequence[tuple[int, int, int]], counts: Sequence[int], device: torch.device
     ) -> ColumnGroups:
         """Make the tensors on a device."""
         return cls(
-            torch.tensor(runs, dtype=torch.int64, device=device),
+            spans,
+            torch.tensor(spans, dtype=torch.int64, device=device),
             torch.tensor(counts, dtype=torch.float32, device=device),
         )

@@ -85,13 +85,15 @@ def head_dim(hf: HF) -> int:
     return size
 
 
-def heads(hf: HF) -> tuple[int, int] | None:
-    """Head size and number of query heads per KV head; ``None`` if config.json lacks them."""
+def heads(hf: HF, num_ranks: int = 1) -> tuple[int, int] | None:
+    """Head size and number of query heads per KV head of a rank; ``None`` if config.json lacks
+    them."""
     try:
         found = attention(hf)
     except ModelError:
         return None
-    return found.head_dim, found.num_heads // found.num_kv_heads
+    group = found.num_heads // found.num_kv_heads
+    return found.head_dim, min(group, max(1, found.num_heads // num_ranks))
 
 
 def attention(hf: HF, **differences: Any) -> AttentionSpec:

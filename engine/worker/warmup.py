@@ -55,11 +55,11 @@ KERNELS_THREAD = "prepare-kernels"
 LARGEST_SECONDS = 0.5  # the largest step is run at start only if it takes less
 
 
-def prepare_kernels(info: ModelInfo, model: ModelConfig, kv_dtype: str) -> None:
+def prepare_kernels(info: ModelInfo, model: ModelConfig, kv_dtype: str, num_ranks: int = 1) -> None:
     """Load the CPU kernels of a model in a thread while its weights are read. ``kv_dtype``: the
-    option ``kv_cache_dtype``."""
+    option ``kv_cache_dtype``; ``num_ranks``: that compute the model together."""
     dtype = compute_dtype(model, info, "cpu")
-    found, kind = heads(info.hf), None
+    found, kind = heads(info.hf, num_ranks), None
     if found is not None:
         computed_in = activation_dtype(dtype, "cpu")
         cache = choose_kv_dtype(kv_dtype, computed_in, "cpu")

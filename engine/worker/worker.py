@@ -156,7 +156,8 @@ class ModelWorker:
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
-            prepare_kernels(self._info, config.model, config.cache.kv_cache_dtype)
+            num_ranks = 1 if self._collectives is None else self._collectives.size
+            prepare_kernels(self._info, config.model, config.cache.kv_cache_dtype, num_ranks)
         with explain_shortage(platform, "the weights were loaded"):
             model = load_model(
                 config.model,

@@ -117,3 +117,30 @@ def test_parts_of_odd_vocabularies_and_mlps(tmp_path: Path, seed: int) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     compare(tmp_path, [3, 6], seed, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama-mha-tied-biased", {"quantization": "int8"}),
+        ("qwen3.5", {"quantization": "int8", "dtype": "bfloat16"}),
+        ("gemma2", {"quantization": "int4", "dtype": "bfloat16"}),
+        ("olmo2", {"output_layer_quantization": "int8", "dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_narrow_numbers_stay_near(
+    tiny_models: TinyModels, name: str, options: dict[str, str], seed: int
+) -> None:
+    """Ranks round their parts of sums, and quantise their parts of rows."""
+    prompt, path = random.Random(seed).choices(range(VOCAB), k=TOKENS), tiny_models.path(name)
+    exact, alone = answer(path, Alone(), prompt), answer(path, Alone(), prompt, **options)
+    one, other = run_ranks(2, lambda ranks: answer(path, ranks, prompt, **options))
+    assert torch.equal(one.logits, other.logits)
+    near, usual = (
+        torch.cosine_similarity(each.logits[:TOKENS], exact.logits[:TOKENS], dim=-1)
+        for each in (one, alone)
+    )
+    print(f"{name} {options}: cosine {near.mean():.5f}, one worker {usual.mean():.5f}")
+    assert near.mean() > 0.99 or 1 - near.mean() < 2 * (1 - usual.mean())
