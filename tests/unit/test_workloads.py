@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter, deque
 from itertools import islice, pairwise
-from math import inf, isinf
+from math import inf, isinf, log
 from statistics import fmean, median
 
 import numpy as np
@@ -20,6 +20,7 @@ from policylab.sim.workloads.describe import Description, as_if_served
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import SHARES, TRACES, Quantiles
 from policylab.sim.workloads.reuse import PrefixReuse
+from policylab.sim.workloads.sessions import Sessions
 
 MADE_UP = [name for name, kind in sorted(WORKLOADS.items()) if not hasattr(kind, "size")]
 
@@ -243,6 +244,18 @@ def test_sessions_come_as_asked() -> None:
     first = [job.arrival for job in jobs if job.request_id.endswith(".1")]
     counts = np.histogram(first, bins=2, range=(0.0, 4000.0))[0]
     assert counts[1] / counts[0] == pytest.approx(3.0, rel=0.2)
+
+
+@pytest.mark.parametrize(("sigma", "middle", "slow"), [(0.0, 4 * log(2), 0.0), (2.0, 0.54, 0.45)])
+def test_pauses_may_have_a_heavy_tail(sigma: float, middle: float, slow: float) -> None:
+    """Half of the time is then in the few that are longer than half a minute."""
+    workload = find_workload("agents", think=4.0, think_sigma=sigma, turns=20.0, max_context=65536)
+    assert isinstance(workload, Sessions)
+    sessions = islice(workload.sessions(RandomDraws(1)), 1000)
+    pauses = np.array([turn.pause for turns in sessions for turn in turns])
+    assert pauses.mean() == pytest.approx(4.0, rel=0.1)
+    assert np.median(pauses) == pytest.approx(middle, rel=0.1)
+    assert pauses[pauses > 30].sum() / pauses.sum() == pytest.approx(slow, abs=0.15)
 
 
 @pytest.mark.parametrize("name", ["closed-loop", "conversations", "agents"])

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from math import ceil, inf, log, log1p
+from math import ceil, exp, inf, log, log1p
+from statistics import NormalDist
 from typing import Any, ClassVar, NamedTuple
 
 from policylab.sim.job import ANSWER, Job, Span
@@ -19,6 +20,7 @@ from policylab.sim.workloads.source import JobSource, Workload
 NUM_SAMPLED = 4000  # sampled sessions for the mean number of turns
 SAMPLE_SEED = 20261125
 MAX_TURNS = 10_000
+NORMAL = NormalDist()
 
 
 class Turn(NamedTuple):
@@ -45,7 +47,10 @@ class Sessions(Workload):
     turns: float = 4.0
     """Mean number of requests in a session (geometric)."""
     think: float = 10.0
-    """Mean seconds from an answer to the next request (exponential)."""
+    """Mean seconds from an answer to the next request."""
+    think_sigma: float = 0.0
+    """0: these seconds are exponential; else log-normal, with this standard deviation of the
+    logarithm (some 2 for calls of tools by coding agents, see docs/internals/workloads.md)."""
     lengths: str = "log-uniform(prompt=(16, 256), output=(8, 256))"
     """Lengths of new prompt text and of answers: ``log-uniform(...)``, ``fixed(...)`` or the name
     of a trace."""
@@ -60,6 +65,7 @@ class Sessions(Workload):
         Workload.__post_init__(self)
         self.check("turns", self.turns, 1.0, MAX_TURNS)
         self.check("think", self.think, 0.0, 1e6)
+        self.check("think_sigma", self.think_sigma, 0.0, 4.0)
         self.check("num_systems", self.num_systems, 0, 1_000_000)
         self.check("system_tokens", self.system_tokens, 0)
         self.process  # noqa: B018 - it checks the option
@@ -102,6 +108,13 @@ class Sessions(Workload):
         sessions start at once, without pauses."""
         return _LiveSessions(self, RandomDraws(seed), rate or self.natural_rate).source()
 
+    def _factor(self, uniform: float) -> float:
+        """A pause as a multiple of the mean one. ``uniform``: a random number from 0 to below 1."""
+        if not self.think_sigma:
+            return -log(1.0 - uniform)
+        deviation = NORMAL.inv_cdf(min(max(uniform, 1e-12), 1.0 - 1e-12))
+        return exp(self.think_sigma * (deviation - self.think_sigma / 2))
+
     def sessions(self, dice: RandomDraws) -> Iterator[list[Turn]]:
         """An endless iterator of sessions, each a list of its turns."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
@@ -114,7 +127,7 @@ class Sessions(Workload):
             for num_new, num_output in islice(lengths, number):
                 if used + num_new > self.max_prompt:
                     break
-                pause = -self.think * log(1.0 - next(pauses))
+                pause = self.think * self._factor(next(pauses))
                 turns.append(Turn(pause, num_new, num_output))
                 used += num_new + num_output - 1
             yield turns
@@ -138,7 +151,7 @@ class Agents(Sessions):
 
     turns: float = 6.0
     think: float = 1.0
-    """Mean seconds that a tool takes (exponential)."""
+    """Mean seconds that a tool takes."""
     lengths: str = "log-uniform(prompt=(16, 512), output=(16, 128))"
     num_systems: int = 4
     system_tokens: int = 1024
