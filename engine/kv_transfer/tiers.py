@@ -92,7 +92,8 @@ class Found(NamedTuple):
 @dataclass(slots=True)
 class Load:
     """A load in progress. ``req``: the request that waits for it, ``None`` if none does.
-    ``stores``: of each block. ``withdrawn``: keys that must not be published any more."""
+    ``stores``: of each block. ``withdrawn``: keys that must not be published any more. ``others``:
+    requests that wait for the same blocks, by arrival number."""
 
     promotion: Promotion
     req: Request | None
@@ -100,6 +101,7 @@ class Load:
     stores: list[int]
     bytes_by_store: dict[int, int] = field(default_factory=dict)
     withdrawn: set[bytes] = field(default_factory=set)
+    others: dict[int, Request] = field(default_factory=dict)
 
 
 class Tiers(Resource):
@@ -132,6 +134,7 @@ class Tiers(Resource):
         self._found: dict[int, Found] = {}  # by arrival number of a request
         self._loads: dict[int, Load] = {}
         self._coming: dict[bytes, Load] = {}  # that loads each key for a request which waits
+        self._joined: set[int] = set()  # arrival numbers of those that waited for another's load
         self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
         self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
         self._orders = KVOrders()
@@ -261,8 +264,8 @@ class Tiers(Resource):
         wanted = self._wanted(req)
         if wanted is None:
             return Fit(num_tokens)
-        if any(key in self._coming for key in wanted.keys):  # it will find them in the pool
-            return Fit(0, on_refuse=OnRefuse.SKIP)
+        if self._coming_for(req, wanted) is not None:
+            return Fit(0)
         return Fit(0, room=req.num_tokens)
 
     def parked(self, req: Request) -> None:
@@ -271,6 +274,10 @@ class Tiers(Resource):
             return
         found, num_loads = self._found[req.arrival].stores, self._found[req.arrival].num_loads
         wanted = self._choose(req, found)
+        if (coming := self._coming_for(req, wanted)) is not None:
+            self._joined.add(req.arrival)
+            coming.others[req.arrival] = req
+            return
         # It computes what the load does not bring.
         self._found[req.arrival] = Found({}, inf, num_loads=num_loads + 1)
         if not wanted.keys or not self._kv.can_promote(wanted):
@@ -329,6 +336,7 @@ class Tiers(Resource):
 
     def release(self, req: Request) -> None:
         self._found.pop(req.arrival, None)
+        self._joined.discard(req.arrival)
         self._let_go(req.arrival)
         if req.is_finished:
             if self._remote is not None:
@@ -337,6 +345,7 @@ class Tiers(Resource):
             self._failed.pop(req.arrival, None)
             self._params.pop(req.arrival, None)
             for load in self._loads.values():
+                load.others.pop(req.arrival, None)
                 if load.req is req:
                     load.req = None
 
@@ -359,6 +368,12 @@ class Tiers(Resource):
         return dict(self._counts) | dict(of_stores)
 
     # -- helpers
+
+    def _coming_for(self, req: Request, wanted: Wanted) -> Load | None:
+        """A load in progress that brings blocks which a request wants. It waits for another's load
+        once: what it then lacks is loaded for it alone."""
+        coming = {} if req.arrival in self._joined else self._coming
+        return next((coming[key] for key in wanted.keys if key in coming), None)
 
     def _name_of(self, store: int) -> str:
         return "?" if self._outside is None else self._outside.names[store]
@@ -438,8 +453,9 @@ class Tiers(Resource):
             self._kv.end_promotion(held[1])
 
     def _end_wait(self, load: Load, failure: str = "") -> None:
-        """Let the request that waits for a load go on. ``failure``: what the load lacked."""
+        """Let the requests that wait for a load go on. ``failure``: what it lacked."""
         req, load.req = load.req, None
+        others, load.others = load.others, {}
         for key in load.promotion.wanted.keys:
             if self._coming.get(key) is load:
                 del self._coming[key]
@@ -447,6 +463,8 @@ class Tiers(Resource):
             if failure and self._fails and not load.promotion.is_void:
                 self._failed[req.arrival] = failure
             self._scheduler.wake(req.request_id)
+        for other in others.values():
+            self._scheduler.wake(other.request_id)
 
     def _wanted(self, req: Request) -> Wanted | None:
         """What to load for a request; ``None`` if computing is faster or nothing is found."""

@@ -294,6 +294,7 @@ class SimulatedTiers(Tiers, Need):
             "held": self._held,
             "missed": self._missed,
             "coming": self._coming,
+            "joined": self._joined,
             "begun": self._begun,
             "failed": self._failed,
             "awaited": self._awaited._waits,
