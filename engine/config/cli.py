@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from engine.config.option import EXAMPLE, SEVERAL
+from engine.config.option import EXAMPLE, SEVERAL, SHORT
 
 T = TypeVar("T")
 
@@ -45,7 +45,8 @@ def add_named_options(
         if SEVERAL.items() <= option.metadata.items():
             kind |= {"action": "extend", "nargs": "+"}
         help_text = (docs.get(name, "") + _shown_default(option)).replace("%", "%%")
-        group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
+        flags = [flag, option.metadata[SHORT]] if SHORT in option.metadata else [flag]
+        group.add_argument(*flags, default=argparse.SUPPRESS, help=help_text, **kind)
 
 
 def read_options(parsed: argparse.Namespace, options: type[T]) -> T:

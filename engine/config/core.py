@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.config.check import check_range, check_types
 from engine.config.env import DECODE_POLL_TIMEOUT, decode_poll_timeout
-from engine.config.option import FRONT_END, STARTER
+from engine.config.option import FRONT_END, SHORT, STARTER
 from engine.errors import ConfigError
 
 OnCoreDeath = Literal["exit", "restart", "stay"]
@@ -23,7 +23,7 @@ class CoreOptions:
 
     multiprocess: bool = field(default=False, metadata=FRONT_END)
     """Run the core in its own process, which ends with this one."""
-    data_parallel_size: int = field(default=1, metadata=STARTER)
+    data_parallel_size: int = field(default=1, metadata={**STARTER, SHORT: "-dp"})
     """Cores that share the requests, each in its own process with the whole model (and its own GPU,
     where there are GPUs). A request goes where its prompt is cached, or where the load is
     lowest."""

@@ -20,6 +20,7 @@ READER = "reader"  # the program that reads the option; the core only, if not gi
 FRONT_END = {READER: "front end"}  # any program that uses a core
 STARTER = {READER: "starter"}  # a program that starts cores in their own processes
 BOTH = {READER: "both"}  # core and front end
+SHORT = "short"  # another flag, such as -tp
 SEVERAL = {"several": True}  # a list whose flag takes several values, and may be repeated
 
 

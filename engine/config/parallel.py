@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config.check import check_range, check_types
+from engine.config.option import SHORT
 
 MOST_RANKS = 32
 
@@ -13,9 +14,9 @@ MOST_RANKS = 32
 class ParallelConfig:
     """Ranks: workers of a core that compute each step together."""
 
-    tensor_parallel_size: int = 1
-    """Ranks of a core, each a process with a part of each layer (and its own GPU, where there are
-    GPUs). They share num_threads."""
+    tensor_parallel_size: int = field(default=1, metadata={SHORT: "-tp"})
+    """Ranks of a core: processes that each have a part of every layer (and a GPU, where there are
+    GPUs). They share num_threads. -tp is short for it."""
 
     def __post_init__(self) -> None:
         check_types(self)
