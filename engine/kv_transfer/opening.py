@@ -103,9 +103,8 @@ class PlannedStores:
         elif options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
             plans.append(_connector(options))
         self._plans = plans
-        size = cache.kv_offloading_size or 0.0
-        self.own_bytes = int(size * GIB / config.num_ranks)
-        """This core's share of the host's memory that stores take."""
+        self.own_bytes = int((cache.kv_offloading_size or 0.0) * GIB)
+        """This core's share of the host's memory that stores take; the options give the share."""
         self.is_shared = config.num_ranks > 1 or cache.serves_blocks
         """True if other cores or engines may use what this one stores in the host's memory."""
 
@@ -142,7 +141,7 @@ class PlannedStores:
 
     def _open_host(self, config: EngineConfig, identity: StoreIdentity) -> BlockStore:
         store = open_core_store(config, identity)
-        if self._peers is None:
+        if self._peers is None or not self._peers.options.sends:
             return store
         try:
             return self._peers.serve(store, identity)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.cache import CacheConfig
+from engine.config.cache import CacheConfig, share_of_cache
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
-from engine.kv_transfer.opening import PlannedStores, weights_digest
+from engine.kv_transfer.opening import GIB, PlannedStores, weights_digest
 from engine.kv_transfer.stores import StoreIdentity
 
 
@@ -109,6 +109,13 @@ def test_what_follows_a_failed_load_needs_no_connector(tmp_path: Path) -> None:
     options = {"kv_load_failure_policy": "fail"}
     stores = planned(kv_transfer_config=options, kv_offload_dir=tmp_path / "kv")
     assert stores.failure_policy == "fail" and len(stores.speeds) == 1
+
+
+def test_each_core_counts_its_share_of_the_memory_once() -> None:
+    """What ``share_of_cache`` leaves to one of two cores."""
+    cache = share_of_cache(CacheConfig(kv_offloading_size=0.5), 2)
+    config = EngineConfig(model=ModelConfig(model="m"), cache=cache, rank=1, num_ranks=2)
+    assert PlannedStores(config).own_bytes == GIB // 4
 
 
 def make_model(path: Path) -> Path:

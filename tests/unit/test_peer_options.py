@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.served import free_port
 
 from engine.config.cache import DEFAULT_GIB, CacheConfig
 from engine.config.core import CoreConfig
@@ -24,12 +25,14 @@ from engine.kv_transfer.store_thread import BATCH_BYTES
 SECRET = "a secret of some length"
 
 
-def planned(options: dict[str, Any], secret: str | None = SECRET, **cores: int) -> PlannedStores:
-    cache = CacheConfig(kv_transfer_config={"kv_connector": "peers", **options})
-    core = CoreConfig(core_secret=secret)
-    return PlannedStores(
-        EngineConfig(model=ModelConfig(model="m"), cache=cache, core=core, **cores)
+def planned(options: dict[str, Any], secret: str | None = SECRET, **cache: Any) -> PlannedStores:
+    peers = {"kv_connector": "peers", **options}
+    config = EngineConfig(
+        model=ModelConfig(model="m"),
+        cache=CacheConfig(kv_transfer_config=peers, **cache),
+        core=CoreConfig(core_secret=secret),
     )
+    return PlannedStores(config)
 
 
 def with_extra(**extra: Any) -> dict[str, Any]:
@@ -98,6 +101,18 @@ def test_a_producer_keeps_blocks_in_memory_and_a_consumer_keeps_none() -> None:
     assert len(planned({"kv_role": "kv_both"}).speeds) == 2
     consumer = planned({"kv_role": "kv_consumer"})
     assert consumer.own_bytes == 0 and len(consumer.speeds) == 1
+
+
+def test_only_a_producer_listens() -> None:
+    options = {"kv_port": free_port(), "kv_role": "kv_consumer"}
+    cache = {"kv_offloading_size": 0.001}
+    consumers = [planned(options, **cache).open("00", 64) for _ in range(2)]
+    (host, _) = planned({**options, "kv_role": "kv_both"}, **cache).open("00", 64)
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        planned({**options, "kv_role": "kv_producer"}, **cache).open("00", 64)
+    assert [each.writes for each in consumers[0]] == [True, False] and host.writes
+    for each in (*consumers[0], *consumers[1], host):
+        each.store.close()
 
 
 def test_names_of_other_engines_are_accepted() -> None:
