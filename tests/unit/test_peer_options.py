@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served import free_port
 
 from engine.config.cache import DEFAULT_GIB, CacheConfig
 from engine.config.core import CoreConfig
@@ -101,18 +100,6 @@ def test_a_producer_keeps_blocks_in_memory_and_a_consumer_keeps_none() -> None:
     assert len(planned({"kv_role": "kv_both"}).speeds) == 2
     consumer = planned({"kv_role": "kv_consumer"})
     assert consumer.own_bytes == 0 and len(consumer.speeds) == 1
-
-
-def test_only_a_producer_listens() -> None:
-    options = {"kv_port": free_port(), "kv_role": "kv_consumer"}
-    cache = {"kv_offloading_size": 0.001}
-    consumers = [planned(options, **cache).open("00", 64) for _ in range(2)]
-    (host, _) = planned({**options, "kv_role": "kv_both"}, **cache).open("00", 64)
-    with pytest.raises(ConfigError, match="cannot listen at"):
-        planned({**options, "kv_role": "kv_producer"}, **cache).open("00", 64)
-    assert [each.writes for each in consumers[0]] == [True, False] and host.writes
-    for each in (*consumers[0], *consumers[1], host):
-        each.store.close()
 
 
 def test_names_of_other_engines_are_accepted() -> None:
