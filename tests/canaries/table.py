@@ -802,15 +802,18 @@ CANARIES = (
         "        late: list[str] = []\n",
     ),
     Canary(
-        "compute a prompt whose requests have ended",
+        "let requests wait for a prompt that was refused",
         APART,
-        "            self._to_abort.append(name)\n",
-        "",
+        """                if core.end_add(parts):
+                    self._end_prefill(name, "failed")
+        calls""",
+        """                core.end_add(parts)
+        calls""",
     ),
     Canary(
-        "join the prefill of another prompt",
+        "send clients what prefills put out",
         APART,
-        "content = placed.ids[-1] if placed.ids else None",
-        "content = len(placed.ids) or None",
+        "        if len(rows) == len(names):\n            return batch\n",
+        "        if rows or len(names) == 1:\n            return batch\n",
     ),
 )
