@@ -23,10 +23,12 @@ SPEC: Any = SimpleNamespace(
 )
 
 
-def found(root: Path, stored: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+def found(
+    root: Path, stored: dict[str, torch.Tensor], heads: range | None = None
+) -> list[torch.Tensor | None]:
     save_file(stored, root / "model.safetensors")
     with Checkpoint(root) as checkpoint:
-        return kv_scales(checkpoint, SPEC)
+        return kv_scales(checkpoint, SPEC, heads)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,13 @@ def test_names_that_tools_write(tmp_path: Path, keys: str, values: str) -> None:
     assert first is None
     assert second is not None and second.tolist() == [[0.5, 0.5], [2.0, 3.0]]
     assert all(map(is_kv_scale, stored))
+
+
+def test_a_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:
+    place = ATTENTION.format(0)
+    stored = {place + "k_scale": torch.tensor(0.5), place + "v_scale": torch.tensor([2.0, 3.0])}
+    (first, _) = found(tmp_path, stored, range(1, 2))
+    assert first is not None and first.tolist() == [[0.5], [3.0]]
 
 
 def test_one_may_stand_for_both(tmp_path: Path) -> None:

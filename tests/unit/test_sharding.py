@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def test_the_parts_of_a_target_are_the_rows_and_columns_of_the_whole(family: str
                 assert torch.equal(numbered(target), expected), target.name
                 if target.name not in ("embed", "head"):
                     assert target.shape == own[target.name]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "Lfm2"])
+def test_a_rank_has_its_share_of_the_weights(family: str) -> None:
+    spec = spec_of(family, num_experts=2, moe_intermediate_size=48)
+    whole = sum(prod(target.shape) for target in targets(spec))
+    for rank in range(2):
+        mine = sum(prod(one.shape) for one in DecoderSlice(spec, Shard(rank, 2)).targets())
+        assert 0.5 <= mine / whole < 0.51
 
 
 def test_made_up_weights_of_ranks_are_parts_of_the_same_tensors() -> None:
