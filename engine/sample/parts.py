@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.sample.edits import SamplingSpec
 
 WORD = 32  # tokens in one word of a mask
+GATHERED = "gathered"  # the way of steps for which all logits are gathered
 GPU_STEPS = 100  # steps on a GPU after which the noise of the ranks is compared
 T = TypeVar("T", bound=np.signedinteger)
 
@@ -42,6 +43,8 @@ class Masks(NamedTuple):
 class Vocabulary:
     """The whole vocabulary of ``size`` tokens. ``width``: number of logits of a row."""
 
+    ways: tuple[str, ...] = ("",)
+    """How ``draw`` may compute tokens. What is recorded of one way cannot replace another."""
     part_logits: Callable[..., torch.Tensor] | None = None
     """Computes the logits that the sampler reads, if they are not those of the model."""
 
@@ -76,11 +79,15 @@ class Vocabulary:
         """For each of ``rows`` [E]: whether no logit is NaN or +inf and not all are -inf."""
         return on_slots.are_sound(logits, rows)
 
+    def way(self, *, truncates: bool) -> str:
+        """The way for a step; truncates: a row may limit its candidates by top-k, top-p or
+        min-p."""
+        return ""
+
     def draw(
-        self, rows: Rows, columns: SamplingColumns, masks: Masks | None, *, truncates: bool
+        self, rows: Rows, columns: SamplingColumns, masks: Masks | None, way: str
     ) -> torch.Tensor:
-        """Sample a token for each row, [R] int32; -1 for a row without a token. truncates: a row
-        may limit its candidates by top-k, top-p or min-p."""
+        """Sample a token for each row, [R] int32; -1 for a row without a token."""
         if masks is None:
             return on_slots.sample(rows, columns)
         return on_slots.sample_allowed(rows, columns, *masks)
@@ -91,6 +98,8 @@ class Vocabulary:
 
 class PartOfVocabulary(Vocabulary):
     """The part of the vocabulary that a rank has."""
+
+    ways = ("", GATHERED)
 
     def __init__(
         self, parts: Sequence[range], ranks: Collectives, differs: torch.Tensor | None = None
@@ -153,13 +162,16 @@ class PartOfVocabulary(Vocabulary):
         peaks = self.ranks.all_gather(logits[rows].amax(dim=1))  # NaN is larger than all numbers
         return peaks.amax(dim=0).isfinite()
 
+    def way(self, *, truncates: bool) -> str:
+        return GATHERED if truncates else ""
+
     def draw(
-        self, rows: Rows, columns: SamplingColumns, masks: Masks | None, *, truncates: bool
+        self, rows: Rows, columns: SamplingColumns, masks: Masks | None, way: str
     ) -> torch.Tensor:
-        if truncates:
+        if way == GATHERED:
             whole = rows._replace(logits=self.whole(rows.logits))
             hold(whole)
-            return super().draw(whole, columns, masks, truncates=truncates)
+            return super().draw(whole, columns, masks, way)
         mine = () if masks is None else (self.words(masks.words), masks.of_row)
         best = on_slots.sample_part(rows, columns, self.mine.start, *mine)
         found = self.ranks.all_gather(best)

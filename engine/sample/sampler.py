@@ -223,12 +223,19 @@ class Sampler:
         the token, sampling with the mask would have given the same one."""
         return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
-    def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
-        """Sample one token for each row. Returns int32 tokens [R]; -1 for a row without a token."""
+    @property
+    def way(self) -> str:
+        """How ``draw`` computes the tokens of a step now; see ``Vocabulary.ways``."""
+        return self.vocabulary.way(truncates=bool(self._truncated))
+
+    def draw(
+        self, rows: Rows, masks: RowMasks | None = None, *, way: str | None = None
+    ) -> torch.Tensor:
+        """Sample one token for each row. Returns int32 tokens [R]; -1 for a row without a token.
+        way: ``None`` for that of the sequences that are there."""
         on_device = None if masks is None else Masks(masks.words, self._upload(masks.of_row))
-        return self.vocabulary.draw(
-            rows, self._tables.requested, on_device, truncates=bool(self._truncated)
-        )
+        way = self.way if way is None else way
+        return self.vocabulary.draw(rows, self._tables.requested, on_device, way)
 
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor

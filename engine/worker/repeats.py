@@ -49,12 +49,12 @@ class Repeats:
         if not recording.make_room(len(lengths), longest):
             return None
         with section("replay"):
-            if recording.whole is not None:
-                recording.whole.launches.repeat()
-            elif not self._try_first(recording, last, wanted, longest):
+            whole = recording.wholes.get(machine.sampler.way)
+            if whole is not None:
+                whole.launches.repeat()
+            elif (whole := self._try_first(recording, last, wanted, longest)) is None:
                 return None
-        assert recording.whole is not None
-        draws, tokens = Draws(last.draws.rows, plan.slots, lengths), recording.whole.tokens.copy()
+        draws, tokens = Draws(last.draws.rows, plan.slots, lengths), whole.tokens.copy()
         errors = {}
         if min(tokens.tolist()) < 0:
             errors = self._errors(recording, last, wanted, draws, tokens)
@@ -75,15 +75,18 @@ class Repeats:
             and bool(np.count_nonzero(plan.samples) == num)
         )
 
-    def _try_first(self, recording: Recording, last: Staged, wanted: Output, longest: int) -> bool:
-        """Compute a step like `_first`. Returns False after an error; the step must then be
+    def _try_first(
+        self, recording: Recording, last: Staged, wanted: Output, longest: int
+    ) -> WholeStep | None:
+        """Compute a step like `_first`. Returns ``None`` after an error; the step must then be
         computed otherwise, which finds the rows that fail."""
+        way = self._machine.sampler.way
         try:
-            recording.whole = self._first(recording, last, wanted, longest)
+            recording.wholes[way] = self._first(recording, last, wanted, longest)
         except Exception:
             logger.exception("a decode step cannot be replayed as a whole")
             self._may_repeat = False
-        return recording.whole is not None
+        return recording.wholes.get(way)
 
     def _first(self, recording: Recording, last: Staged, wanted: Output, longest: int) -> WholeStep:
         """Compute a step in three parts, and join their launches for later steps. longest: the

@@ -20,7 +20,7 @@ from engine.layers.batch import ForwardBatch, Output
 from engine.messages.requests import TokenLogprobs
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sample.logprobs import Scored
-from engine.sample.sampler import Drawing, Draws, why_none_left, why_unsound
+from engine.sample.sampler import Drawing, Draws, Sampler, why_none_left, why_unsound
 from engine.worker.batches import (
     Extent,
     Padding,
@@ -199,12 +199,22 @@ class EagerStep:
 
 class GraphedStep:
     """A recorded decode step of a fixed number of rows, as two graphs: up to the logits, and from
-    sampling on. The host may change logits between the two."""
+    sampling on (one for each way to sample). The host may change logits between the two."""
 
     prompt_logprobs = NO_SCORES
 
-    def __init__(self, graphs: tuple[Graph, Graph], rows: Rows, drawn: torch.Tensor) -> None:
-        self._graphs = graphs
+    def __init__(
+        self,
+        forward: Graph,
+        draws: Mapping[str, Graph],
+        sampler: Sampler,
+        rows: Rows,
+        drawn: torch.Tensor,
+    ) -> None:
+        """draws: by ``Sampler.way``."""
+        self._forward = forward
+        self._draws = draws
+        self._sampler = sampler
         self.rows = rows
         self._drawn = drawn
 
@@ -215,12 +225,12 @@ class GraphedStep:
     def forward(self) -> Rows:
         """Logits of every row, padding included."""
         with section("forward"):
-            self._graphs[0].replay()
+            self._forward.replay()
         return self.rows
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
         """Sample the step's tokens and store them in the slots. Returns tokens [R] int32."""
-        self._graphs[1].replay()
+        self._draws[self._sampler.way].replay()
         return self._drawn
 
     def notify(self, drawn: torch.Tensor) -> None:
@@ -430,14 +440,16 @@ def _recorded(
         batch = machine.batches.build(room, extent)
         machine.logits(machine.model.forward(batch, machine.kv).last, out=logits)
 
-    def draw() -> None:
-        drawn.copy_(machine.sampler.draw(rows))
+    def draw(way: str) -> None:
+        drawn.copy_(machine.sampler.draw(rows, way=way))
         advance(machine, room, drawn)
 
-    graphs = (machine.platform.graph(), machine.platform.graph())
-    for graph, work in zip(graphs, (forward, draw), strict=True):
-        graph.capture(work)
-    return GraphedStep(graphs, rows, drawn)
+    ways = machine.sampler.vocabulary.ways
+    first, draws = machine.platform.graph(), {way: machine.platform.graph() for way in ways}
+    first.capture(forward)
+    for way, graph in draws.items():
+        graph.capture(partial(draw, way))
+    return GraphedStep(first, draws, machine.sampler, rows, drawn)
 
 
 def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:

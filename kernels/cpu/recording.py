@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -121,7 +121,8 @@ class Recording:
     launches: Launches
     num_bytes: int  # of the arena that embedding and layers use
     meta: AttentionMeta  # of the recorded step
-    whole: WholeStep | None = None  # if the worker has made it
+    wholes: dict[str, WholeStep] = field(default_factory=dict)
+    """Those that the worker has made, by the way in which tokens are sampled."""
 
     def make_room(self, num_seqs: int, max_seq_len: int) -> bool:
         """Allocate memory for a step of single tokens of ``num_seqs`` sequences of up to

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from e2e.paged import PagedRun
+from e2e.references import WHOLE
 from e2e.test_slices import load
 from e2e.tiny_models import TinyModels
 from support.rank_threads import run_all, shared_ranks
 
+from engine import LLM, SamplingParams
 from engine.layers.batch import ForwardBatch, Output
 from engine.parallel.collectives import Collectives
 from kernels.cpu.recording import Recorder
@@ -80,3 +82,27 @@ def test_replayed_steps_of_ranks_compute_the_same(
     for one, other in zip(expected, recorded, strict=True):
         assert len(one) == len(other) == STEPS
         assert all(map(torch.equal, one, other))
+
+
+def test_recordings_hold_for_requests_that_sample_alike(tiny_models: TinyModels) -> None:
+    """Draws from parts and from all logits alternate, in steps of one size."""
+    options = {
+        "max_model_len": 64,
+        "num_threads": 1,
+        "log_level": "error",
+        "skip_tokenizer_init": True,
+    }
+    prompts = [{"prompt_token_ids": [5, 6, number]} for number in (7, 8)]
+    found = []
+    for size in (1, 2):
+        path = str(tiny_models.path("llama"))
+        with LLM(path, dtype="float32", tensor_parallel_size=size, **options) as model:
+            tokens = []
+            for more in ({}, {"top_k": 2}, {}, {"top_p": 0.5}, {"temperature": 0.0}):
+                fields = {"temperature": 1.5, "seed": 3, "max_tokens": 12, **WHOLE}
+                params = SamplingParams(**(fields | more))
+                outputs = model.generate(prompts, params, use_tqdm=False)
+                tokens.append([output.outputs[0].token_ids for output in outputs])
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][2] != found[0][1]
