@@ -60,7 +60,6 @@ from engine.worker.memory import (
 from engine.worker.platform import Platform
 from engine.worker.pooling import PoolingRunner
 from engine.worker.profiler import TorchProfiler
-from engine.worker.rank_times import log_all_reduce
 from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
@@ -186,8 +185,6 @@ class ModelWorker:
         self._driver = Driver(self._make_runner(machine, model), self._failures)
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
-        if self._collectives is not None and isinstance(model, NativeDecoder):
-            log_all_reduce(self._collectives, model.spec.hidden_size, model.dtype, platform.device)
         return ModelFacts(
             vocab_size=model.vocab_size,
             block_bytes=self._block_bytes(),

@@ -11,7 +11,6 @@ from support.rank_work import random_operations
 
 from engine.errors import RankError
 from engine.parallel.collectives import Collectives
-from engine.worker.rank_times import log_all_reduce
 from kernels.cpu.recording import Launches
 
 
@@ -78,11 +77,3 @@ def test_a_group_that_is_stopped_leaves_its_operations():
     with pytest.raises(RankError, match=r"^the group has stopped"):
         group[0].all_reduce(torch.zeros(1))
     timer.join()
-
-
-def test_what_a_sum_takes_is_logged_once(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", "engine.worker"):
-        device = torch.device("cpu")
-        run_all(shared_ranks(2), lambda ranks: log_all_reduce(ranks, 64, torch.bfloat16, device))
-    (message,) = caplog.messages
-    assert message.startswith("2 ranks add up the vectors of 1, 32 and 512 tokens in ")
