@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from dataclasses import replace as with_values
 from functools import partial
@@ -33,7 +34,8 @@ GIB = 1 << 30
 NAMESPACE_VERSION = 1
 SAMPLED_PLACES = 256  # of a file of weights
 SAMPLED_BYTES = 4096
-READ_BYTES = 1 << 20  # of files that are read whole
+READ_BYTES = 1 << 20  # at once, of files that are read whole
+NUM_READERS = 4  # of such files at a time
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 WITHOUT_EFFECT = (  # options of the model on which the content of blocks does not depend
     *("model", "tokenizer", "hf_token", "download_dir", "generation_config", "seed", "revision"),
@@ -216,15 +218,21 @@ def weights_digest(path: Path) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Digest of a model's configuration, code and weights. It reads all of their bytes."""
-    digest = hashlib.sha256()
-    for file in _files(path):
-        content, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
-        with file.open("rb", buffering=0) as stream:
-            while num := stream.readinto(buffer):
-                content.update(memoryview(buffer)[:num])
-        digest.update(f"{file.name} {content.hexdigest()}\n".encode())
+    """Digest of a model's configuration, code and weights. It reads all of their bytes, several
+    files at a time."""
+    digest, files = hashlib.sha256(), _files(path)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for file, content in zip(files, readers.map(_content, files), strict=True):
+            digest.update(f"{file.name} {content}\n".encode())
     return digest.hexdigest()
+
+
+def _content(file: Path) -> str:
+    content, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while num := stream.readinto(buffer):
+            content.update(memoryview(buffer)[:num])
+    return content.hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
