@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -140,8 +140,10 @@ class Simulation:
             setup.block_size,
             vocab_size=setup.num_tokens_used,
             windows=setup.windows,
-            content=self.clients.content if setup.ranks == 1 else self._kept_content,
-            fail=self._fail if setup.ranks == 1 else self._kept_fail,
+            content=self.clients.content
+            if setup.ranks == 1
+            else self._kept_by(self.clients.content),
+            fail=self._kept_by(self._fail),
         )
         if self.tiers is not None:
             self.tiers.copies.kv = self.worker.kv
@@ -454,18 +456,22 @@ class Simulation:
         media = None if self.pictures is None else self.pictures.device.reason(new, upto)
         return self.clients.fail(new, upto) or media
 
-    def _kept_content(self, new: NewSeq) -> list[int]:
-        key = (new.request_id, new.seed, tuple(new.token_ids))
-        if key not in self._kept:
-            self._kept[key] = self.clients.content(new)
-        return list(self._kept[key])
+    def _kept_by(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        """For one of the ranks: ``answer(new, ...)``, as the rank got it that called it first.
+        A call is known by its sequence and by how often it was made, since ids are used again."""
+        if self.case.setup.ranks == 1:
+            return answer
+        num_calls: Counter[tuple[Any, ...]] = Counter()
 
-    def _kept_fail(self, new: NewSeq, upto: int) -> str | None:
-        key = (new.request_id, new.seed, tuple(new.token_ids), upto)
-        if key not in self._kept:
-            self._kept[key] = self._fail(new, upto)
-        found: str | None = self._kept[key]
-        return found
+        def kept(new: NewSeq, *more: int) -> Any:
+            call = (new.request_id, new.seed, tuple(new.token_ids), *more)
+            num_calls[call] += 1
+            key = (*call, num_calls[call])
+            if key not in self._kept:
+                self._kept[key] = answer(new, *more)
+            return copy.copy(self._kept[key])
+
+        return kept
 
     def _make_rank(self, setup: Setup) -> DigestWorker:
         """The worker of a further rank. It reads what the first rank has read, even if it is late
@@ -475,8 +481,8 @@ class Simulation:
             setup.block_size,
             vocab_size=setup.num_tokens_used,
             windows=setup.windows,
-            content=self._kept_content,
-            fail=self._kept_fail,
+            content=self._kept_by(self.clients.content),
+            fail=self._kept_by(self._fail),
         )
         if setup.snapshot_blocks:
             worker.keep_states(most_drafts(setup), loses_some)
