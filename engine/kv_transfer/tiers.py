@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from math import inf
@@ -24,6 +23,7 @@ from engine.kv.promotions import Promotion, Wanted
 from engine.kv.tables import KVRequest
 from engine.kv.tails import is_tail
 from engine.kv_transfer.awaited import Awaited
+from engine.kv_transfer.loads import Load, Loads
 from engine.kv_transfer.params import TierParams, read_params
 from engine.kv_transfer.remote import RemotePrefill
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
@@ -60,24 +60,6 @@ class Outside(Protocol):
         """Counters of all stores; a key is ``store.counter``."""
 
 
-@dataclass(slots=True)
-class Speed:
-    """How fast a store is read, in seconds per byte; recent loads weigh most."""
-
-    num_bytes: float
-    seconds: float
-    pending: int = 0  # bytes of loads in progress
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        """Note a load of this many bytes."""
-        self.num_bytes = self.num_bytes / 2 + num_bytes
-        self.seconds = self.seconds / 2 + seconds
-
-    def seconds_for(self, num_bytes: int) -> float:
-        """Expected seconds until a load of this many bytes ends, after those in progress."""
-        return (self.pending + num_bytes) * self.seconds / self.num_bytes
-
-
 class Found(NamedTuple):
     """Which stores have the blocks that a waiting request could use. ``step``, ``hit``: number of
     the step in which they were searched, and tokens of its prefix hit then. ``num_loads``: since
@@ -87,21 +69,6 @@ class Found(NamedTuple):
     step: float = 0
     hit: int = 0
     num_loads: int = 0
-
-
-@dataclass(slots=True)
-class Load:
-    """A load in progress. ``req``: the request that waits for it, ``None`` if none does.
-    ``stores``: of each block. ``withdrawn``: keys that must not be published any more. ``others``:
-    requests that wait for the same blocks, by arrival number."""
-
-    promotion: Promotion
-    req: Request | None
-    begun: float
-    stores: list[int]
-    bytes_by_store: dict[int, int] = field(default_factory=dict)
-    withdrawn: set[bytes] = field(default_factory=set)
-    others: dict[int, Request] = field(default_factory=dict)
 
 
 class Tiers(Resource):
@@ -129,12 +96,8 @@ class Tiers(Resource):
         self._remote = remote
         self._block_bytes = block_bytes
         self._fails = failure_policy == "fail"
-        first = 64 * block_bytes
-        self._speeds = [Speed(first, first / speed) for speed in speeds]
         self._found: dict[int, Found] = {}  # by arrival number of a request
-        self._loads: dict[int, Load] = {}
-        self._coming: dict[bytes, Load] = {}  # that loads each key for a request which waits
-        self._joined: set[int] = set()  # arrival numbers of those that waited for another's load
+        self._loads = Loads(block_bytes, speeds)
         self._params: dict[int, TierParams] = {}  # of requests that have some, by arrival number
         self._failed: dict[int, str] = {}  # why requests end in error, by arrival number
         self._orders = KVOrders()
@@ -143,7 +106,6 @@ class Tiers(Resource):
         self._fresh: dict[int, tuple[int, bytes]] = {}
         self._newest = self._ended = 0  # numbers of steps with tokens
         self._in_flight: deque[StepPlan] = deque()
-        self._num_loads = 0
         self._held: dict[int, tuple[int, Promotion]] = {}
         """What was loaded for requests that have not started since, by arrival number, and until
         which step it is kept from being evicted."""
@@ -161,7 +123,7 @@ class Tiers(Resource):
     @property
     def num_stores(self) -> int:
         """Number of stores."""
-        return len(self._speeds)
+        return self._loads.num_stores
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
@@ -193,14 +155,13 @@ class Tiers(Resource):
             for key in gone & found.stores.keys():
                 del found.stores[key]
         self._orders.withdraw(gone)
-        for load in self._loads.values():
-            load.withdrawn |= gone.intersection(load.promotion.wanted.keys)
+        self._loads.withdraw(gone)
 
     def cleared(self) -> None:
         self._fresh.clear()
         self._orders = KVOrders(loads=self._orders.loads, clear=True)
         self._found.clear()
-        self._coming.clear()
+        self._loads.clear()
 
     def _withhold(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Do not store blocks that have just been published."""
@@ -230,7 +191,7 @@ class Tiers(Resource):
     def begin_step(self, step: Step) -> None:
         self._order_stores()
         now = self._scheduler.view.now
-        for load in self._loads.values():
+        for load in self._loads:
             if load.req is not None and now - load.begun > MAX_SECONDS:
                 self._counts["too_slow"] += 1
                 self._end_wait(load, f"it took more than {MAX_SECONDS:g} s")
@@ -264,7 +225,7 @@ class Tiers(Resource):
         wanted = self._wanted(req)
         if wanted is None:
             return Fit(num_tokens)
-        if self._coming_for(req, wanted) is not None:
+        if self._loads.coming_for(req, wanted) is not None:
             return Fit(0)
         return Fit(0, room=req.num_tokens)
 
@@ -274,9 +235,8 @@ class Tiers(Resource):
             return
         found, num_loads = self._found[req.arrival].stores, self._found[req.arrival].num_loads
         wanted = self._choose(req, found)
-        if (coming := self._coming_for(req, wanted)) is not None:
-            self._joined.add(req.arrival)
-            coming.others[req.arrival] = req
+        if (coming := self._loads.coming_for(req, wanted)) is not None:
+            self._loads.join(req, coming)
             return
         # It computes what the load does not bring.
         self._found[req.arrival] = Found({}, inf, num_loads=num_loads + 1)
@@ -285,18 +245,9 @@ class Tiers(Resource):
             return
         stores = [found[key] for key in wanted.keys]
         promotion = self._kv.promote(wanted)
-        self._num_loads += 1
-        load = Load(promotion, req, self._scheduler.view.now, stores)
-        for store in stores:
-            load.bytes_by_store[store] = load.bytes_by_store.get(store, 0) + self._block_bytes
-        for store, num_bytes in load.bytes_by_store.items():
-            self._speeds[store].pending += num_bytes
-        self._loads[self._num_loads] = load
-        self._coming |= dict.fromkeys(wanted.keys, load)
+        number = self._loads.begin(promotion, req, self._scheduler.view.now, stores)
         self._orders.loads.append(
-            LoadOrder(
-                self._num_loads, wanted.keys, promotion.blocks, stores, wanted.num_snapshot_keys
-            )
+            LoadOrder(number, wanted.keys, promotion.blocks, stores, wanted.num_snapshot_keys)
         )
 
     def seated(self, req: Request, step: Step) -> None:
@@ -305,7 +256,7 @@ class Tiers(Resource):
             self.published(*self._kv.cached_blocks(req))
 
     def transferred(self, report: Loaded) -> None:
-        load = self._loads.pop(report.number, None)
+        load = self._loads.end(report.number)
         if load is None:
             return
         keys = load.promotion.wanted.keys
@@ -320,11 +271,8 @@ class Tiers(Resource):
             until = self._scheduler.view.step.index + HELD_STEPS
             self._let_go(load.req.arrival)  # what it had loaded before the cache was emptied
             self._held[load.req.arrival] = until, load.promotion
-        num_bytes = sum(load.bytes_by_store.values())
-        for store, part in load.bytes_by_store.items():
-            self._speeds[store].pending -= part
-            if all(good):
-                self._speeds[store].add(part, report.seconds * part / num_bytes)
+        if all(good):
+            self._loads.measure(load, report.seconds)
         self._counts["loads"] += 1
         self._counts["blocks_loaded"] += sum(good)
         num_missing = report.is_good.count(0)
@@ -336,18 +284,14 @@ class Tiers(Resource):
 
     def release(self, req: Request) -> None:
         self._found.pop(req.arrival, None)
-        self._joined.discard(req.arrival)
         self._let_go(req.arrival)
+        self._loads.released(req)
         if req.is_finished:
             if self._remote is not None:
                 self._end_remote(self._remote, req)
             self._awaited.end(req)
             self._failed.pop(req.arrival, None)
             self._params.pop(req.arrival, None)
-            for load in self._loads.values():
-                load.others.pop(req.arrival, None)
-                if load.req is req:
-                    load.req = None
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         self._ended = plan.step
@@ -368,12 +312,6 @@ class Tiers(Resource):
         return dict(self._counts) | dict(of_stores)
 
     # -- helpers
-
-    def _coming_for(self, req: Request, wanted: Wanted) -> Load | None:
-        """A load in progress that brings blocks which a request wants. It waits for another's load
-        once: what it then lacks is loaded for it alone."""
-        coming = {} if req.arrival in self._joined else self._coming
-        return next((coming[key] for key in wanted.keys if key in coming), None)
 
     def _name_of(self, store: int) -> str:
         return "?" if self._outside is None else self._outside.names[store]
@@ -454,16 +392,12 @@ class Tiers(Resource):
 
     def _end_wait(self, load: Load, failure: str = "") -> None:
         """Let the requests that wait for a load go on. ``failure``: what it lacked."""
-        req, load.req = load.req, None
-        others, load.others = load.others, {}
-        for key in load.promotion.wanted.keys:
-            if self._coming.get(key) is load:
-                del self._coming[key]
+        req, others = self._loads.end_wait(load)
         if req is not None:
             if failure and self._fails and not load.promotion.is_void:
                 self._failed[req.arrival] = failure
             self._scheduler.wake(req.request_id)
-        for other in others.values():
+        for other in others:
             self._scheduler.wake(other.request_id)
 
     def _wanted(self, req: Request) -> Wanted | None:
@@ -475,9 +409,7 @@ class Tiers(Resource):
         if not found:
             return None
         wanted = self._choose(req, found)
-        num_bytes: dict[int, int] = {}
-        for key in wanted.keys:
-            num_bytes[found[key]] = num_bytes.get(found[key], 0) + self._block_bytes
+        num_bytes = self._loads.bytes_by_store([found[key] for key in wanted.keys])
         saved = wanted.num_tokens - hit
         if saved <= 0 or not self._pays(saved, hit, num_bytes):
             return None
@@ -532,9 +464,7 @@ class Tiers(Resource):
         view = self._scheduler.view
         if not view.last.seconds:  # no step was measured, but computing takes longer on most hosts
             return True
-        seconds = LEAST_SECONDS
-        for store, part in num_bytes.items():
-            seconds += self._speeds[store].seconds_for(part)
+        seconds = LEAST_SECONDS + self._loads.seconds_for(num_bytes)
         all_of_it = view.cost.prefill_seconds(num_tokens + 1, context)
         saved = all_of_it - view.cost.prefill_seconds(1, context + num_tokens)
         return seconds < saved * (1 + len(view.running))

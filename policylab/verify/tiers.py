@@ -248,20 +248,23 @@ class SimulatedTiers(Tiers, Need):
         self._num_withdrawn += 1
 
     def parked(self, req: Request) -> None:
-        hit, num_loads = self.scheduler.kv.lookup(req).num_tokens, self._num_loads
+        hit, num_loads = self.scheduler.kv.lookup(req).num_tokens, self._loads.newest
         super().parked(req)
-        if self._num_loads == num_loads:
+        number = self._loads.newest
+        if number == num_loads:
             return
-        self._begun[self._num_loads] = self._num_withdrawn, req.adapter
+        self._begun[number] = self._num_withdrawn, req.adapter
         self.loaded_for[req.request_id] += 1
-        num_tokens = self._loads[self._num_loads].promotion.wanted.num_tokens - hit
+        load = self._loads.find(number)
+        assert load is not None, "it has just begun"
+        num_tokens = load.promotion.wanted.num_tokens - hit
         most = (req.add.kv_transfer_params or {}).get("max_load_tokens")
         assert most is None or num_tokens <= most, (
             f"tiers: {num_tokens} tokens are loaded for {req}"
         )
 
     def transferred(self, report: Loaded) -> None:
-        load = self._loads.get(report.number)
+        load = self._loads.find(report.number)
         req = None if load is None else load.req
         super().transferred(report)
         begun = self._begun.pop(report.number, None)
@@ -281,7 +284,7 @@ class SimulatedTiers(Tiers, Need):
 
     def check(self, running: Iterable[Request]) -> None:
         refs, find = self.scheduler.kv.pool.num_refs, self.scheduler.kv.cache.hash_of
-        for load in self._loads.values():
+        for load in self._loads:
             shared = [b for b in load.promotion.blocks if refs[b] != 1 or find(b) is not None]
             assert not shared, f"tiers: blocks {shared} are loaded while others use them"
         started = [req for req in running if req.arrival in self._held]
@@ -289,12 +292,10 @@ class SimulatedTiers(Tiers, Need):
 
     def check_over(self) -> None:
         """Check that nothing is kept of ended requests and loads."""
-        left = {"loads": self._loads, "found": self._found, "params": self._params}
+        left = {**self._loads.kept, "found": self._found, "params": self._params}
         left |= {
             "held": self._held,
             "missed": self._missed,
-            "coming": self._coming,
-            "joined": self._joined,
             "begun": self._begun,
             "failed": self._failed,
             "awaited": self._awaited._waits,

@@ -704,11 +704,10 @@ CANARIES = (
     ),
     Canary(
         "lose the blocks of a load whose request has ended",
-        TIERS,
-        "            for load in self._loads.values():\n                if load.req is req:\n"
-        "                    load.req = None\n",
-        "            of = self._loads.items()\n"
-        "            self._loads = {n: each for n, each in of if each.req is not req}\n",
+        "kv_transfer/loads.py",
+        "                if load.req is req:\n                    load.req = None\n",
+        "            of = self._by_number.items()\n"
+        "            self._by_number = {n: each for n, each in of if each.req is not req}\n",
     ),
     Canary(
         "wake nobody when a load has ended",

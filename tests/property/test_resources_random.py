@@ -54,7 +54,7 @@ class Features:
         """No request is left, and nothing is kept but adapters that may be used again."""
         assert not self.encoder.cache.num_used
         for resource in vars(self).values():
-            assert kept_by(resource).keys() <= {"slot_of", "_counts", "_speeds", "_fresh"}, resource
+            assert kept_by(resource).keys() <= {"slot_of", "_counts", "_fresh"}, resource
 
 
 def make(rng: random.Random, depth: int, grammars: dict):
