@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,8 +24,6 @@ from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature
 from engine.worker.worker import ModelWorker, make_worker
 
-logger = logging.getLogger("engine.core")
-ADDED_BYTES, NUM_ADDED = 1 << 16, 20  # of what is timed at the start
 EARLY = 0.8  # of a client's limit: a rank that hangs is named before the client gives up the core
 
 
@@ -49,22 +45,7 @@ class RankOfModel(ModelWorker):
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
-        self._report_speed()
         self._ranks.limit(EARLY * self.config.core.core_hang_timeout)
-
-    def _report_speed(self) -> None:
-        """Log how long it takes the ranks to add up a tensor."""
-        parts = torch.zeros(ADDED_BYTES // 4, device=self.platform.device)
-        for _ in range(2):  # the first time is slower
-            self._ranks.barrier()
-            began = time.perf_counter()
-            for _ in range(NUM_ADDED):
-                self._ranks.all_reduce(parts)
-            float(parts[0])  # waits for a GPU
-        seconds = (time.perf_counter() - began) / NUM_ADDED
-        if self._ranks.rank == 0:
-            size = ADDED_BYTES // 1024
-            logger.info("%d ranks add up %d KiB in %.0f us", self._ranks.size, size, 1e6 * seconds)
 
 
 def make_workers(

@@ -15,12 +15,14 @@ NVIDIA_DRIVER = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
 
 
-def environments_of(device: Device, num_cores: int, sizes: str = "") -> list[Mapping[str, str]]:
-    """The environment variables that make one GPU visible to each core; none on a machine without
-    GPUs.
+def environments_of(
+    device: Device, num_cores: int, sizes: str = "", num_ranks: int = 1
+) -> list[Mapping[str, str]]:
+    """The environment variables that make ``num_ranks`` GPUs visible to each core; none on a
+    machine without GPUs.
 
-    sizes: the options that say how many cores there are. Raises ``ConfigError`` if there are fewer
-    GPUs than cores.
+    sizes: the options that say how many cores there are. Raises ``ConfigError`` if there are too
+    few GPUs.
     """
     nothing: list[Mapping[str, str]] = [NO_VALUES] * num_cores
     if device == "cpu" or interprets_cuda() or not may_have_gpu():
@@ -32,13 +34,16 @@ def environments_of(device: Device, num_cores: int, sizes: str = "") -> list[Map
     if not num_gpus:
         return nothing
     gpus = visible_gpus(num_gpus)
-    if len(gpus) < num_cores:
+    if len(gpus) < num_cores * num_ranks:
+        needed = "one" if num_ranks == 1 else f"{num_ranks} (tensor_parallel_size)"
         raise ConfigError(
             f"{sizes or f'there are {num_cores} cores'}, but this process sees {num_gpus} "
-            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs one: start "
-            f"at most {num_gpus}, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
+            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs {needed}: "
+            f"start at most {num_gpus // num_ranks}, make more visible with {VISIBLE_GPUS}, or "
+            "use device='cpu'"
         )
-    return [{VISIBLE_GPUS: gpu} for gpu in gpus[:num_cores]]
+    firsts = range(0, num_cores * num_ranks, num_ranks)
+    return [{VISIBLE_GPUS: ",".join(gpus[first : first + num_ranks])} for first in firsts]
 
 
 def may_have_gpu() -> bool:

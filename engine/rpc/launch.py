@@ -87,7 +87,9 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     config = with_shared_blocks(config)
     own = share_of(config, num_cores) if num_cores > 1 else config
     if num_cores > 1:
-        environments = environments_of(config.device, num_cores, config.core.sizes)
+        environments = environments_of(
+            config.device, num_cores, config.core.sizes, config.parallel.tensor_parallel_size
+        )
     num_starts = [count() for _ in range(num_cores)]
     arena = share_arena(config.cache, num_cores)
     check_shared(config, arena.handle)

@@ -78,3 +78,13 @@ def test_on_a_cpu_every_core_sees_what_this_process_sees(
     assert environments_of("cpu", 2) == [{}, {}]
     monkeypatch.setenv(INTERPRET_CUDA, "1")
     assert environments_of("cuda", 2) == [{}, {}]
+
+
+def test_each_core_sees_the_gpus_of_its_ranks(gpus: Callable[[int, str | None], None]) -> None:
+    gpus(5, "7,6,5,4,3")
+    seen = environments_of("auto", 2, num_ranks=2)
+    assert [each[VISIBLE_GPUS] for each in seen] == ["7,6", "5,4"]
+    with pytest.raises(
+        ConfigError, match=r"each core needs 2 \(tensor_parallel_size\): start at most 2"
+    ):
+        environments_of("auto", 3, num_ranks=2)
