@@ -42,7 +42,7 @@ from engine.worker.rank import (
     is_of,
 )
 
-MOST_LATE = NUM_RESULTS - 2  # steps that another rank may be behind rank 0
+MOST_LATE = NUM_RESULTS - 2  # steps by which another rank may be late
 
 logger = logging.getLogger("engine.core")
 

@@ -15,7 +15,7 @@ from engine.errors import ConfigError, EngineError, ModelError, RankError
 from engine.ipc.process import Child
 from engine.ipc.ring import RingWriter
 from engine.ipc.sockets import Waker
-from engine.worker.rank import NUM_DONE, UNASKED, RankReport
+from engine.worker.rank import NO_CALL, NUM_DONE, RankReport
 
 LOOK_SECONDS = 5.0  # at most, between two looks for ranks that hang
 MORE_LOOKS = 1  # than the limit allows
@@ -141,7 +141,7 @@ class RankWatch:
         with suppress(OSError, EOFError):
             while child.line.poll():
                 report = msgspec.msgpack.decode(child.line.recv_bytes(), type=RankReport)
-                if report.number == UNASKED:
+                if report.number == NO_CALL:
                     self._suspect(self.error_of(rank, report), report.kind)
                     continue
                 with self._changed:

@@ -20,7 +20,6 @@ import platform
 import struct
 import time
 import zlib
-from collections.abc import Callable
 
 from engine.errors import EngineError, WireError
 from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
@@ -107,19 +106,16 @@ class RingWriter:
         self._written = 0
         self._number = 0
         self.num_sent = 0
-        """Messages sent so far."""
+        """Messages sent so far, or about to be."""
 
-    def send(self, *parts: bytes, late: Callable[[int], None] = lambda reader: None) -> None:
-        """Send a message, the concatenation of ``parts``, to all readers.
-
-        Does not wait for them, except while one is a whole ring late: ``late`` is then called
-        again and again with its number, and may raise. Raises ``Stopped``."""
+    def send(self, *parts: bytes) -> None:
+        """Send a message, the concatenation of ``parts``, to all readers. Waits for a reader that
+        is a whole ring late. Raises ``Stopped``."""
         message = parts[0] if len(parts) == 1 else b"".join(parts)
         most = self._size // 4 - _HEADER.size
-        for begin in range(0, max(1, len(message)), most):
-            piece = message[begin : begin + most]
-            self._send(piece, begin + most < len(message), late)
         self.num_sent += 1
+        for begin in range(0, max(1, len(message)), most):
+            self._send(message[begin : begin + most], begin + most < len(message))
 
     def stop(self) -> None:
         """End all waits of all ends of this ring, now and later. Any thread may call it."""
@@ -154,9 +150,9 @@ class RingWriter:
 
     # -- helpers
 
-    def _send(self, piece: bytes, goes_on: bool, late: Callable[[int], None]) -> None:
+    def _send(self, piece: bytes, goes_on: bool) -> None:
         size = _HEADER.size + len(piece)
-        self._make_room(size, late)
+        self._make_room(size)
         header = _HEADER.pack(self._number, len(piece), zlib.crc32(piece), goes_on, 0)
         self._put(self._written, header)
         self._put(self._written + _HEADER.size, piece)
@@ -172,7 +168,7 @@ class RingWriter:
         if first < len(data):
             self._memory.ring[: len(data) - first] = data[first:]
 
-    def _make_room(self, size: int, late: Callable[[int], None]) -> None:
+    def _make_room(self, size: int) -> None:
         if self.is_stopped:
             raise Stopped
         for reader in range(self.num_readers):
@@ -180,7 +176,6 @@ class RingWriter:
             while self._written + size - self.num_read(reader) > self._size:
                 if self.is_stopped:
                     raise Stopped
-                late(reader)
                 now = time.monotonic()
                 spin_until = spin_until or now + SPIN_SECONDS
                 if now < spin_until:

@@ -30,7 +30,7 @@ LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL = b"L", b"P", b"S", b"N", b"C",
 NUM_DONE = 0  # the word in which a rank counts the messages that it has carried out
 RESULTS = 1  # the first of the words with checksums of results, by number of the step
 NUM_RESULTS = 6
-UNASKED = -1  # number of a report that answers no call
+NO_CALL = -1  # number of a report that answers no call
 
 
 class RankWorker(Protocol):
@@ -148,7 +148,7 @@ class Rank:
         self._report(report)
 
 
-def report_of(error: Exception, number: int = UNASKED) -> RankReport:
+def report_of(error: Exception, number: int = NO_CALL) -> RankReport:
     """The report of an error that was just raised."""
     name = next(kind.__name__ for kind in type(error).__mro__ if _is_known(kind))
     return RankReport(number, b"", name, str(error), traceback.format_exc())

@@ -98,27 +98,6 @@ def test_a_damaged_message_is_found() -> None:
             reader.receive()
 
 
-def test_the_writer_reports_who_is_late() -> None:
-    class TooLate(Exception):
-        pass
-
-    def late(number: int) -> None:
-        seen.append(number)
-        if len(seen) == 3:
-            raise TooLate
-
-    seen: list[int] = []
-    with closing(RingWriter(2, PAGE)) as writer:
-        reader = RingReader(writer.handle, 0)
-        writer.send(bytes(900))
-        writer.send(bytes(900))
-        reader.receive(), reader.receive()
-        with pytest.raises(TooLate):
-            for _ in range(3):
-                writer.send(bytes(900), late=late)
-    assert seen == [1, 1, 1]
-
-
 def test_a_stop_ends_all_waits_now_and_later() -> None:
     with closing(RingWriter(1, PAGE)) as writer:
         reader = RingReader(writer.handle, 0, spin_seconds=0.0)
