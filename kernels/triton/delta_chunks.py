@@ -38,6 +38,7 @@ from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
 COLUMNS = {"sm_90": 32, "gfx942": 16}  # value columns of a program; sm_80 has too few registers
+LEAST_KEY = 64  # rows of a state in registers; Triton 3.6 computes smaller ones wrongly on sm_90
 PARTS = 5  # three of (I + A)^-1 diag(b), and two of P
 
 
@@ -173,7 +174,7 @@ def chunk_launches(
         "HEADS": heads,
         "KEY": key_dim,
         "DIM": dim,
-        "PAD_KEY": pad_power(key_dim),
+        "PAD_KEY": max(LEAST_KEY, pad_power(key_dim)),
         "CHUNK": CHUNK,
         "SHORTEST": SHORTEST,
     }
