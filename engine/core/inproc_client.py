@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -222,6 +223,7 @@ class InprocClient(CoreClient):
             self._core.executor.shutdown()
             self._core.scheduler.shutdown()
             self._core = None
+            gc.unfreeze()  # ``build_core`` froze what is garbage now, perhaps in cycles
 
     def _store_last(self) -> None:
         """Store the KV blocks that the last steps have filled."""

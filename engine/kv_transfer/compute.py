@@ -58,6 +58,7 @@ class TierCopies(Feature):
 
     part = "kv_transfer"
     waits_for_part = True
+    device_attributes = ("_machine", "_blocks")
 
     def __init__(self, planned: PlannedStores) -> None:
         """planned: the stores to open, the fastest first."""
@@ -205,6 +206,7 @@ class TierCopies(Feature):
         until = time.monotonic() + CLOSE_SECONDS
         for thread in threads:
             thread.end_close(max(0.0, until - time.monotonic()))
+        super().shutdown()
 
     # -- helpers
 

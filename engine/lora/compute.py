@@ -46,6 +46,7 @@ class Adapters(Feature):
 
     part = "adapters"
     waits_for_part = True
+    device_attributes = ("_model", "_step", "_device", "_loaded")
     variants = (WITH_ADAPTERS,)  # that can be recorded
 
     def __init__(

@@ -67,6 +67,7 @@ class DraftModel(Feature):
     """Proposes draft tokens in the worker with a draft model, after each step."""
 
     part = "proposals"
+    device_attributes = ("_passes", "_target", "_proposals")
     reads_first_group = True
 
     def __init__(

@@ -40,6 +40,7 @@ class StateCopies(Feature):
 
     part = "snapshots"
     waits_for_part = True
+    device_attributes = ("_machine", "_pieces", "_pool")
 
     def __init__(self) -> None:
         self._pieces: Pieces

@@ -52,6 +52,7 @@ class Feature:
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
     waits_for_part = False  # does nothing in a step without its part of the plan and new blocks
     variants: tuple[str, ...] = ()  # all that ``variant`` may return, without ""
+    device_attributes: tuple[str, ...] = ()  # that hold the model or memory of the device
     reads_first_group = False  # uses the first KV group's blocks, which must keep all tokens
 
     @property
@@ -148,4 +149,6 @@ class Feature:
         scheduler."""
 
     def shutdown(self) -> None:
-        """Release what the feature holds open."""
+        """Release what the feature holds open, and the model."""
+        for name in self.device_attributes:
+            vars(self).pop(name, None)  # none if the start has failed

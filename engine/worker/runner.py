@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -303,7 +304,7 @@ class Runner:
         self._max_model_len = max_model_len
         self._graphed: dict[str, BySize[GraphedStep]] = {"": BySize()}  # by variant
         self._mixed: dict[str, BySize[MixedGraph]] = {"": BySize()}
-        self._prompt_scores = PromptScores(self._logits_alone)
+        self._prompt_scores = PromptScores(partial(logits_alone, machine))
         self.repeats = Repeats(machine)
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
@@ -440,6 +441,14 @@ class Runner:
         finally:
             num_computed.zero_()
 
+    def free(self) -> None:
+        """Free the KV tensors and all recorded steps. Nothing can be computed afterwards."""
+        self._graphed.clear()
+        self._mixed.clear()
+        self.machine.kv.clear()
+        if self.machine.recorder is not None:
+            self.machine.recorder.forget()
+
     # -- helpers
 
     def _check_fit(self, rows: PlanRows) -> None:
@@ -448,14 +457,6 @@ class Runner:
             for slot in rows.slots.tolist():
                 if slot in self._unfit:
                     raise Unfit(self._unfit[slot])
-
-    def _logits_alone(self, hidden: torch.Tensor, slot: int) -> torch.Tensor:
-        """Logits [n, V] of hidden states [n, H] of the sequence in a slot, which are not those that
-        the step is staged for."""
-        with ExitStack() as contexts:
-            for feature in self.machine.features:
-                contexts.enter_context(feature.alone(slot, len(hidden)))
-            return self.machine.model.logits(hidden)
 
     def _padding_for(self, rows: PlanRows, variant: str) -> Padding:
         """Padding of the rows to the smallest graph or CPU recording that fits, if any does."""
@@ -508,6 +509,15 @@ class Runner:
             upload(tokens.positions[places].astype(np.int32)),
             upload(drafts.inputs),
         )
+
+
+def logits_alone(machine: Machine, hidden: torch.Tensor, slot: int) -> torch.Tensor:
+    """Logits [n, V] of hidden states [n, H] of the sequence in a slot, which are not those that the
+    step is staged for."""
+    with ExitStack() as contexts:
+        for feature in machine.features:
+            contexts.enter_context(feature.alone(slot, len(hidden)))
+        return machine.model.logits(hidden)
 
 
 def _smallest(graphs: Mapping[str, BySize[G]], variant: str, num_rows: int) -> G | None:

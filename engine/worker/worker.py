@@ -318,7 +318,9 @@ class ModelWorker:
         self._stop_pages()
         for feature in self._features:
             feature.shutdown()
-        self._driver = None
+        if self._driver is not None:
+            self._driver.runner.free()
+        self._driver, self._features = None, ()
 
     # -- helpers
 
