@@ -18,7 +18,7 @@ from support.rank_work import a_rank, a_torch_rank
 from engine.parallel.shared import SharedCollectives, SharedMemory
 
 SIZE = 2
-NUM = 600
+NUM = 200
 HOST = "127.0.0.1"
 
 
@@ -56,7 +56,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("num", (NUM, pytest.param(20 * NUM, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num", (NUM, pytest.param(50 * NUM, marks=pytest.mark.slow)))
 def test_ranks_get_the_same_bits_in_each_run_and_a_killed_one_ends_the_others(
     stack: ExitStack, num: int, seed: int
 ):

@@ -41,9 +41,9 @@ def placed(batch: ForwardBatch, first: ForwardBatch | None) -> ForwardBatch:
 @pytest.mark.parametrize(
     ("name", "dtype", "output"),
     [
-        ("llama", "float32", "logits"),
         ("llama", "bfloat16", "largest"),
-        ("qwen3", "bfloat16", "logits"),
+        pytest.param("llama", "float32", "logits", marks=pytest.mark.slow),
+        pytest.param("qwen3", "bfloat16", "logits", marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_of_ranks_compute_the_same(
