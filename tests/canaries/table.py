@@ -742,6 +742,12 @@ CANARIES = (
         "        self._found.pop(req.arrival, None)\n",
     ),
     Canary(
+        "wake nobody who waits for another's load",
+        TIERS,
+        "        for other in others:\n            self._scheduler.wake(other.request_id)\n",
+        "",
+    ),
+    Canary(
         "hold nothing for a request whose blocks were loaded",
         PROMOTIONS,
         "        self._tables.hold(loaded)\n",
