@@ -26,6 +26,12 @@ OTHERS = [
     SamplingParams(temperature=0.8, seed=12, max_tokens=20, structured_outputs=REGEX),
     SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2, logprobs=1),
 ]
+FAMILIES = (
+    *("llama-mqa-head-dim", "smollm3-window", "gemma2", "gemma3", "phi3-longrope", "olmo2"),
+    *("granite-biased", "mixtral-window", "qwen3-moe", "qwen3-next", "qwen3.5-tied", "lfm2-moe"),
+    *("granite-hybrid-moe", "bamba", "falcon-h1-norm", "nemotron-h-moe", "jamba-moe", "mamba2"),
+    "falcon-mamba",
+)
 DRAFTS = {"max_num_batched_tokens": 24, "num_kv_blocks": 40, "speculative_config": ROUGH}
 """Prompts are chunked, running requests preempt each other, and drafts are verified."""
 
@@ -64,7 +70,7 @@ def assert_close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-moe", "qwen3-next", "granite-hybrid-moe"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_windows_experts_and_states_are_divided(tiny_models: TinyModels, name: str) -> None:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 60}
     options = {"max_model_len": 96, "num_threads": 1, "log_level": "error", **sizes}
