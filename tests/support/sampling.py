@@ -10,7 +10,7 @@ from engine.messages.requests import TokenLogprobs
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sample.edits import SamplingSpec
 from engine.sample.parts import Vocabulary
-from engine.sample.sampler import Draws, RowMasks, Sampler
+from engine.sample.sampler import DraftRows, Draws, RowMasks, Sampler
 from engine.worker.batches import Staging, stage_changes
 from engine.worker.platform import Platform
 from engine.worker.platform.host import CpuPlatform
@@ -103,10 +103,12 @@ class Bench:
         masks: RowMasks | None = None,
         *,
         may_leave_masks: bool = False,
+        drafts: DraftRows | None = None,
     ) -> StepResult:
         column = np.array(slots, dtype=np.int32)
         positions = self.lengths[column]
         rows, draws = self._rows(logits, column, positions)
+        draws = draws._replace(drafts=drafts)
         drawing = self.sampler.prepare(rows, draws, masks, may_leave_masks=may_leave_masks)
         drawn = self.sampler.draw(rows, drawing.masks)
         kept = Drawn(drawn, rows.slots, NONE, None)

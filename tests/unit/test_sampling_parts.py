@@ -20,7 +20,7 @@ from engine.models.sharding import Shard
 from engine.parallel.collectives import Collectives
 from engine.sample.parts import PartOfVocabulary, Vocabulary
 from engine.sample.processors import LogitsProcessorFactory
-from engine.sample.sampler import RowMasks
+from engine.sample.sampler import DraftRows, RowMasks
 from kernels.cpu.recording import Launches
 from kernels.slots import Rows
 
@@ -80,6 +80,8 @@ class Case:
         of_row = np.array([rng.choice((-1, -1, 0, 1)) for _ in range(SLOTS)], np.int32)
         self.masks = rng.choice((None, RowMasks(torch.from_numpy(words), of_row)))
         self.may_leave_masks = rng.random() < 0.5
+        before = numbers.integers(-1, vocab, (SLOTS, 3)).astype(np.int32)
+        self.drafts = DraftRows(np.full(SLOTS, -1, np.int32), before)
 
     def run(
         self,
@@ -100,6 +102,7 @@ class Case:
                 list(range(SLOTS)),
                 self.masks,
                 may_leave_masks=self.may_leave_masks,
+                drafts=self.drafts,
             )
             bench.sampler.vocabulary.check()
             counts = result.counts.tolist()
