@@ -206,7 +206,7 @@ def test_prometheus_accepts_the_rules_and_each_alert_fires_when_it_should() -> N
 
 def test_every_metric_of_dashboard_and_alerts_exists() -> None:
     options = ("--num-threads", "1", "--max-model-len", "256", "--num-kv-blocks", "64")
-    with forked(*options, "--dtype", "float32") as server:
+    with forked(*options, "--dtype", "float32", "--kv-offloading-size", "0.01") as server:
         body = {"model": "box", "prompt": "Once", "max_tokens": 4}
         assert server.ask("/v1/completions", body).status == 200
         page = server.ask("/metrics").body.decode()
