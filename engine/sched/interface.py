@@ -120,7 +120,7 @@ class SchedulerInterface(ABC):
         """Empty the prefix cache and return True, or return False while any KV block is in use.
 
         ``reset_running``: first preempt all running requests, which then wait in their former
-        order. They stay preempted even if False is returned because other requests hold blocks.
+        order.
         """
         return False
 
