@@ -308,14 +308,11 @@ class Sampler:
         }
 
     def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
-        silent = [
-            row
-            for row in np.flatnonzero(drawn == -1).tolist()
-            if draws.slots[row] >= 0 and row not in drawing.errors
-        ]
-        if not silent:
+        failed = [row for row in np.flatnonzero(drawn == -1).tolist() if draws.slots[row] >= 0]
+        if not failed:
             return
-        logits = self.vocabulary.whole(logits)
+        logits = self.vocabulary.whole(logits)  # also where only other ranks need them
+        silent = [row for row in failed if row not in drawing.errors]
         if drawing.masks is not None:
             as_given = [row for row in silent if drawing.masks.of_row[row] >= 0]
             sound = on_slots.are_sound(logits, torch.tensor(as_given, dtype=torch.int64))
