@@ -104,7 +104,7 @@ def build_core(
     if config.kernel_cache is not None:
         use_kernel_cache(config.kernel_cache)
     with not_collecting():
-        from engine.core.ranks import make_workers, report_failures
+        from engine.core.ranks import connect, make_workers
         from engine.worker.device import cpu_products, resolve_device
 
     device = resolve_device(config.device)
@@ -119,7 +119,7 @@ def build_core(
     chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
     copies, features = with_tier_copies(features, stores)
-    of_others = partial(computing_halves, resolved, info, drafting)
+    of_others = partial(halves_of_rank, resolved, info, drafting, pools=pooling is not None)
     worker = make_workers(resolved, info, features, failures, pooling, of_others)
     with ended_by_errors(worker):
         check_capabilities(chosen.resources, worker.capabilities)
@@ -143,7 +143,7 @@ def build_core(
             media=store,
         )
         client.loads = copies
-        report_failures(worker, client.fail)
+        connect(worker, client.fail, store)
         with ended_by_errors(client):
             if copies is not None:
                 copies.open(decided.num_kv_blocks, resolved, facts, drafting)
@@ -313,6 +313,20 @@ def media_halves(
     if options.mm_tensor_transport != "default":
         encoder.share_device(options.pool_bytes, open_memory)
     return [budget], store, [encoder]
+
+
+def halves_of_rank(
+    config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None, *, pools: bool
+) -> list[Feature]:
+    """The features to add to the worker of a further rank, in its process, in the order of those of
+    rank 0. Pixels come through the ring, wherever clients put them."""
+    config = replace(config, media=replace(config.media, mm_tensor_transport="default"))
+    _, store, encoding = media_halves(config, info, pools=pools, open_memory=None)
+    if store is not None:
+        from engine.mm.compute import KeptPixels
+
+        encoding = [*encoding, KeptPixels(store)]
+    return [*encoding, *computing_halves(config, info, drafting)]
 
 
 def encoder_sizes(resources: Iterable[Resource]) -> list[int]:

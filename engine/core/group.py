@@ -263,6 +263,14 @@ class WorkerGroup:
             raise failed
         return value
 
+    def call_others(self, name: str, *args: Any) -> None:
+        """Run a method of the workers of all ranks but rank 0. Raises ``RankError`` if one of them
+        raises."""
+        for rank, report in enumerate(self._ranks.call("call", name, *args)(), 1):
+            if report.kind:
+                self._ranks.fail(differing(name, rank, report, None))
+                self._ranks.raise_failure()
+
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         """Call ``notify``, in any thread, if a rank fails; at once if one has."""
         self._ranks.on_failure(notify)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -63,7 +64,6 @@ def make_workers(
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return make_worker(config, info, features, failures, pooling)
-    check_features(size, features)
     config = replace(config, num_threads=threads_of_rank(config))
     options = GroupOptions(
         name=f"core {config.rank}" if config.num_ranks > 1 else "",
@@ -125,12 +125,25 @@ def make_rank(
     return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
 
 
-def report_failures(
-    worker: ModelWorker | WorkerGroup, notify: Callable[[RankError], object]
+class Shared(Protocol):
+    """What the process of rank 0 keeps for all ranks."""
+
+    def share(self, call: Callable[..., object]) -> None:
+        """Let other ranks keep the same. call: calls a method of their workers."""
+        ...
+
+
+def connect(
+    worker: ModelWorker | WorkerGroup,
+    notify: Callable[[RankError], object],
+    store: Shared | None,
 ) -> None:
-    """Call ``notify``, in any thread, if a process of a group of workers fails."""
+    """Connect a group of workers with its core: call ``notify``, in any thread, if a process fails,
+    and bring what ``store`` keeps to all ranks."""
     if isinstance(worker, WorkerGroup):
         worker.on_failure(notify)
+        if store is not None:
+            store.share(worker.call_others)
 
 
 def threads_of_rank(config: EngineConfig) -> int:
@@ -164,12 +177,3 @@ def environments_of_ranks(config: ResolvedConfig) -> list[Mapping[str, str]]:
             f"it to {len(gpus)}, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
         )
     return [{VISIBLE_GPUS: gpu} for gpu in gpus[1:size]]
-
-
-def check_features(size: int, features: Sequence[Feature]) -> None:
-    """Raise ``ConfigError`` for pictures, whose content only the process of rank 0 has."""
-    if any(feature.part == "media" for feature in features):
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, and this model reads pictures, which need a model on "
-            'one device: set limit_mm_per_prompt={"image": 0}, or leave tensor_parallel_size out'
-        )

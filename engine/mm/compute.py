@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from engine.messages.media import Pixels
 from engine.messages.requests import MediaItem
 from engine.messages.step import StepPlan
 from engine.mm.encoding import ItemEncoder
-from engine.mm.store import PixelStore
+from engine.mm.store import DROP, KEEP, PixelStore
 from engine.mm.tower import load_tower
 from engine.models.decoder import NativeDecoder
 from engine.pictures.cuda_memory import cuda_memory
@@ -288,3 +289,17 @@ def runs_of(item: MediaItem) -> list[Run]:
 def read_by(runs: Sequence[Run], start: int, upto: int) -> list[Run]:
     """The runs with tokens at positions [start, upto)."""
     return [run for run in runs if run.start < upto and start < run.start + run.length]
+
+
+class KeptPixels(Feature):
+    """In a further rank, keeps content in the store of the rank's encoder."""
+
+    def __init__(self, store: PixelStore) -> None:
+        self._store = store
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        return {KEEP: self._keep, DROP: self._store.drop}
+
+    def _keep(self, key: str, data: bytes) -> None:
+        self._store.keep(key, msgspec.msgpack.decode(data, type=Pixels))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from engine.errors import WireError
 from engine.ipc.device_pixels import DeviceReader
@@ -18,6 +20,7 @@ from engine.messages.media import DevicePixels, Kinds, MediaContent, Pixels, kin
 from engine.messages.requests import Arrival, code_of
 
 logger = logging.getLogger("engine.core")
+KEEP, DROP = "keep_pixels", "drop_pixels"  # methods of the workers of other ranks
 
 
 class PixelStore:
@@ -27,6 +30,7 @@ class PixelStore:
         """kinds: of the arrays that the model's image processor makes; ``None``: not known."""
         self.reader: DeviceReader | None = None
         """Reads the memory of the core's device, if clients may copy pixels there."""
+        self._call: Callable[..., object] | None = None  # a method of other ranks
         self._kinds = kinds
         self._counts: Counter[str] = Counter()
         self._on_device: dict[str, DevicePixels] = {}
@@ -46,6 +50,16 @@ class PixelStore:
             else:
                 self.reader.give_back(content.device)
         return arrival
+
+    def keep(self, key: str, pixels: Pixels) -> None:
+        """Keep checked content until ``drop``."""
+        self._pixels[key] = pixels
+        if self._call is not None:
+            self._call(KEEP, key, msgspec.msgpack.encode(pixels))
+
+    def share(self, call: Callable[..., object]) -> None:
+        """Let other ranks keep what this store keeps. call: calls a method of their workers."""
+        self._call = call
 
     def get(self, key: str) -> Pixels | None:
         """The content with this hash; ``None`` if no unfinished request has brought it."""
@@ -88,7 +102,8 @@ class PixelStore:
 
     def drop(self, key: str) -> None:
         """Drop content that no unfinished request uses, if there is any."""
-        self._pixels.pop(key, None)
+        if self._pixels.pop(key, None) is not None and self._call is not None:
+            self._call(DROP, key)
         self.encoded(key)
 
     # -- helpers
@@ -100,7 +115,7 @@ class PixelStore:
             return Arrival(content.key, names, content.error, code)
         try:
             if content.key not in self._pixels:
-                self._pixels[content.key] = self._checked(content)
+                self.keep(content.key, self._checked(content))
         except WireError as error:
             fault = f"the content of a picture cannot be used: {error}"
             return Arrival(content.key, names, fault, "invalid_media")

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from e2e.box_engine import EXACT
+from e2e.seeing_models import make_seeing_model
 from e2e.test_draft_model import ROUGH
 from e2e.test_ngram import ASKED, BOX, answers
+from e2e.test_pictures import GREEDY, PROMPTS
 from e2e.tiny_models import TinyModels
 
 from engine import LLM, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
@@ -115,3 +117,22 @@ def children_of_this_process() -> set[str]:
     tasks = f"/proc/{os.getpid()}/task"
     children = [Path(f"{tasks}/{task}/children").read_text().split() for task in os.listdir(tasks)]
     return {pid for each in children for pid in each}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
+def test_each_rank_sees_the_pictures(name: str, tmp_path: Path) -> None:
+    path = make_seeing_model(tmp_path / name, name)
+    options = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 200}
+    found = []
+    for size in (1, 2):
+        sizes = {"tensor_parallel_size": size, "max_num_batched_tokens": 64}
+        with LLM(path, **options, **sizes, log_level="error") as model:
+            prompts = [
+                {"prompt": text, "multi_modal_data": {"image": pictures}}
+                for text, pictures in PROMPTS
+            ]
+            outputs = model.generate(prompts, GREEDY, use_tqdm=False)
+            outputs += model.generate(prompts[:1], GREEDY, use_tqdm=False)
+        found.append([each.outputs[0].token_ids for each in outputs])
+    assert found[0] == found[1]
