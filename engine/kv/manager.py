@@ -535,8 +535,9 @@ class KVManager:
         tables = self._prefix_index.find(req, allocation, num_blocks)
         if self.states is not None:
             return self._prefix_index.until_snapshot(allocation, tables)
-        if tail := self._tails.find(req, allocation, len(tables[0])):
-            assert allocation.tail is not None
+        if allocation.tail is not None and (
+            tail := self._tails.find(req, allocation, len(tables[0]))
+        ):
             return PrefixHit(allocation.tail.num_tokens, tables, tail=tail)
         return PrefixHit(len(tables[0]) * self.block_size, tables)
 
@@ -544,7 +545,8 @@ class KVManager:
         """Begin the request's block tables with the blocks of its prefix hit."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
-        self.tables.take_over(allocation, hit.tail)
+        if hit.tail:
+            self.tables.take_over(allocation, hit.tail)
         allocation.tail = None
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
         allocation.num_found, allocation.num_ready = allocation.num_adopted, hit.num_tokens

@@ -160,7 +160,7 @@ class BlockTables:
         """Append a tail to a request's tables, one block to each. The request writes on into these
         blocks, so they leave the cache."""
         self.hold([[block] for block in tail])
-        for table, block in zip(allocation.tables, tail, strict=bool(tail)):
+        for table, block in zip(allocation.tables, tail, strict=True):
             table.append(block)
             self._pool.cache.rename(block, None)
 
