@@ -59,7 +59,8 @@ class CacheConfig:
     a SnapshotPolicy class, its dotted path or an instance."""
     kv_offloading_size: float | None = None
     """GiB of the host's memory for copies of KV blocks, which stay when the pool needs room for
-    others. The cores of one machine share it. Memory is taken when it is first used."""
+    others. The cores of one machine share it. Memory is taken when it is first used, with a GPU
+    soon after the start."""
     kv_offload_dir: str | Path | None = None
     """Directory for copies of KV blocks, which later engines with the same model use, too. Only
     this user can read its files."""

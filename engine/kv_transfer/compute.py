@@ -4,7 +4,10 @@
     loads ──> a thread reads rows from the store and copies them into blocks, while steps go on
 
 Each store has a thread, so that a slow one holds up no other; some have further ones for loads.
-Loads come before blocks to store."""
+Loads come before blocks to store.
+
+A device computes prompts faster than the host keeps their blocks. So these may wait in a share of
+the device's memory, and the host's pages are there before blocks are written to them."""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ import torch
 from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
+from engine.ipc.host_memory import free_host_bytes
 from engine.kv_transfer.opening import GIB, PlannedStores, namespace_of
 from engine.kv_transfer.pool_blocks import PoolBlocks
 from engine.kv_transfer.store_thread import BATCH_BYTES, Activity, Load, Loading, StoreThread
@@ -32,10 +36,14 @@ from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.stats import StoreUse
 from engine.messages.step import StepPlan
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import pool_bytes, tensors_of
+from engine.worker.memory import PagePrefault, pool_bytes, tensors_of
 from engine.worker.platform import Mark
 from engine.worker.slots import LiveSeqs
 
+GATHER_BYTES = 128 << 20  # of blocks that a device gathers at once: it takes some calls each time
+PENDING_SHARE = 2  # at most 1 / this of the host's memory for blocks may wait to be stored there
+DEVICE_SHARE = 4  # the same of a device's free memory, where they wait
+PREFAULT_SHARE = 2  # the same of the host's free memory, for pages that are taken early
 CLOSE_SECONDS = 1.5  # for all stores to keep what waits; the processes of cores end within 2
 
 logger = logging.getLogger("engine.kv")
@@ -70,6 +78,7 @@ class TierCopies(Feature):
         self._planned: list[LoadOrder] = []
         self._reports: deque[Loaded] = deque()
         self._progress: dict[int, Progress] = {}  # by number of the load
+        self._pages: PagePrefault | None = None
         self._num_skipped = 0  # blocks that could not be copied
         self._lock = threading.Lock()
 
@@ -103,6 +112,7 @@ class TierCopies(Feature):
         namespace = namespace_of(config, facts, drafting, by_content=by_content)
         block_bytes = self._blocks.num_bytes
         loading = Loading(block_bytes, self._blocks.rows, self._fill, self._end)
+        burst = self._most_pending()
         for opened in self.planned.open(namespace, block_bytes):
             self._threads.append(
                 StoreThread(
@@ -111,6 +121,7 @@ class TierCopies(Feature):
                     reads=opened.reads,
                     writes=opened.writes,
                     activity=self._activity if opened.paces_writes else None,
+                    most_pending=0 if opened.memory is None else burst,
                 )
             )
             self._helpers.append(
@@ -119,6 +130,10 @@ class TierCopies(Feature):
                     for _ in range(opened.num_threads - 1)
                 ]
             )
+            if opened.memory is not None and not self._machine.platform.shares_memory:
+                most = free_host_bytes() // PREFAULT_SHARE
+                self._pages = PagePrefault(([torch.from_numpy(opened.memory)], most))
+                self._pages.start()
         logger.info(
             "copies of KV blocks (%.2f MiB each) are kept in: %s",
             block_bytes / (1 << 20),
@@ -200,6 +215,9 @@ class TierCopies(Feature):
             self._load(order)
 
     def shutdown(self) -> None:
+        if self._pages is not None:
+            self._pages.stop()
+            self._pages = None
         threads, self._threads, self._helpers = self._all_threads(), [], []
         for thread in threads:
             thread.begin_close()
@@ -209,6 +227,15 @@ class TierCopies(Feature):
         super().shutdown()
 
     # -- helpers
+
+    def _most_pending(self) -> int:
+        """Bytes of blocks that may wait to be kept in the host's memory; 0: no more than for other
+        stores, since steps on a CPU make the copies."""
+        platform = self._machine.platform
+        if platform.shares_memory:
+            return 0
+        free, _ = platform.free_and_total()
+        return min(self.own_bytes // PENDING_SHARE, free // DEVICE_SHARE)
 
     def _all_threads(self) -> list[StoreThread]:
         return [*self._threads, *chain.from_iterable(self._helpers)]
@@ -226,14 +253,19 @@ class TierCopies(Feature):
         lacking = {thread: set(thread.lacking(keys)) for thread in self._threads}
         copied = sorted({i for places in lacking.values() for i in places})
         size = max(1, BATCH_BYTES // self._blocks.num_bytes)
-        for start in range(0, len(copied), size):
-            places = copied[start : start + size]
-            rows = self._blocks.read([blocks[i] for i in places])
-            for thread, own in lacking.items():
-                mine = [nth for nth, i in enumerate(places) if i in own]
-                if mine:
-                    part = rows if len(mine) == len(places) else partial(_some, rows, mine)
-                    thread.add_writes([keys[places[nth]] for nth in mine], part)
+        is_far = not self._machine.platform.shares_memory
+        num_read = size * (GATHER_BYTES // BATCH_BYTES) if is_far else size
+        for start in range(0, len(copied), num_read):
+            read = copied[start : start + num_read]
+            home = self._blocks.read([blocks[i] for i in read])
+            for begin in range(0, len(read), size):
+                places = read[begin : begin + size]
+                rows = partial(home, slice(begin, begin + len(places)))
+                for thread, own in lacking.items():
+                    mine = [nth for nth, i in enumerate(places) if i in own]
+                    if mine:
+                        part = rows if len(mine) == len(places) else partial(_some, rows, mine)
+                        thread.add_writes([keys[places[nth]] for nth in mine], part)
 
     def _load(self, order: LoadOrder) -> None:
         by_store: dict[int, list[int]] = {}

@@ -111,6 +111,11 @@ class HostStore:
         with self._lock:
             self._follow()
 
+    @property
+    def memory(self) -> Bytes:
+        """The bytes of its arena into which it writes."""
+        return self._arena.regions[self._arena.own]
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
             if self._is_closed:

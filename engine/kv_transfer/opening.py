@@ -13,7 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from engine.config.cache import DEFAULT_GIB, PEERS
 from engine.config.decide import ModelFacts
@@ -68,13 +70,15 @@ class PlannedStore(NamedTuple):
 class OpenStore(NamedTuple):
     """A store. ``reads``: blocks are loaded from it; ``writes``: blocks are stored there;
     ``paces_writes``: writing takes so much processor time that steps would take longer;
-    ``num_threads``: loads from it at the same time."""
+    ``num_threads``: loads from it at the same time; ``memory``: the bytes of the host's memory into
+    which this process writes, if it keeps blocks there."""
 
     store: BlockStore
     reads: bool = True
     writes: bool = True
     paces_writes: bool = False
     num_threads: int = 1
+    memory: NDArray[np.uint8] | None = None
 
 
 class PlannedStores:
@@ -105,6 +109,7 @@ class PlannedStores:
         elif options is not None and not (plans and set(options) == {"kv_load_failure_policy"}):
             plans.append(_connector(options))
         self._plans = plans
+        self._memory: NDArray[np.uint8] | None = None  # of the store that was opened last
         self.own_bytes = int((cache.kv_offloading_size or 0.0) * GIB)
         """This core's share of the host's memory that stores take; the options give the share."""
         self.is_shared = config.num_ranks > 1 or cache.serves_blocks
@@ -134,7 +139,10 @@ class PlannedStores:
             for plan in self._plans:
                 reads, writes = plan.role != "kv_producer", plan.role != "kv_consumer"
                 store = plan.open(identity)
-                opened.append(OpenStore(store, reads, writes, plan.paces_writes, plan.num_threads))
+                memory, self._memory = self._memory, None
+                opened.append(
+                    OpenStore(store, reads, writes, plan.paces_writes, plan.num_threads, memory)
+                )
         except BaseException:
             for each in opened:
                 each.store.close()
@@ -143,6 +151,7 @@ class PlannedStores:
 
     def _open_host(self, config: EngineConfig, identity: StoreIdentity) -> BlockStore:
         store = open_core_store(config, identity)
+        self._memory = store.memory
         if self._peers is None or not self._peers.options.sends:
             return store
         try:

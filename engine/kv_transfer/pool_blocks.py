@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.kv_transfer.stores import Rows
 from engine.worker.platform import Mark, Platform
+
+
+class Home(Protocol):
+    """Waits until blocks that were read are on the host, in any thread, and returns the rows
+    ``part`` of them: [n, ``num_bytes``] uint8."""
+
+    def __call__(self, part: slice = slice(None)) -> Rows: ...
 
 
 class PoolBlocks:
@@ -34,9 +42,9 @@ class PoolBlocks:
         pinned = self._platform.pinned(num * self.num_bytes)
         return pinned.numpy().reshape(num, self.num_bytes)
 
-    def read(self, blocks: Sequence[int]) -> Callable[[], Rows]:
-        """Copy the present contents of these blocks. The function that is returned waits until they
-        are on the host, in any thread, and returns them: [n, ``num_bytes``] uint8."""
+    def read(self, blocks: Sequence[int]) -> Home:
+        """Copy the present contents of these blocks. They are on the host once the function that is
+        returned has brought them."""
         if self._on_host is None:
             return self._read_device(blocks)
         rows = self.rows(len(blocks))
@@ -44,7 +52,11 @@ class PoolBlocks:
             part = rows[:, columns]
             for place, first, length in runs(blocks):
                 part[place : place + length] = own[first : first + length]
-        return lambda: rows
+
+        def here(part: slice = slice(None)) -> Rows:
+            return rows[part]
+
+        return here
 
     def write(self, blocks: Sequence[int], rows: Rows, after: Mark) -> None:
         """Set the contents of these blocks, and wait until that is done. ``after``: steps before
@@ -60,16 +72,17 @@ class PoolBlocks:
 
     # -- on a device
 
-    def _read_device(self, blocks: Sequence[int]) -> Callable[[], Rows]:
+    def _read_device(self, blocks: Sequence[int]) -> Home:
         index = self._platform.upload(np.array(blocks, dtype=np.int64))
         gathered = torch.cat([piece.index_select(0, index) for piece in self._pieces], dim=1)
         done = self._platform.mark()
 
-        def home() -> Rows:
+        def home(part: slice = slice(None)) -> Rows:
             done.synchronize()
-            rows = self.rows(len(blocks))
+            wanted = gathered[part]
+            rows = self.rows(len(wanted))
             with self._platform.current(), self._platform.aside():
-                torch.from_numpy(rows).copy_(gathered, non_blocking=True)
+                torch.from_numpy(rows).copy_(wanted, non_blocking=True)
                 self._platform.mark().synchronize()
             return rows
 

@@ -26,7 +26,7 @@ from engine.messages.kv_orders import LoadOrder
 from engine.messages.stats import StoreUse
 
 BATCH_BYTES = 16 << 20  # of blocks that are copied at once
-MOST_PENDING = 256 << 20  # bytes that wait to be stored
+MOST_PENDING = 256 << 20  # bytes that wait to be stored, unless the caller has more room
 MOST_PACED = 128 << 20  # the same, where writes leave the engine its processors
 MOST_FAULTS = 8  # of a method in a row, after which a store is used no more
 BUSY_SHARE = 0.01  # of the time, that writes may take while the engine computes
@@ -88,7 +88,8 @@ class Activity:
 class StoreThread:
     """Calls a store. ``reads``: loads come from it; ``writes``: blocks are stored there.
     ``activity``: of the engine, if writes must leave it its processors: they then take only a small
-    share of the time while it computes, and blocks that wait too long are not stored."""
+    share of the time while it computes. ``most_pending``: bytes of blocks that may wait to be
+    stored, at least the usual; further ones are not stored."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class StoreThread:
         reads: bool = True,
         writes: bool = True,
         activity: Activity | None = None,
+        most_pending: int = 0,
     ) -> None:
         self.store = store
         self.name = str(store.name)
@@ -106,6 +108,7 @@ class StoreThread:
         self.counts: Counter[str] = Counter()
         self._loading = loading
         self._activity = activity
+        self._most_pending = max(most_pending, MOST_PENDING if activity is None else MOST_PACED)
         self._write_after = -inf  # on the monotonic clock, while the engine computes
         self._is_left_out = False
         self._faults: Counter[str] = Counter()  # in a row, by method or kind
@@ -153,9 +156,8 @@ class StoreThread:
         if not (self.writes and self.is_used):
             return []
         places = [i for i, has in enumerate(self.contains(keys)) if not has]
-        most = MOST_PENDING if self._activity is None else MOST_PACED
         with self._wakened:
-            room = max(0, most - self._num_pending) // self._loading.block_bytes
+            room = max(0, self._most_pending - self._num_pending) // self._loading.block_bytes
             self.counts["skipped"] += max(0, len(places) - room)
         return places[:room]
 
