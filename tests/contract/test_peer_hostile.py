@@ -34,7 +34,8 @@ from support.served import free_port
 from engine.ipc import sockets
 from engine.ipc.address import Directory, address_of
 from engine.ipc.sealed_files import create, seal
-from engine.kv_transfer.peers.link import SharedSlots
+from engine.kv_transfer.peers import peer_store
+from engine.kv_transfer.peers.link import LinkError, SharedSlots, Wanted
 from engine.kv_transfer.peers.messages import (
     MAX_KEYS,
     SEGMENT,
@@ -46,7 +47,7 @@ from engine.kv_transfer.peers.messages import (
     Refused,
     Sent,
 )
-from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
+from engine.kv_transfer.peers.peer_store import Peer, PeerLimits, PeerStore
 from engine.kv_transfer.peers.server import BlockServer, ServerLimits
 
 KEYS = keys_of(6)
@@ -218,6 +219,25 @@ def test_an_address_where_no_engine_answers_costs_the_time_to_join_once() -> Non
         store.close()
     counts = store.counts()
     assert counts["lost"] + counts["late"] == 2
+
+
+def test_many_silent_addresses_take_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients can announce each block of a prompt at another address. The steps of the engine leave
+    a store out whose reads take too long."""
+    clock = [100.0]
+    monkeypatch.setattr(peer_store.time, "monotonic", lambda: clock[0])
+
+    def pull(peer: Peer, wanted: Wanted, wait_until: float, deadline: float) -> int:
+        clock[0] = deadline
+        raise LinkError("late", "it did not answer in time")
+
+    monkeypatch.setattr(Peer, "pull", pull)
+    store = PeerStore(identity_of(), secret=SECRET, limits=LIMITS._replace(pace=Pace(1.0)))
+    for port, key in enumerate(KEYS, 2000):
+        store.announce(f"tcp://127.0.0.1:{port}", [key], wait_seconds=1.0)
+    assert store.read(KEYS, empty_rows(len(KEYS))) == [False] * len(KEYS)
+    store.close()
+    assert clock[0] - 100.0 < 2.1
 
 
 # -- hostile consumers

@@ -122,11 +122,14 @@ class PeerStore:
             for place, entry in enumerate(entries):
                 if entry is not None:
                     places.setdefault(entry.peer, []).append(place)
+            wait_until = max((each.wait_until for each in entries if each), default=0.0)
+            deadline = self._deadline(wait_until, len(keys))
             for peer, all_of_it in places.items():
                 for first in range(0, len(all_of_it), MAX_KEYS):
                     part = all_of_it[first : first + MAX_KEYS]
                     wait_until = max(entry.wait_until for i in part if (entry := entries[i]))
-                    self._pull(peer, Wanted([keys[i] for i in part], part, rows, found), wait_until)
+                    wanted = Wanted([keys[i] for i in part], part, rows, found)
+                    self._pull(peer, wanted, wait_until, deadline)
         finally:
             self._settle(keys, entries, found)
         return found
@@ -197,12 +200,15 @@ class PeerStore:
             raise
         return link
 
-    def _pull(self, peer: Peer, wanted: Wanted, wait_until: float) -> None:
-        now = time.monotonic()
-        if not peer.is_usable(now):
+    def _deadline(self, wait_until: float, num_blocks: int) -> float:
+        """When a read that begins now must end, however many peers it has."""
+        seconds = self._limits.pace.seconds(num_blocks * self._identity.block_bytes)
+        return max(wait_until, time.monotonic()) + seconds
+
+    def _pull(self, peer: Peer, wanted: Wanted, wait_until: float, read_until: float) -> None:
+        if not peer.is_usable(now := time.monotonic()) or now >= read_until:
             return
-        num_bytes = len(wanted.keys) * self._identity.block_bytes
-        deadline = max(wait_until, now) + self._limits.pace.seconds(num_bytes)
+        deadline = min(self._deadline(wait_until, len(wanted.keys)), read_until)
         num_damaged, cause, why = 0, "", ""
         try:
             num_damaged = peer.pull(wanted, wait_until, deadline)
