@@ -178,7 +178,7 @@ class TierCopies(Feature):
                 key = f"{thread.name}.{name}"
                 counted[key] = counted.get(key, 0) + count
         for helper in chain.from_iterable(self._helpers):
-            for name, count in helper.counts.items():
+            for name, count in dict(helper.counts).items():  # its thread may add some
                 key = f"{helper.name}.{name}"
                 counted[key] = counted.get(key, 0) + count
         return counted

@@ -41,6 +41,11 @@ class Load:
     withdrawn: set[bytes] = field(default_factory=set)
     others: dict[int, Request] = field(default_factory=dict)
 
+    @property
+    def is_awaited(self) -> bool:
+        """True if a request waits for it."""
+        return self.req is not None or bool(self.others)
+
 
 class Loads:
     """The loads that have not ended."""

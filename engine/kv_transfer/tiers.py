@@ -192,7 +192,7 @@ class Tiers(Resource):
         self._order_stores()
         now = self._scheduler.view.now
         for load in self._loads:
-            if load.req is not None and now - load.begun > MAX_SECONDS:
+            if load.is_awaited and now - load.begun > MAX_SECONDS:
                 self._counts["too_slow"] += 1
                 self._end_wait(load, f"it took more than {MAX_SECONDS:g} s")
         for arrival in [each for each, (until, _) in self._held.items() if step.index > until]:

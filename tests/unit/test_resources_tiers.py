@@ -6,7 +6,7 @@ import pytest
 from support.data_plane import answer, make_feature_run, tiers_of
 from support.simulate import make_request
 
-from engine.kv_transfer.tiers import NOWHERE
+from engine.kv_transfer.tiers import MAX_SECONDS, NOWHERE
 from policylab.verify.tiers import FakeCopies
 
 
@@ -89,6 +89,24 @@ def test_equal_prompts_are_loaded_once(is_aborted):
     for each in requests[is_aborted:]:
         assert run.outputs[each.request_id] == answer(each)
     assert stores.num_loaded == 3
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_without_its_first_request_keeps_others_no_longer_than_the_limit():
+    clock = [0.0]
+    run, stores = stored("slow", "a", num_blocks=14, clock=lambda: clock[0])
+    stores.stores[0].kind = "dead"
+    run.add(request_of("a"))
+    run.add(other := request_of("a too"))
+    run.step()
+    run.scheduler.finish_requests("a")
+    run.finished["a"] = ("abort", None)
+    for _ in range(4):  # the other tries once to load for itself
+        clock[0] += MAX_SECONDS + 1
+        run.step()
+    assert any("a too" in plan for plan in run.plans)
+    run.wait()
+    assert run.outputs["a too"] == answer(other)
 
 
 @pytest.mark.behaviour(97)
