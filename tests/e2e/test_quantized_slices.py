@@ -21,7 +21,8 @@ FEW = {
     "gptq-fused-files",
     "fp8-blocks",
     "ct-w8a8",
-    "ct-w4a16-zeros",
+    "ct-w8-zeros",
+    "ct-w4a16",
 }
 TOO_SMALL = {"gptq-ordered-by-head"}
 """With experts of a single group of columns."""

@@ -69,7 +69,6 @@ def compare(path: str | os.PathLike, sizes: Sequence[int], seed: int, **options:
 FEW = {
     "llama",
     "llama-mha-tied-biased",
-    "llama-mqa-head-dim",
     "gemma2",
     "olmo2",
     "qwen3-moe",
