@@ -15,6 +15,7 @@ from engine.worker.platform.host import CpuPlatform, HostMark, HostPlatform
 
 NUM_BLOCKS = 40
 WIDTHS = (6, 16, 2)
+OF_WORDS = (48, 16, 8)  # which a device copies as words of 8 bytes
 
 
 class Late:
@@ -39,22 +40,27 @@ class Device(HostPlatform):
         return Late(self.awaited, "mark")
 
 
-def make(platform: HostPlatform) -> tuple[list[torch.Tensor], PoolBlocks]:
+def make(
+    platform: HostPlatform, widths: tuple[int, ...] = WIDTHS
+) -> tuple[list[torch.Tensor], PoolBlocks]:
     generator = torch.Generator().manual_seed(3)
     pieces = [
         torch.randint(0, 256, (NUM_BLOCKS, width), dtype=torch.uint8, generator=generator)
-        for width in WIDTHS
+        for width in widths
     ]
     return pieces, PoolBlocks(pieces, platform)
 
 
+@pytest.mark.parametrize("widths", [WIDTHS, OF_WORDS])
 @pytest.mark.parametrize("platform", [CpuPlatform, HostPlatform])
-def test_rows_have_the_content_of_blocks_when_they_were_read(platform: type[HostPlatform]) -> None:
+def test_rows_have_the_content_of_blocks_when_they_were_read(
+    platform: type[HostPlatform], widths: tuple[int, ...]
+) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    pieces, blocks = make(platform())
-    assert blocks.num_bytes == sum(WIDTHS)
+    pieces, blocks = make(platform(), widths)
+    assert blocks.num_bytes == sum(widths)
     for _ in range(20):
         chosen = rng.sample(range(NUM_BLOCKS), rng.randint(1, 12))
         now = torch.cat([piece[chosen] for piece in pieces], dim=1).numpy()
@@ -63,6 +69,8 @@ def test_rows_have_the_content_of_blocks_when_they_were_read(platform: type[Host
             piece[chosen] = rng.randrange(256)
         rows = waiting()
         assert (rows == now).all() and rows.flags.c_contiguous
+        begin = rng.randrange(len(chosen))
+        assert (waiting(slice(begin, begin + 3)) == now[begin : begin + 3]).all()
         others = rng.sample(range(NUM_BLOCKS), len(chosen))
         before = [piece.clone() for piece in pieces]
         mine = blocks.rows(len(rows))
