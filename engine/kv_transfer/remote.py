@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from engine.config.cache import PEERS
 from engine.kv_transfer.peers.options import PeerOptions, address_of, as_ip, is_port
 
 FOREIGN = ("do_remote_", "remote_", "transfer_id", "tp_size")
@@ -69,6 +70,18 @@ def read_remote(given: Mapping[str, Any]) -> RemoteParams:
         raise ValueError(f"remote_port in kv_transfer_params is {port!r:.80}, must be a port")
     assert isinstance(port, int)
     return RemoteParams(sends, (str(host), port))
+
+
+def without_peers(params: RemoteParams) -> str | None:
+    """Why an engine that neither serves nor reads blocks of others cannot do what a request wants;
+    ``None`` if it can."""
+    if not params.sends and params.source is None:
+        return None
+    name = "do_remote_decode" if params.sends else "do_remote_prefill"
+    return (
+        f"{name} in kv_transfer_params is true, but this engine has no connection to others: leave "
+        f"it out, or start the engine with kv_connector {PEERS!r} in kv_transfer_config"
+    )
 
 
 class RemotePrefill:

@@ -25,7 +25,7 @@ from engine.kv.tails import is_tail
 from engine.kv_transfer.awaited import Awaited
 from engine.kv_transfer.loads import Load, Loads
 from engine.kv_transfer.params import TierParams, read_params
-from engine.kv_transfer.remote import RemotePrefill
+from engine.kv_transfer.remote import RemotePrefill, without_peers
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
@@ -176,7 +176,9 @@ class Tiers(Resource):
             params = read_params(add.kv_transfer_params or {})
         except ValueError as error:
             return str(error)
-        return None if self._remote is None else self._remote.objection(params.remote)
+        if self._remote is not None:
+            return self._remote.objection(params.remote)
+        return None if self._outside is None else without_peers(params.remote)
 
     def added(self, req: Request) -> None:
         self._awaited.add(req, self._scheduler.view.now)

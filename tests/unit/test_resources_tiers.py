@@ -192,3 +192,12 @@ def test_counters_are_of_what_stores_had_and_supplied():
     assert grown["lossy.hits"] == 3 and grown["misses"] == 3
     assert grown["lossy.loads"] == 1 and grown["lossy.blocks_loaded"] == 2
     assert grown["lossy.bytes_loaded"] == 2 and grown["blocks_failed"] == 1
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("name", ["do_remote_prefill", "do_remote_decode"])
+def test_other_engines_have_part_only_where_the_connector_is_set(name):
+    params = {name: True, "remote_host": "127.0.0.1", "remote_port": 14579}
+    objection = tiers_of(FakeCopies(["plain"], 20, 1)).objection
+    assert "kv_connector 'peers'" in objection(make_request("a", [1], kv_transfer_params=params))
+    assert objection(make_request("a", [1], kv_transfer_params={name: False})) is None

@@ -100,7 +100,7 @@ class ServedStore:
         self._store.clear()
 
     def counts(self) -> Mapping[str, int]:
-        """Those of the store, and those of the server as ``served.counter``."""
+        """The counts of the store, and the server's as ``served.counter``."""
         served = {f"served.{name}": count for name, count in self._server.counts().items()}
         return {**self._store.counts(), **served}
 
