@@ -22,7 +22,7 @@ SCHED = (
     ("step_state", "predict"),
     ("policy", "interface", "view"),
     ("resource",),
-    ("plugins",),
+    ("plugins", "micro_batches"),
     ("step",),
     ("scheduler",),
     ("policies",),

@@ -107,6 +107,7 @@ def resolve(
         max_mixed_prefill_tokens=decide_mixed(requested, is_cpu=is_cpu, products=products),
         num_steps_in_flight=2 if overlaps else 1,
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
+        pipeline_parallel_size=1,  # no worker computes only some of a model's layers
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
     check_interval(config.cache.state_snapshot_interval, block_size)

@@ -173,7 +173,11 @@ class SchedulerConfig(SchedulerOptions):
     """Names, classes, dotted paths or instances of resources beyond those the model needs."""
     num_mixed_prefill_steps: int = 6
     """Steps over which waiting prompts are spread, ``max_mixed_prefill_tokens`` in each."""
+    pipeline_parallel_size: int = 1
+    """Stages of the model, each of which computes another step in flight. With several, a decode is
+    in one step in flight, and decodes are spread evenly over as many steps as there are stages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "num_steps_in_flight", "num_mixed_prefill_steps")
+        check_range(self, 1, None, "pipeline_parallel_size")

@@ -23,7 +23,10 @@ EMPTY: Column = np.empty(0, dtype=np.int32)
 PADDING = -1  # stands for a missing draft: computed and always rejected
 NO_ADAPTER = -1  # stands for an adapter slot: the base model
 
-PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups", "snapshots")
+PARTS = (
+    *("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups", "snapshots"),
+    "new_token_ids",
+)
 """The optional parts of a plan, by field name. Each is a capability of a worker."""
 
 CAPABILITIES = (*PARTS, "proposals", "pooling", "only_pooling")
@@ -159,6 +162,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     block_groups: Column | None = None  # KV group of each block-table change; None: all group 0
     proposals: Column | None = None  # most drafts that the worker may propose for each row
     snapshots: SnapshotPart | None = None
+    # The last known token of each row, if it was sampled after the row's sequence was sent; else
+    # -1. The first of several pipeline stages does not know it otherwise.
+    new_token_ids: Column | None = None
 
     @property
     def parts(self) -> list[str]:

@@ -34,6 +34,7 @@ from engine.sched.interface import (
     SchedulerInterface,
     StepOutputs,
 )
+from engine.sched.micro_batches import MicroBatches
 from engine.sched.plugins.hooks import (
     DECIDING,
     SHAPING,
@@ -90,8 +91,10 @@ class Scheduler(SchedulerInterface):
         self.config = config
         self.kv = kv
         self.policy = policy
-        self.resources = Resources(resources, faults)
         self.roster = Roster(config.max_num_seqs)
+        if config.pipeline_parallel_size > 1:
+            resources = (MicroBatches(config.pipeline_parallel_size, self.roster), *resources)
+        self.resources = Resources(resources, faults)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = PolicyGuard(policy, faults, self.view)
         self.active_policy: Policy = self.guard  # the policy of this step

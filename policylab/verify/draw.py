@@ -45,6 +45,7 @@ CROWDED = 0.15  # share of engines with many running requests
 SHARES = {"adapters": 0.4}  # share of engines with a resource; 0.25 for any other
 STATEFUL = 0.3  # share of models with recurrent states
 RETENTIVE = 0.3  # share of engines with a cache policy
+STAGED = 0.25  # share of engines with several stages
 PARALLEL = 0.25  # share of engines with several ranks, of those that may have them
 YEARS = 2.0**28  # seconds; a binary fraction like all times here
 FEATURES = (
@@ -66,7 +67,7 @@ def draw_case(
     case = with_adapters(with_states(case, seed), seed)
     case = with_cache_policy(with_pictures(case, seed), seed)
     case = with_pooled(with_halves(case, seed) if has_halves and seed % 2 else case, seed)
-    return with_apart(with_ranks(case, seed), seed)
+    return with_apart(with_stages(with_ranks(case, seed), seed), seed)
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
@@ -119,6 +120,16 @@ def with_ranks(case: Case, seed: int) -> Case:
         fault = RankFault(rng.choice(FAULTS), rng.randrange(1, ranks), rng.randint(1, 40))
     setup = msgspec.structs.replace(case.setup, ranks=ranks, rank_fault=fault)
     return msgspec.structs.replace(case, setup=setup)
+
+
+def with_stages(case: Case, seed: int) -> Case:
+    """The case, with a model that is split into stages for a part of the seeds."""
+    rng = Random(f"stages of {seed}")
+    if rng.random() >= STAGED:
+        return case
+    size = rng.choice((2, 2, 3, 4))
+    config = replace(case.setup.config, pipeline_parallel_size=size, num_steps_in_flight=size)
+    return msgspec.structs.replace(case, setup=msgspec.structs.replace(case.setup, config=config))
 
 
 def with_cache_policy(case: Case, seed: int) -> Case:

@@ -40,6 +40,8 @@
 [37]   after a load, its request has the prefix hit that it was for    ``SimulatedTiers``
 [38]   stores outside the pool get only right content                  ``CacheTruth``
 [39]   requests of several cores end once, and are then forgotten      ``apart``
+[40]   no request decodes in two of the steps that stages compute      ``StagesCheck``
+[41]   decodes are spread evenly over the steps that stages compute    ``StagesCheck``
 =====  ==============================================================  ==========================
 """
 
@@ -72,6 +74,7 @@ from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from policylab.verify.fake_states import ZERO_STATE
 from policylab.verify.needs import Need, NeededDrafts
 from policylab.verify.prefix_truth import FollowedCache, PrefixEndTruth
+from policylab.verify.stages import StagesCheck
 
 IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
 MANY = 64  # remembered requests, above which finished ones are forgotten
@@ -103,6 +106,7 @@ class Invariants:
         self.every = every
         self.plugins = plugins
         self.progress = ProgressCheck(scheduler, needs)
+        self.stages = StagesCheck(scheduler)
         self.prefix_ends = PrefixEndTruth(scheduler)
         self.followed = FollowedCache(scheduler)
         self.num_drafts = num_drafts + sum(
@@ -121,6 +125,7 @@ class Invariants:
             check_plan(self.scheduler, plan)
             check_snapshots(self.scheduler, plan)
         self.progress.planned(plan)
+        self.stages.planned(plan)
         check_wishes(self.scheduler, plan)
         for req in self.scheduler.view.step.new:
             self.prefix_ends.check(req)
@@ -130,8 +135,9 @@ class Invariants:
         """Check that the worker's block tables match the scheduler's after the launch of a step."""
         check_mirror(self.scheduler, self.worker)
 
-    def settled(self) -> None:
+    def settled(self, plan: StepPlan) -> None:
         """Check the state after a step's results were applied to the scheduler."""
+        self.stages.settled(plan)
         self._look()
 
     def changed(self) -> None:

@@ -58,6 +58,7 @@ from policylab.verify.invariants import CacheTruth, Invariants, check_stats
 from policylab.verify.needs import NEEDS, Need, NeededDrafts
 from policylab.verify.pictures import Pictures
 from policylab.verify.ranks import LocalRanks
+from policylab.verify.stages import StagedWorker
 from policylab.verify.tiers import SimulatedTiers
 
 SLACK_STEPS = 100
@@ -135,7 +136,7 @@ class Simulation:
         if self.pictures is not None:
             self.clients.media_may_fail = self.pictures.may_fail
         self.scheduler = self._make_scheduler(setup)
-        self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
+        self.worker = worker_class(setup)(
             setup.num_blocks,
             setup.block_size,
             vocab_size=setup.num_tokens_used,
@@ -376,7 +377,7 @@ class Simulation:
             self.counts.add(plan, collected)
         outputs = self.scheduler.update_from_output(plan, collected)
         self._hear(outputs)
-        self.invariants.settled()
+        self.invariants.settled(plan)
 
     def step(self) -> None:
         """Launch as many engine steps as may be in flight, then apply the oldest one's result."""
@@ -476,7 +477,7 @@ class Simulation:
     def _make_rank(self, setup: Setup) -> DigestWorker:
         """The worker of a further rank. It reads what the first rank has read, even if it is late
         and the request has ended meanwhile."""
-        worker = (LateWorker if setup.seed % 2 else DigestWorker)(
+        worker = worker_class(setup)(
             setup.num_blocks,
             setup.block_size,
             vocab_size=setup.num_tokens_used,
@@ -574,6 +575,13 @@ class Simulation:
         waits += 2 * self.case.setup.needs.get(SimulatedTiers.name, 0)
         waits += int((seconds_of(req.add.kv_transfer_params) or 0) / self.case.setup.tick)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
+
+
+def worker_class(setup: Setup) -> type[DigestWorker]:
+    """The class of the engine's workers."""
+    if setup.config.pipeline_parallel_size > 1:
+        return StagedWorker
+    return LateWorker if setup.seed % 2 else DigestWorker
 
 
 def most_drafts(setup: Setup) -> int:

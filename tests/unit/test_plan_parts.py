@@ -73,6 +73,7 @@ def full_plan() -> StepPlan:
         block_groups=ints(1),
         proposals=ints(2),
         snapshots=SnapshotPart(1, ints(2), ints(70), ints(1), ints(16), ints(71)),
+        new_token_ids=ints(9, -1),
     )
 
 
