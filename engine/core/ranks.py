@@ -14,7 +14,7 @@ import torch
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import VISIBLE_GPUS, default_num_threads, interprets_cuda, visible_gpus
 from engine.config.model import ModelInfo
-from engine.config.pooling import PoolingSpec
+from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.group import WorkerGroup
 from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError, RankError
@@ -101,7 +101,7 @@ def start_group(
     )
     with ExitStack() as failing:
         failing.callback(meeting.close)
-        arguments = (config, info, pooling, make_features, meeting.place)
+        arguments = (config, info, make_features, meeting.place)
         makes = [partial(make_rank, *arguments, rank) for rank in range(1, size)]
         ranks = Ranks(makes, options)
         failing.callback(ranks.close)
@@ -116,12 +116,12 @@ def start_group(
 def make_rank(
     config: ResolvedConfig,
     info: ModelInfo,
-    pooling: PoolingSpec | None,
     make_features: Callable[[], Sequence[Feature]],
     place: Place,
     rank: int,
 ) -> ModelWorker:
     """Create the worker of another rank, in its process."""
+    pooling = read_pooling(info, config.model)
     return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
 
 

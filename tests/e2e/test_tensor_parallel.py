@@ -91,10 +91,11 @@ def test_windows_experts_and_states_are_divided(tiny_models: TinyModels, name: s
 @pytest.mark.slow
 def test_pooled_requests_have_the_same_vectors(tiny_models: TinyModels) -> None:
     found = []
+    options = {"num_threads": 1, "log_level": "error", "skip_tokenizer_init": True}
     for size in (1, 2):
+        sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "tensor_parallel_size": size}
         path = str(tiny_models.path("qwen3"))
-        options = {"num_threads": 1, "log_level": "error", "max_num_batched_tokens": 16}
-        with LLM(path, runner="pooling", tensor_parallel_size=size, **options) as model:
+        with LLM(path, runner="pooling", dtype="float32", **options, **sizes) as model:
             out = model.embed([{"prompt_token_ids": list(range(5, 40))}], use_tqdm=False)
         found.append(np.array(out[0].outputs.embedding))
     assert np.abs(found[0] - found[1]).max() < 1e-5
