@@ -153,7 +153,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--profile",
         metavar="F",
         help="how long steps take: a file of `metronome calibrate`, or an estimate from a data "
-        "sheet, as in llama-8b@h100",
+        "sheet, as in llama-8b@h100 or llama-70b@8xh100",
     )
     group.add_argument(
         "--cost",

@@ -3,7 +3,8 @@
 A step takes the larger of two times, reading the weights once and multiplying each token by them,
 plus the time to read the KV cache, of which layers with a sliding window read only that, and a
 launch cost. A fixed share of the peak rates is assumed (roofline model: Williams, Waterman and
-Patterson, 2009).
+Patterson, 2009). Several devices are ranks, which divide each layer: then two all-reduces per layer
+are added, with the peak rate of the link.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.sched.predict.profile import Profile, WindowCost
 from policylab.sim.kv_groups import windows_of
+from policylab.sim.ranks import ALL_REDUCES, Link
 
 OF_BANDWIDTH = 0.8  # share of the peak that well-made kernels reach
 OF_FLOPS = 0.6
@@ -27,19 +29,22 @@ BYTES = 2  # per number
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates from a processor's data sheet: bytes of memory read per second, and dense 16-bit
-    operations per second."""
+    """Peak rates from a processor's data sheet: bytes of memory read per second, dense 16-bit
+    operations per second, and the link to others of its kind in the same machine."""
 
     bandwidth: float
     flops: float
+    link: Link
 
+
+ALL_REDUCE = 10e-6  # seconds, of few bytes
 
 DEVICES = {
-    "a100": Device(2.039e12, 312e12),
-    "h100": Device(3.35e12, 989e12),
-    "h200": Device(4.8e12, 989e12),
-    "b200": Device(8.0e12, 2250e12),
-    "l40s": Device(0.864e12, 362e12),
+    "a100": Device(2.039e12, 312e12, Link(300e9, ALL_REDUCE)),
+    "h100": Device(3.35e12, 989e12, Link(450e9, ALL_REDUCE)),
+    "h200": Device(4.8e12, 989e12, Link(450e9, ALL_REDUCE)),
+    "b200": Device(8.0e12, 2250e12, Link(900e9, ALL_REDUCE)),
+    "l40s": Device(0.864e12, 362e12, Link(32e9, ALL_REDUCE)),  # PCIe
 }
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -75,8 +80,8 @@ def from_datasheet(text: str) -> Profile:
     """Returns the profile of step times for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or
     ``path/to/config.json@4xh100``.
 
-    Several devices share weights and cache evenly; communication is not counted. Raises
-    ``ConfigError`` for an unknown model or device.
+    Several devices are the ranks of one engine. Raises ``ConfigError`` for an unknown model or
+    device, and for more devices than attention heads.
     """
     model, _, device = text.rpartition("@")
     count, is_many, name = device.partition("x")
@@ -89,7 +94,13 @@ def from_datasheet(text: str) -> Profile:
         )
     config = _config(model)
     windows = [] if model in MODELS else windows_of(Path(model))
-    return _profile(text, config, windows, DEVICES[name], int(count))
+    sizes = Sizes.of(config, windows)
+    if int(count) > sizes.num_heads:
+        raise ConfigError(
+            f"--profile is {text!r}, but {model} has {sizes.num_heads} attention heads: name at "
+            "most as many devices"
+        )
+    return estimate(text, sizes, DEVICES[name], int(count))
 
 
 def _config(model: str) -> dict[str, Any]:
@@ -110,33 +121,70 @@ def _config(model: str) -> dict[str, Any]:
     return config
 
 
-def _profile(
-    name: str, config: dict[str, Any], windows: Sequence[int], device: Device, count: int
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model, or of a stage of it, that decide what a step costs."""
+
+    layer: int
+    """Weights of a layer."""
+    output: int
+    """Weights of the output layer; 0 for a stage that has none."""
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    """Numbers of a head."""
+    windows: tuple[int, ...]
+    """The window of each layer in tokens, 0 for full attention."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], windows: Sequence[int] = ()) -> Sizes:
+        """The sizes of a model by its ``config.json``. windows: of each layer, as above; empty if
+        all layers have full attention."""
+        hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head = config.get("head_dim") or hidden // heads
+        attention = hidden * head * (2 * heads + 2 * kv_heads)
+        layer = attention + 3 * hidden * config["intermediate_size"]
+        each = tuple(windows) or (0,) * num_layers
+        return cls(layer, hidden * config["vocab_size"], hidden, heads, kv_heads, head, each)
+
+    def kv_bytes(self, num_ranks: int = 1) -> float:
+        """Bytes of the keys and values of a token in one layer, on each rank. Ranks that outnumber
+        the heads share them."""
+        return 2 * BYTES * self.head * self.num_kv_heads / min(num_ranks, self.num_kv_heads)
+
+
+def estimate(
+    name: str, sizes: Sizes, device: Device, num_ranks: int = 1, link: Link | None = None
 ) -> Profile:
-    """The profile of a model on ``count`` devices. windows: of each layer in tokens, 0 for full
-    attention; empty if all layers have full attention."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head = config.get("head_dim") or hidden // heads
-    attention = hidden * head * (2 * heads + 2 * kv_heads)
-    weights = layers * (attention + 3 * hidden * config["intermediate_size"])
-    output = hidden * config["vocab_size"]
-    bandwidth = OF_BANDWIDTH * device.bandwidth * count
-    flops = OF_FLOPS * device.flops * count
-    reading = BYTES * (weights + output) / bandwidth
+    """The profile of a model whose layers are divided among the devices of ``num_ranks`` ranks.
+    link: between them; ``None``: that of devices in one machine."""
+    link = link or device.link
+    num_layers = len(sizes.windows)
+    weights = num_layers * sizes.layer
+    bandwidth = OF_BANDWIDTH * device.bandwidth
+    flops = OF_FLOPS * device.flops * num_ranks
+    reading = BYTES * (weights + sizes.output) / (bandwidth * num_ranks)
     token = 2 * weights / flops
     knee = max(1, round(reading / token))
-    cached = 2 * BYTES * kv_heads * head / bandwidth  # in one layer
-    pair = 4 * heads * head / flops
-    sizes = Counter(windows or [0] * layers)
-    num_full = sizes.pop(0, 0)
-    #            step             prompt  sequence            decode  context  attention
-    charged = [LAUNCH + reading, 0.0, 2 * output / flops, 0.0, cached * num_full, pair * num_full]
+    cached = sizes.kv_bytes(num_ranks) / bandwidth  # in one layer
+    pair = 4 * sizes.num_heads * sizes.head / flops
+    # An all-reduce adds the same for each token.
+    fixed, one = (link.all_reduce(num_ranks, BYTES * sizes.hidden * tokens) for tokens in (0, 1))
+    num_reduces = ALL_REDUCES * num_layers
+    launch = LAUNCH + num_reduces * fixed
+    spread = num_reduces * (one - fixed)
+    of_size = Counter(sizes.windows)
+    num_full = of_size.pop(0, 0)
+    logits = 2 * sizes.output / flops
+    #                step        prompt  sequence decode    context          attention
+    charged = [launch + reading, 0.0, logits, 0.0, cached * num_full, pair * num_full]
     return Profile(
         name=f"{name}, by data sheet",
         is_calibrated=False,
         knots=[knee],
-        coefficients=[*charged, 0.0, token],
-        windows=[WindowCost(size, cached * num, pair * num) for size, num in sorted(sizes.items())],
-        source={"bandwidth": device.bandwidth, "flops": device.flops, "devices": count},
+        coefficients=[*charged, spread, token + spread],
+        windows=[WindowCost(w, cached * num, pair * num) for w, num in sorted(of_size.items())],
+        source={"bandwidth": device.bandwidth, "flops": device.flops, "devices": num_ranks},
     )
