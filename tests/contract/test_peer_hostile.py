@@ -240,6 +240,24 @@ def test_many_silent_addresses_take_no_longer_than_one(monkeypatch: pytest.Monke
     assert clock[0] - 100.0 < 2.1
 
 
+def test_ever_new_addresses_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer_store.time, "monotonic", lambda: 100.0)
+
+    def pull(peer: Peer, wanted: Wanted, wait_until: float, deadline: float) -> int:
+        raise LinkError("lost", "the connection was refused or lost")
+
+    monkeypatch.setattr(Peer, "pull", pull)
+    store = PeerStore(identity_of(), secret=SECRET, limits=LIMITS)
+    for port in range(2000, 2100):
+        store.announce(f"tcp://127.0.0.1:{port}", KEYS)
+        assert store.read(KEYS, empty_rows(len(KEYS))) == [False] * len(KEYS)
+    store.close()
+    assert caplog.text.count("requests compute it") == 1
+    assert store.counts()["lost"] == 100
+
+
 # -- hostile consumers
 
 

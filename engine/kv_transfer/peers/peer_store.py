@@ -29,6 +29,7 @@ from engine.kv_transfer.peers.link import LinkError, Offer, PeerLink, Wanted
 from engine.kv_transfer.peers.messages import MAX_KEYS, MAX_WAIT_SECONDS, Pace
 from engine.kv_transfer.peers.transports import Transport
 from engine.kv_transfer.stores import Rows, StoreIdentity
+from engine.observe.logs import Throttle
 
 COUNTED = ("loaded", "missing", "damaged", "lost", "late", "refused")
 MAX_PAUSE_SECONDS = 30.0
@@ -83,6 +84,7 @@ class PeerStore:
         self._num_reading = 0
         self._is_closed = False
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._complaints = Throttle()
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
 
     def announce(self, address: str, keys: Sequence[bytes], wait_seconds: float = 0.0) -> None:
@@ -176,7 +178,8 @@ class PeerStore:
         """The peer with this address, which is now the newest."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = Peer(address, self._connect, self._limits)
+            peer = Peer(address, self._connect, self._limits, self._complaints)
+            self._peers[address] = peer
         self._peers.move_to_end(address)
         while len(self._peers) > self._limits.num_peers:
             self._peers.popitem(last=False)[1].close()
@@ -261,11 +264,17 @@ class Peer:
     """Another engine: connections to it, and when it may be tried. Thread-safe."""
 
     def __init__(
-        self, address: str, connect: Callable[[str, float], PeerLink], limits: PeerLimits
+        self,
+        address: str,
+        connect: Callable[[str, float], PeerLink],
+        limits: PeerLimits,
+        complaints: Throttle,
     ) -> None:
+        """complaints: of all peers, since clients can name ever new addresses."""
         self._address = address
         self._connect = connect
         self._limits = limits
+        self._complaints = complaints
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(limits.num_links)
         self._idle: list[PeerLink] = []
@@ -295,14 +304,15 @@ class Peer:
 
     def complain(self, cause: str, why: str) -> None:
         """Log a failure, if it is the first for this cause."""
-        if cause not in self._causes:
+        if cause not in self._causes and (more := self._complaints.admit()) is not None:
             self._causes.add(cause)
             logger.warning(
                 "KV of the engine at %s was not read, requests compute it: %s (%s; counted, not "
-                "logged again)",
+                "logged again)%s",
                 self._address,
                 why,
                 cause,
+                more,
             )
 
     def close(self) -> None:
