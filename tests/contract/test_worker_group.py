@@ -100,6 +100,7 @@ def test_a_rank_that_fails_in_a_step_ends_the_group(kind: str, size: int) -> Non
             group.call("noted")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_group() -> None:
     fault = Fault("SIGSTOP", after=5)
     with a_group(fault=fault, hang_timeout=1.0) as group:
@@ -137,7 +138,12 @@ def is_rank(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("raise", "allocate"), ("refuse", "load"), ("SIGKILL", "load")]
+    ("kind", "method"),
+    [
+        ("refuse", "load"),
+        pytest.param("raise", "allocate", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", "load", marks=pytest.mark.slow),
+    ],
 )
 def test_a_start_that_fails_says_which_rank_and_why(kind: str, method: str) -> None:
     message = {**DEATHS, "refuse": "there is no room for 7 heads"}[kind]
