@@ -43,6 +43,7 @@ from engine.worker.slots import LiveSeqs
 GATHER_BYTES = 128 << 20  # of blocks that a device gathers at once: it takes some calls each time
 PENDING_SHARE = 2  # at most 1 / this of the host's memory for blocks may wait to be stored there
 DEVICE_SHARE = 4  # the same of a device's free memory, where they wait
+MOST_SPARE = 0.1  # of a device's memory: other cores may not have taken theirs yet
 PREFAULT_SHARE = 2  # the same of the host's free memory, for pages that are taken early
 CLOSE_SECONDS = 1.5  # for all stores to keep what waits; the processes of cores end within 2
 
@@ -112,7 +113,7 @@ class TierCopies(Feature):
         namespace = namespace_of(config, facts, drafting, by_content=by_content)
         block_bytes = self._blocks.num_bytes
         loading = Loading(block_bytes, self._blocks.rows, self._fill, self._end)
-        burst = self._most_pending()
+        burst = self._most_pending(config.gpu.gpu_memory_utilization)
         for opened in self.planned.open(namespace, block_bytes):
             self._threads.append(
                 StoreThread(
@@ -228,14 +229,16 @@ class TierCopies(Feature):
 
     # -- helpers
 
-    def _most_pending(self) -> int:
+    def _most_pending(self, utilization: float) -> int:
         """Bytes of blocks that may wait to be kept in the host's memory; 0: no more than for other
-        stores, since steps on a CPU make the copies."""
+        stores, since steps on a CPU make the copies. utilization: the share of the device's memory
+        that this engine takes."""
         platform = self._machine.platform
         if platform.shares_memory:
             return 0
-        free, _ = platform.free_and_total()
-        return min(self.own_bytes // PENDING_SHARE, free // DEVICE_SHARE)
+        free, total = platform.free_and_total()
+        spare = min(free, int(total * min(MOST_SPARE, 1 - utilization)))  # steps need the rest
+        return min(self.own_bytes // PENDING_SHARE, spare // DEVICE_SHARE)
 
     def _all_threads(self) -> list[StoreThread]:
         return [*self._threads, *chain.from_iterable(self._helpers)]

@@ -31,14 +31,14 @@ WAIT = 30.0
 
 
 class Device(HostPlatform):
-    """Copies as a GPU does, with ``free`` bytes of memory."""
+    """Copies as a GPU does, with ``free`` bytes of memory of ``total``."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, free: int, total: int = 80 * GIB) -> None:
         super().__init__()
-        self.free = free
+        self.free, self.total = free, total
 
     def free_and_total(self) -> tuple[int, int]:
-        return self.free, self.free
+        return self.free, self.total
 
 
 @contextmanager
@@ -54,7 +54,8 @@ def opened(
     copies = TierCopies(PlannedStores(config))
     copies.attach(machine)
     try:
-        copies.open(NUM_BLOCKS, *[None] * 3)  # type: ignore[arg-type]
+        about: Any = SimpleNamespace(gpu=SimpleNamespace(gpu_memory_utilization=0.9))
+        copies.open(NUM_BLOCKS, about, *[None] * 2)  # type: ignore[arg-type]
         yield copies, pool
     finally:
         copies.shutdown()
@@ -64,7 +65,8 @@ def opened(
     ("platform", "num_stored"),
     [
         (Device(8 * GIB), 80),  # half of the host's memory for blocks
-        (Device(200 * SIZE), 50),  # a quarter of the device's
+        (Device(200 * SIZE), 50),  # a quarter of the device's, which is free
+        (Device(8 * GIB, 1210 * SIZE), 30),  # a quarter of what engines leave of it
         (Device(0), 4),
         (CpuPlatform(), 4),  # its steps make the copies
     ],
