@@ -95,7 +95,7 @@ class OneLTR(LTR):
         idle = view.step.index - view.own("last step")[req]
         if req.is_waiting and idle >= self.starve_steps:
             view.own("boost")[req] = self.boost_tokens
-        return (not view.own("boost")[req], view.predict(req), req.arrival)
+        return (not view.own("boost")[req], view.own("length")[req], req.arrival)
 
 
 class OneAndes(Andes):
