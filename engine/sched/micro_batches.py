@@ -32,7 +32,6 @@ class MicroBatches(Resource):
     def __init__(self, num_stages: int, roster: Roster) -> None:
         self._num_stages = num_stages
         self._roster = roster
-        self._room = 0  # decodes that the step being planned may still get
         # By row of the request table: the last step that samples a token for the row.
         self._sampled_in = np.zeros(roster.table.num_rows, dtype=np.int64)
 
@@ -47,15 +46,15 @@ class MicroBatches(Resource):
         num_decodes = int(np.count_nonzero(in_flight | (decodes & ~pending)))
         least, num_larger = divmod(num_decodes, self._num_stages)
         sizes = np.unique(self._sampled_in[rows[in_flight]], return_counts=True)[1]
-        self._room = least + int(np.count_nonzero(sizes > least) < num_larger)
+        step.decode_room = least + int(np.count_nonzero(sizes > least) < num_larger)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        if self._room > 0 or not self._decodes(req):
+        if step.decode_room > 0 or not self._decodes(req):
             return Fit(num_tokens)
         return Fit(0, "a later micro-batch")
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        self._room -= self._decodes(req)
+        step.decode_room -= self._decodes(req)
 
     def describe(self, plan: StepPlan) -> None:
         table, rows = self._roster.table, plan.rows

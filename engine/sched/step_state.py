@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import maxsize
 
 from engine.sched.request import Request, Status
 from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
@@ -27,6 +28,7 @@ class Step:
         self.plain: list[int] = []  # rows granted through ``DecodeFastPath.granter``
         self.closed_by = ""  # why admission was closed
         self.decodes: Sequence[Request] = ()  # a token is reserved for each though prompts go first
+        self.decode_room = maxsize  # decodes that may still get tokens, see ``MicroBatches``
         self.short: list[Request] = []  # running requests that got no token for lack of blocks
         self.expecting: list[Request] = []  # running requests that await something from outside
         self.refused: list[tuple[Request, str]] = []  # waiting requests refused individually, why
@@ -43,7 +45,8 @@ class Step:
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
-        return sum(considered[req.row] != index for req in self.decodes)
+        num_left = sum(considered[req.row] != index for req in self.decodes)
+        return min(num_left, self.decode_room)
 
     @property
     def has_grants(self) -> bool:

@@ -81,6 +81,7 @@ class StagesCheck:
         self._scheduler = scheduler
         self._num_stages = scheduler.config.pipeline_parallel_size
         self._sampled: deque[set[tuple[int, int]]] = deque()  # rows of each step in flight
+        self._num_rescued = 0  # steps that were planned again
 
     def planned(self, plan: StepPlan) -> None:
         """Check that the plan samples no token after one that a step in flight samples (invariant
@@ -102,7 +103,9 @@ class StagesCheck:
     def _check_share(self, plan: StepPlan) -> None:
         scheduler, step = self._scheduler, self._scheduler.view.step
         table, members = scheduler.roster.table, scheduler.resources.members
-        if scheduler.settler.has_ended:  # in this step, after its share was set
+        before, self._num_rescued = self._num_rescued, scheduler.settler.counters.num_rescued_steps
+        # A request has ended, or was preempted at first, after the step's share was set.
+        if scheduler.settler.has_ended or self._num_rescued > before:
             return
         own = int(np.count_nonzero(table.has_output.all[plan.rows]))
         planned, flying = set(plan.rows.tolist()), set().union(*self._sampled)

@@ -12,6 +12,7 @@ from support.simulate import Run, expected, make_request, make_run, random_reque
 
 from engine.errors import ConfigError
 from engine.sched.micro_batches import MicroBatches
+from engine.sched.policies.priority import Priority
 from policylab.verify.draw import draw_case
 from policylab.verify.simulation import Simulation
 from policylab.verify.stages import StagedWorker
@@ -46,7 +47,7 @@ def test_tokens_are_those_of_one_stage(num_stages: int, policy: str) -> None:
 def compare_with_one_stage(num_stages: int, policy: str, seed: int) -> int:
     """Compare the tokens of random requests; returns how often stages saw a preemption."""
     rng = random.Random(seed)
-    requests = random_requests(rng, 30)
+    requests = random_requests(rng, 20)
     aborted = set(rng.sample([req.request_id for req in requests], 5))
     options = {"num_blocks": 24, "block_size": 4, "policy": policy}
     options |= {"max_num_batched_tokens": 24, "max_num_seqs": 12}
@@ -112,6 +113,25 @@ def test_chunks_of_a_prompt_follow_each_other_and_a_decode_waits_for_its_token()
     assert run.outputs["a"] == expected(list(range(40)), 4)
 
 
+class PromptsFirst(Priority):
+    """A token is kept for each decode."""
+
+    def order(self, view):
+        return [*view.by_rank(), *view.waiting]
+
+
+def test_a_prompt_leaves_room_for_the_decodes_of_its_step_alone() -> None:
+    run = staged_run(4, policy=PromptsFirst(), max_num_batched_tokens=16, max_num_seqs=16)
+    for index in range(12):
+        run.add(make_request(str(index), [index], 40))
+    sizes(run, 12)
+    run.add(make_request("new", [9] * 40, 4, priority=-1))
+    sizes(run, 8)
+    chunks = [plan["new"] for plan in run.plans if plan.get("new", 0) > 1]
+    assert chunks == [13, 13, 13]
+    run.drain()
+
+
 def test_plans_for_one_stage_bring_no_tokens() -> None:
     run = make_run()
     run.add(make_request("a", [1, 2, 3], 8))
@@ -133,7 +153,7 @@ def next_token_is_missing(self: MicroBatches, plan) -> None:
 
 def all_in_one_step(self: MicroBatches, step) -> None:
     """In place of ``begin_step``."""
-    self._room = 1000
+    step.decode_room = 1000
 
 
 describe = MicroBatches.describe
