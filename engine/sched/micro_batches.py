@@ -35,6 +35,9 @@ class MicroBatches(Resource):
         # By row of the request table: the last step that samples a token for the row.
         self._sampled_in = np.zeros(roster.table.num_rows, dtype=np.int64)
 
+    def watches(self, req: Request) -> bool:
+        return False  # decodes are granted in bulk if all that are ready have room
+
     def serializes(self, req: Request) -> bool:
         return True
 

@@ -112,7 +112,8 @@ class StagesCheck:
         left = num_flying = 0
         for req in scheduler.roster.running:
             if (req.row, int(table.generation.at[req.row])) in flying:
-                num_flying += bool(table.has_output.at[req.row] or req.num_uncomputed)
+                goes_on = req.num_tokens + req.num_pending < req.max_total
+                num_flying += bool(table.has_output.at[req.row] or goes_on)
             elif req.row not in planned:
                 left += table.has_output.at[req.row]
         num_decodes = own + left + num_flying

@@ -63,12 +63,15 @@ class DecodeFastPath:
 
         If their order matters (a policy hook is called for single requests, or tokens or blocks are
         scarce), return False and, unless they are few, mark these decodes in ``table.plain``: they
-        must get their tokens through ``granter``.
+        must get their tokens through ``granter``. If they are more than ``step.decode_room``, none
+        is marked: each is offered tokens by itself.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, computed = self._decodes()
+        if step.decode_room < len(rows) and np.count_nonzero(decode) > step.decode_room:
+            return False
         if self._has_row_hooks:
             table.plain.all[rows[plain]] = step.index
             return False
@@ -137,7 +140,8 @@ class DecodeFastPath:
         needed = num_growing * kv.num_groups
         if self._roster.prompts:
             needed += self._view.promised_blocks
-        if num_decodes > step.tokens_left or needed > kv.num_free:
+        most = min(step.tokens_left, step.decode_room)
+        if num_decodes > most or needed > kv.num_free:
             return False
         if growing:
             kv.reserve_next([req.row for req in self._by_rank(growing)])
