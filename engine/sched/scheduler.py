@@ -105,8 +105,9 @@ class Scheduler(SchedulerInterface):
         self._stalls = StallDetector(config.stalled_steps, self.settler.counters)
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
+        few = self.few_decodes if config.pipeline_parallel_size == 1 else 0  # a loop counts no room
         self._fast_path = DecodeFastPath(
-            self.settler, self.guard, self.secure, is_open=not any(own_parts), few=self.few_decodes
+            self.settler, self.guard, self.secure, is_open=not any(own_parts), few=few
         )
         for resource in resources:
             resource.attach(self)

@@ -12,6 +12,8 @@ from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 class Step:
     """The decisions of one step so far. Each request is offered tokens at most once per step."""
 
+    decode_room = maxsize  # decodes that may still get tokens, see ``MicroBatches``
+
     def __init__(self, index: int, max_tokens: int, roster: Roster) -> None:
         self.index = index
         self.tokens_left = max_tokens
@@ -28,7 +30,6 @@ class Step:
         self.plain: list[int] = []  # rows granted through ``DecodeFastPath.granter``
         self.closed_by = ""  # why admission was closed
         self.decodes: Sequence[Request] = ()  # a token is reserved for each though prompts go first
-        self.decode_room = maxsize  # decodes that may still get tokens, see ``MicroBatches``
         self.short: list[Request] = []  # running requests that got no token for lack of blocks
         self.expecting: list[Request] = []  # running requests that await something from outside
         self.refused: list[tuple[Request, str]] = []  # waiting requests refused individually, why

@@ -70,7 +70,8 @@ class DecodeFastPath:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, computed = self._decodes()
-        if step.decode_room < len(rows) and np.count_nonzero(decode) > step.decode_room:
+        is_cut = held is not None and step.decode_room < len(rows)
+        if is_cut and np.count_nonzero(decode) > step.decode_room:
             return False
         if self._has_row_hooks:
             table.plain.all[rows[plain]] = step.index
@@ -140,8 +141,7 @@ class DecodeFastPath:
         needed = num_growing * kv.num_groups
         if self._roster.prompts:
             needed += self._view.promised_blocks
-        most = min(step.tokens_left, step.decode_room)
-        if num_decodes > most or needed > kv.num_free:
+        if num_decodes > step.tokens_left or needed > kv.num_free:
             return False
         if growing:
             kv.reserve_next([req.row for req in self._by_rank(growing)])
