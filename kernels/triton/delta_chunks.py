@@ -38,7 +38,7 @@ from kernels.triton.states import count_states, example_step, step_arguments
 from kernels.tuning import pad_power
 
 COLUMNS = {"sm_90": 32, "gfx942": 16}  # value columns of a program; sm_80 has too few registers
-LEAST_KEY = 64  # rows of a state in registers; Triton 3.6 computes smaller ones wrongly on sm_90
+LEAST_KEY = 64  # rows of a state in registers: as many as a group of warps multiplies on sm_90
 PARTS = 5  # three of (I + A)^-1 diag(b), and two of P
 
 
@@ -148,7 +148,10 @@ def delta_advance_kernel(  # noqa: PLR0913
             last = tl.minimum(begin + number * CHUNK + CHUNK, end).to(tl.int64) - 1
             kept = matrix * tl.load(factors + (last * HEADS + head) * 4 + 3)
             parts = divide(change * tl.load(own + 2, mask=here, other=0.0)[:, None])
-            matrix = multiply_exact(tl.trans(key), parts, kept)
+            # Loaded again, since `tl.trans(key)` takes registers.
+            line = qkv + token[None, :] * width + key_heads * KEY
+            keys = tl.load(line + queries[:, None], mask=is_key[:, None] & here[None, :], other=0.0)
+            matrix = multiply_exact(keys, parts, kept)
         written = tl.load(writes + seq * WRITES).to(tl.int64)
         after = state + written * (HEADS * KEY * DIM) + inside
         tl.store(after, matrix, mask=mask & (written >= 0))
