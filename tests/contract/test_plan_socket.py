@@ -92,8 +92,10 @@ def run_case(seed: int, process: WorkerProcess | None):
     worker = here
     if process is not None:
         worker = stores = SocketWorker(process, setup)
+    num_stages = rng.choice([1, 1, 2, 3])
     run = make_feature_run(
-        depth=rng.randint(1, 3),
+        depth=max(num_stages, rng.randint(1, 3)),
+        pipeline_parallel_size=num_stages,
         resources=resources,
         stores=stores if setup.stores else None,
         num_drafts=setup.num_drafts,
