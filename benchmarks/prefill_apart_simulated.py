@@ -25,6 +25,7 @@ from typing import Any
 from figures import keep, print_table
 from measure import quantile
 from msgspec.structs import replace as with_values
+from prefill_apart import KINDS, LONG, LONG_OUT, SHORT, SHORT_OUT, WARM_SECONDS
 
 from engine.messages.requests import CoreOutputs
 from engine.sched.predict.profile import HostCost, read_profile
@@ -35,13 +36,6 @@ from policylab.sim.records import Seen
 from policylab.sim.tiers import Tier
 from policylab.sim.workloads import JobSource, Workload
 
-CORES: dict[str, dict[str, int]] = {
-    "one core": {},
-    "two cores": {"data_parallel_size": 2},
-    "prefill apart": {"prefill_cores": 1, "decode_cores": 1},
-}
-SHORT, SHORT_OUT, LONG, LONG_OUT = 64, 64, (2000, 4000), 16
-WARM_SECONDS = 4.0
 BLOCK_BYTES = 16 * 12 * 2 * 4 * 64 * 2  # of ``mid``: tokens, layers, keys and values, heads, bytes
 ARENA = Tier(name="arena", load=5e-5, latency=1e-3)  # 2,000 tokens take 6 to 8 ms
 HOST = HostCost(step=2e-4, sequence=1e-5, request=1e-4)  # the logs of steps have pauses
@@ -156,7 +150,7 @@ def engines(profiles: Path) -> dict[str, Engine]:
         kv_link=ARENA,
     )
     return {
-        kind: replace(base, **cores, cost=half if cores else both) for kind, cores in CORES.items()
+        kind: replace(base, **cores, cost=half if cores else both) for kind, cores in KINDS.items()
     }
 
 

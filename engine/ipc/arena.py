@@ -25,7 +25,7 @@ from engine.config.cache import CacheConfig
 from engine.config.gpu_memory import GIB
 from engine.errors import ConfigError, WireError, reason_of
 from engine.ipc.host_memory import free_host_bytes
-from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
+from engine.ipc.sealed_files import SealedFile, SharedFile, open_sealed
 
 NAME = "metronome-kv"
 FORMAT = int.from_bytes(b"kvarena1", "little")
@@ -45,7 +45,7 @@ def check_room(num_bytes: int) -> None:
         )
 
 
-class ArenaFile:
+class ArenaFile(SharedFile):
     """The memory of an arena, which the launcher of several cores holds for them.
 
     ``handle``: what a core's process needs to open it. Raises ``ConfigError`` if the machine lacks
@@ -53,19 +53,7 @@ class ArenaFile:
 
     def __init__(self, num_bytes: int, num_regions: int) -> None:
         check_room(num_bytes)
-        self._fd: int | None = create(NAME, num_bytes)
-        try:
-            os.pwrite(self._fd, struct.pack("<qq", FORMAT, num_regions), 0)
-            self.handle = seal(self._fd, can_be_written=True)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Release the memory once no core uses it. May be repeated."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        super().__init__(NAME, num_bytes, struct.pack("<qq", FORMAT, num_regions))
 
 
 class NoArenaFile:

@@ -22,7 +22,7 @@ import time
 import zlib
 
 from engine.errors import EngineError, WireError
-from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
+from engine.ipc.sealed_files import SealedFile, SharedFile, open_sealed
 
 NAME = "metronome-ring"
 FORMAT = int.from_bytes(b"ring0001", "little")
@@ -86,7 +86,7 @@ class _Memory:
         self._futex(*map(ctypes.c_long, arguments), None, None, ctypes.c_long(0))
 
 
-class RingWriter:
+class RingWriter(SharedFile):
     """The writing end. It makes the ring, which readers open by its ``handle``.
 
     Raises ``OSError`` if the system has no anonymous memory that other processes can open."""
@@ -98,11 +98,15 @@ class RingWriter:
             raise OSError(f"processes on {platform.machine()} cannot wait for each other")
         self.num_readers = num_readers
         self._size = num_bytes
-        self._fd: int | None = create(NAME, PAGE + num_bytes)
-        self._memory = _Memory(self._fd, PAGE + num_bytes)
+        super().__init__(NAME, PAGE + num_bytes)
+        assert self._fd is not None
+        try:
+            self._memory = _Memory(self._fd, PAGE + num_bytes)
+        except BaseException:
+            super().close()
+            raise
         self._memory.words[_FORMAT] = FORMAT
         self._memory.words[_SIZE] = num_bytes
-        self.handle = seal(self._fd, can_be_written=True)
         self._written = 0
         self._number = 0
         self.num_sent = 0
@@ -142,8 +146,7 @@ class RingWriter:
         """Let go of the memory, which goes with the last process that has it mapped. The ring has
         stopped then. May be repeated."""
         if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            super().close()
             self._memory.close()
             self._memory = _Memory(-1, PAGE)
             self._memory.stop()

@@ -84,6 +84,28 @@ def seal(fd: int, *, can_be_written: bool = False) -> SealedFile:
     return SealedFile(namespace(), os.getpid(), fd, found.st_ino, found.st_size)
 
 
+class SharedFile:
+    """A file of ``size`` bytes, ``first`` and then zeros, that processes of this user open by its
+    ``handle`` to write to it.
+
+    Raises ``OSError`` if there is no anonymous memory that other processes can open."""
+
+    def __init__(self, name: str, size: int, first: bytes = b"") -> None:
+        self._fd: int | None = create(name, size)
+        try:
+            os.pwrite(self._fd, first, 0)
+            self.handle = seal(self._fd, can_be_written=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. Processes that have opened its memory keep it. May be repeated."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
 def open_sealed(file: SealedFile, name: str, *, to_write: bool = False) -> int:
     """Open a file of another process. ``name``: which it must have been created with. Returns a
     descriptor. Raises ``WireError`` for any other file."""

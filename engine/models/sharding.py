@@ -354,7 +354,7 @@ def kinds_of_heads(spec: DecoderSpec) -> Iterator[tuple[int, int, tuple[str, str
 
 
 def dimensions(spec: DecoderSpec) -> dict[str, str]:
-    """Those of ``DIMENSIONS`` that layers of the model use, in words."""
+    """The names in ``DIMENSIONS`` that layers of the model use, with descriptions in words."""
     kinds = {kind for layer in spec.layers for kind in layer.mixers}
     has_dense = any(layer.has_mlp and not layer.is_moe for layer in spec.layers)
     has_moe = spec.moe is not None and any(layer.is_moe for layer in spec.layers)

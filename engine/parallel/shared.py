@@ -14,30 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import RankError
-from engine.ipc.sealed_files import SealedFile, create, open_sealed, seal
+from engine.ipc.sealed_files import SealedFile, SharedFile, open_sealed
 from kernels.cpu.collectives import DIFFERENT, LATE, WAIT_SECONDS, SharedRanks, shared_bytes
 
 NAME = "metronome-ranks"
 
 
-class SharedMemory:
+class SharedMemory(SharedFile):
     """The memory of a group of ``size`` ranks. ``handle``: with which ranks open it.
 
     Raises ``OSError`` if there is no anonymous memory that other processes can open."""
 
     def __init__(self, size: int) -> None:
-        self._fd: int | None = create(NAME, shared_bytes(size))
-        try:
-            self.handle = seal(self._fd, can_be_written=True)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file. Ranks that have opened the memory keep it. May be repeated."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        super().__init__(NAME, shared_bytes(size))
 
 
 class SharedCollectives:

@@ -122,7 +122,7 @@ class Recording:
     num_bytes: int  # of the arena that embedding and layers use
     meta: AttentionMeta  # of the recorded step
     wholes: dict[str, WholeStep] = field(default_factory=dict)
-    """Those that the worker has made, by the way in which tokens are sampled."""
+    """Whole steps that the worker has recorded, by the way in which tokens are sampled."""
 
     def make_room(self, num_seqs: int, max_seq_len: int) -> bool:
         """Allocate memory for a step of single tokens of ``num_seqs`` sequences of up to

@@ -423,7 +423,7 @@ def _head(
 
 @contextmanager
 def _explained(policy: Any, cls: type[Policy]) -> Iterator[None]:
-    """Context in which an exception that is none of the engine's becomes a ``PolicyError``."""
+    """Context that converts exceptions, other than ``EngineError``, to ``PolicyError``."""
     try:
         yield
     except EngineError:

@@ -59,8 +59,8 @@ def made_gguf(tmp_path: Path, kind: Kind) -> Path:
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
 def test_parts_of_gguf_files_begin_at_blocks(tmp_path: Path, kind: Kind, seed: int) -> None:
-    """Of three blocks of 256 columns, rank 0 has two. Four ranks have half a block of ``out``,
-    which is dequantised."""
+    """An MLP of three blocks of 256 columns gives two to rank 0. With four ranks, the heads cut
+    blocks of ``out`` in half, so it is dequantised."""
     path = made_gguf(tmp_path, kind)
     compare(path, [2], seed)
     if kind is Kind.Q4_K:
