@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config.cache import MAX_EVENTS_PORT, CacheConfig
+from engine.config.cache import DEFAULT_GIB, MAX_EVENTS_PORT, TIERS, CacheConfig
 from engine.config.check import check_range, check_types
 from engine.config.core import CoreConfig, PollConfig
 from engine.config.gpu import GPUConfig
@@ -139,9 +139,7 @@ class EngineConfig(EngineOptions):
         """Raise ``ConfigError`` for options that several ranks cannot have."""
         size, cache = self.parallel.tensor_parallel_size, self.cache
         names = {
-            "kv_offloading_size": cache.kv_offloading_size is not None,
-            "kv_offload_dir": cache.kv_offload_dir is not None,
-            "kv_transfer_config": cache.kv_transfer_config is not None,
+            **{name: getattr(cache, name) is not None for name in TIERS},
             "prefill_cores": self.core.prefill_cores > 0,
             "enable_lora": self.lora.enable_lora,
             "data_parallel_backend": self.core.data_parallel_backend == "ray",
@@ -173,3 +171,13 @@ class ResolvedConfig(EngineConfig):
     """The scheduler's configuration."""
     block_size: int
     """Tokens per KV block."""
+
+
+def with_shared_blocks(config: EngineConfig) -> EngineConfig:
+    """The configuration with memory for KV blocks that prefill and decode cores share, or that
+    cores serve to other engines."""
+    cache = config.cache
+    is_needed = config.core.prefill_cores or cache.serves_blocks
+    if not is_needed or cache.kv_offloading_size is not None:
+        return config
+    return replace(config, cache=replace(cache, kv_offloading_size=DEFAULT_GIB))

@@ -127,7 +127,7 @@ class TierCopies(Feature):
             )
             self._helpers.append(
                 [
-                    StoreThread(opened.store, loading, writes=False)
+                    StoreThread(opened.store, loading, writes=False, closes=False)
                     for _ in range(opened.num_threads - 1)
                 ]
             )

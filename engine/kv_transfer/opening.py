@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from dataclasses import replace as with_values
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engine.config.cache import DEFAULT_GIB, PEERS
+from engine.config.cache import PEERS
 from engine.config.decide import ModelFacts
-from engine.config.engine import EngineConfig, ResolvedConfig
+from engine.config.engine import EngineConfig, ResolvedConfig, with_shared_blocks
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from engine.kv_transfer.disk import open_disk_store
@@ -85,13 +84,10 @@ class PlannedStores:
     """The stores that the options name, the fastest first. Raises ``ConfigError``."""
 
     def __init__(self, config: EngineConfig) -> None:
+        config = with_shared_blocks(config)  # a core without a launcher has its options as given
         cache, plans = config.cache, []
         options = cache.kv_transfer_config
         self._peers = _peer_connector(options or {}, config)
-        if self._peers is not None and self._peers.options.sends:
-            size = cache.kv_offloading_size or DEFAULT_GIB
-            config = with_values(config, cache=with_values(cache, kv_offloading_size=size))
-            cache = config.cache
         if cache.kv_offloading_size is not None:
             plans.append(PlannedStore("host", HOST_SPEED, partial(self._open_host, config)))
         if cache.kv_offload_dir is not None:

@@ -98,6 +98,7 @@ class StoreThread:
         *,
         reads: bool = True,
         writes: bool = True,
+        closes: bool = True,
         activity: Activity | None = None,
         most_pending: int = 0,
     ) -> None:
@@ -105,6 +106,7 @@ class StoreThread:
         self.name = str(store.name)
         self.reads = reads
         self.writes = writes
+        self._closes = closes  # the store, at the end: one thread of those that it has
         self.counts: Counter[str] = Counter()
         self._loading = loading
         self._activity = activity
@@ -270,7 +272,8 @@ class StoreThread:
                     self._end(work, 0.0)  # if it has not ended yet
             else:
                 self._write(work)
-        self._checked("close", self.store.close)
+        if self._closes:
+            self._checked("close", self.store.close)
 
     def _next(self) -> Load | Write | None:
         with self._wakened:

@@ -1,4 +1,8 @@
-"""The part of an adapter that belongs to a rank's part of a decoder."""
+"""The part of an adapter that belongs to a rank's part of a decoder.
+
+Not used by engines yet: other ranks have no copy of an adapter, so ``EngineConfig`` refuses
+``enable_lora`` with several ranks.
+"""
 
 from __future__ import annotations
 

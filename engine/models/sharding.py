@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from engine.config.parallel import MOST_RANKS
 from engine.errors import ConfigError
 from engine.models.spec import (
     ChannelMambaSpec,
@@ -20,8 +21,6 @@ from engine.models.spec import (
     HeadMambaSpec,
 )
 from engine.models.targets import Cut, Target, cut_target, targets
-
-MOST_RANKS = 64  # that messages suggest
 
 
 class Shard(NamedTuple):

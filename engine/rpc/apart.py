@@ -17,13 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from dataclasses import replace as with_values
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from engine.config.cache import DEFAULT_GIB
 from engine.config.core import CoreConfig
 from engine.config.engine import EngineConfig
 from engine.errors import ConfigError, RequestError
@@ -49,16 +47,6 @@ class Roles(NamedTuple):
 def roles_of(core: CoreConfig) -> Roles | None:
     """The roles of the cores; ``None`` if all cores do the same."""
     return Roles(core.prefill_cores, core.prefill_threshold) if core.prefill_cores else None
-
-
-def with_shared_blocks(config: EngineConfig) -> EngineConfig:
-    """The configuration with memory for KV blocks that prefill and decode cores share, or that
-    cores serve to other engines."""
-    cache = config.cache
-    is_needed = config.core.prefill_cores or cache.serves_blocks
-    if not is_needed or cache.kv_offloading_size is not None:
-        return config
-    return with_values(config, cache=with_values(cache, kv_offloading_size=DEFAULT_GIB))
 
 
 def check_shared(config: EngineConfig, arena: object | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.assets import BOX_MODEL
 from engine.config.cache import share_of_cache
-from engine.config.engine import EngineConfig
+from engine.config.engine import EngineConfig, with_shared_blocks
 from engine.config.model import ModelConfig
 from engine.core.build import build_core
 from engine.core.client import CoreClient
@@ -29,7 +29,7 @@ from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, StartReport,
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
 from engine.observe.steplog import core_log
-from engine.rpc.apart import Roles, check_shared, roles_of, with_shared_blocks
+from engine.rpc.apart import Roles, check_shared, roles_of
 from engine.rpc.failures import KINDS, death_of
 from engine.rpc.gpus import environments_of
 from engine.rpc.host import ORPHANED, EngineCoreHost

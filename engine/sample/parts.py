@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # tokens in one word of a mask
 GATHERED = "gathered"  # the way of steps for which all logits are gathered
-GPU_STEPS = 100  # steps on a GPU after which the noise of the ranks is compared
+GPU_CHECKS = 100  # checks on a GPU of which one compares the noise of the ranks
 T = TypeVar("T", bound=np.signedinteger)
 
 
@@ -181,7 +181,7 @@ class PartOfVocabulary(Vocabulary):
     def check(self) -> None:
         # The host waits for a GPU to read from it.
         self._num_checks += 1
-        if not self._differs.is_cpu and self._num_checks % GPU_STEPS:
+        if not self._differs.is_cpu and self._num_checks % GPU_CHECKS:
             return
         if self._differs[0]:
             raise RankError(

@@ -61,8 +61,9 @@ class MicroBatches(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         table, rows = self._roster.table, plan.rows
-        if len(self._sampled_in) < table.num_rows:
-            self._sampled_in = np.resize(self._sampled_in, table.num_rows)
+        if (missing := table.num_rows - len(self._sampled_in)) > 0:
+            more = np.zeros(missing, dtype=np.int64)
+            self._sampled_in = np.concatenate([self._sampled_in, more])
         self._sampled_in[rows[plan.samples > 0]] = plan.step
         decodes = table.has_output.all[rows] > 0
         if decodes.any():

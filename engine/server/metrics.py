@@ -36,6 +36,7 @@ from engine.observe.histograms import (
     Counted,
     Histogram,
 )
+from engine.server.families import Kind, labelled, single
 from engine.server.store_metrics import apart_metrics, store_metrics
 from engine.server.traffic import Traffic
 
@@ -49,7 +50,7 @@ PER_PLACE = "num_accepted_tokens_per_pos."
 class SchedulerMetric(NamedTuple):
     """A metric that is read from the scheduler's statistics; ``alias``: vLLM's name for it."""
 
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    kind: Kind
     name: str
     alias: str | None
     doc: str
@@ -520,11 +521,8 @@ class Metrics(Collector):
         if not counters:
             return
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            family = CounterMetricFamily(
-                f"vllm:spec_decode_{name}", "Speculative decoding.", labels=["model_name"]
-            )
-            family.add_metric([self._model], counters.get(name, 0))
-            yield family
+            value, doc = counters.get(name, 0), "Speculative decoding."
+            yield single(COUNTER, f"vllm:spec_decode_{name}", doc, self._model, value)
         yield self._labelled(
             COUNTER,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -539,29 +537,24 @@ class Metrics(Collector):
 
     def _numbers(
         self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        kind: Kind,
         name: str,
         alias: str | None,
         doc: str,
         value: float,
     ) -> Iterator[Metric]:
         for each in _names(name, alias):
-            family = kind(each, doc, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
+            yield single(kind, each, doc, self._model, value)
 
     def _labelled(
         self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        kind: Kind,
         name: str,
         doc: str,
         label: str,
         values: Mapping[str, float],
     ) -> Metric:
-        family = kind(name, doc, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model, key], value)
-        return family
+        return labelled(kind, name, doc, self._model, label, values)
 
     def _histogram(
         self, name: str, alias: str | None, doc: str, counted: Counted

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily as Counter
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from engine.messages.stats import SchedulerStats
+from engine.server.families import labelled, single
 
 KV_LOAD, APART = "kv load.", "prefill apart."  # prefixes of counters in the statistics
 # By the name of a counter: that of its metric, and what it counts.
@@ -43,12 +45,18 @@ def store_metrics(model: str, stats: SchedulerStats) -> Iterator[Metric]:
             {key: use.num_cores for key, use in uses.items()},
         ),
     ):
-        yield _labelled(GaugeMetricFamily, f"kv_store_{name}", doc, model, "store", values)
+        yield labelled(GaugeMetricFamily, f"metronome_kv_store_{name}", doc, model, "store", values)
     for counter, (name, doc) in OF_STORE.items():
         values = {store: counts.get(f"{KV_LOAD}{store}.{counter}", 0) for store in uses}
-        yield _labelled(CounterMetricFamily, f"kv_store_{name}", doc, model, "store", values)
+        yield labelled(Counter, f"metronome_kv_store_{name}", doc, model, "store", values)
     for counter, (name, doc) in SHARED.items():
-        yield _single(name, doc, model, counts.get(f"{KV_LOAD}{counter}", 0))
+        yield single(
+            Counter,
+            f"metronome_{name}",
+            doc,
+            model,
+            counts.get(f"{KV_LOAD}{counter}", 0),
+        )
 
 
 def apart_metrics(model: str, stats: SchedulerStats) -> Iterator[Metric]:
@@ -65,26 +73,6 @@ def apart_metrics(model: str, stats: SchedulerStats) -> Iterator[Metric]:
         "Prompts given to prefill cores: sent; done, failed, aborted; requests whose blocks did "
         "not come in time (given_up)."
     )
-    yield _labelled(CounterMetricFamily, "prefills_apart", doc, model, "event", found)
+    yield labelled(Counter, "metronome_prefills_apart", doc, model, "event", found)
     doc = "Seconds from the sending of a prompt to a prefill core to its end there."
-    yield _single("prefill_apart_seconds", doc, model, seconds)
-
-
-def _labelled(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    doc: str,
-    model: str,
-    label: str,
-    values: Mapping[str, float],
-) -> Metric:
-    family = kind(f"metronome_{name}", doc, labels=["model_name", label])
-    for key, value in values.items():
-        family.add_metric([model, key], value)
-    return family
-
-
-def _single(name: str, doc: str, model: str, value: float) -> Metric:
-    family = CounterMetricFamily(f"metronome_{name}", doc, labels=["model_name"])
-    family.add_metric([model], value)
-    return family
+    yield single(Counter, "metronome_prefill_apart_seconds", doc, model, seconds)

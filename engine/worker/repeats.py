@@ -49,10 +49,11 @@ class Repeats:
         if not recording.make_room(len(lengths), longest):
             return None
         with section("replay"):
-            whole = recording.wholes.get(machine.sampler.way)
+            way = machine.sampler.way
+            whole = recording.wholes.get(way)
             if whole is not None:
                 whole.launches.repeat()
-            elif (whole := self._try_first(recording, last, wanted, longest)) is None:
+            elif (whole := self._try_first(recording, way, last, wanted, longest)) is None:
                 return None
         draws, tokens = Draws(last.draws.rows, plan.slots, lengths), whole.tokens.copy()
         errors = {}
@@ -76,11 +77,10 @@ class Repeats:
         )
 
     def _try_first(
-        self, recording: Recording, last: Staged, wanted: Output, longest: int
+        self, recording: Recording, way: str, last: Staged, wanted: Output, longest: int
     ) -> WholeStep | None:
         """Compute a step like `_first`. Returns ``None`` after an error; the step must then be
         computed otherwise, which finds the rows that fail."""
-        way = self._machine.sampler.way
         try:
             recording.wholes[way] = self._first(recording, last, wanted, longest)
         except Exception:

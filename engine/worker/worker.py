@@ -274,7 +274,7 @@ class ModelWorker:
 
     def check(self) -> None:
         """Raise ``RankError`` if an operation of the ranks has failed in a step that was replayed,
-        or has shown that they differ. Called after each step, if there are other ranks."""
+        or has shown that they differ. Called after each message to other ranks."""
         if self._collectives is not None:
             self._collectives.check()
             if self._driver is not None:
@@ -355,11 +355,11 @@ class ModelWorker:
         return layers, layout
 
     def _all_agree(self, is_so: bool) -> bool:
-        """True if all ranks say so, of something that is measured and may differ."""
+        """True if ``is_so``, which is measured and may differ, is true on all ranks."""
         if self._collectives is None:
             return is_so
-        said = torch.tensor([is_so], dtype=torch.uint8, device=self.platform.device)
-        return bool(self._collectives.all_gather(said).all())
+        votes = torch.tensor([is_so], dtype=torch.uint8, device=self.platform.device)
+        return bool(self._collectives.all_gather(votes).all())
 
     def _affordable_drafts(self) -> int:
         """The most drafts per decode for which there is memory for copies of recurrent states."""
@@ -456,11 +456,10 @@ def make_worker(
     features: Sequence[Feature] = (),
     failures: Failures | None = None,
     pooling: PoolingSpec | None = None,
-    collectives: Collectives | None = None,
 ) -> ModelWorker:
-    """Create the worker of the configured device, or of one rank. Raises ``ConfigError``."""
+    """Create the worker of the configured device. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
-    return ModelWorker(config, info, platform, features, failures, pooling, collectives)
+    return ModelWorker(config, info, platform, features, failures, pooling)
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:

@@ -22,7 +22,7 @@ BLOCKS = 60
 
 
 def children() -> set[int]:
-    """Processes of this one, and its open files."""
+    """The child processes of this one."""
     tasks = f"/proc/{os.getpid()}/task"
     found = ""
     for task in os.listdir(tasks):

@@ -41,12 +41,15 @@ DRAFTS = {"max_num_batched_tokens": 24, "num_kv_blocks": 40, "speculative_config
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     log = tmp_path_factory.mktemp("group") / "steps"
+    before = children_of_this_process()
     with (
         LLMEngine.from_engine_args(EngineArgs(**{**BOX, **EXACT})) as alone,
         LLMEngine.from_engine_args(
             EngineArgs(**{**BOX, **EXACT, **TWO, **DRAFTS}, step_log=str(log))
         ) as together,
     ):
+        started = children_of_this_process() - before
+        assert sum("spawn_main" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started) == 1
         yield alone, together
     assert replay(log).difference is None
 

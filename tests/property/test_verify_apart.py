@@ -53,8 +53,8 @@ def test_a_request_ends_whatever_happens_when(event: str, at: int) -> None:
 
 
 def test_blocks_that_never_come_are_computed() -> None:
-    _, counts = run([add(0, "a"), add(3, "b")], stores=(DEAD,))
-    assert counts["sent"] and counts["done"] == counts["sent"]
+    num_loaded, counts = run([add(0, "a"), add(3, "b")], stores=(DEAD,))
+    assert num_loaded == 0 and counts["sent"] and counts["done"] == counts["sent"]
 
 
 def run(

@@ -110,14 +110,16 @@ def test_a_load_without_its_first_request_keeps_others_no_longer_than_the_limit(
 
 
 @pytest.mark.behaviour(97)
-def test_what_one_load_lacked_is_loaded_for_the_next_request():
-    run, _ = stored("lossy", "a")
-    requests = [request_of("a"), request_of("a too")]
+def test_what_another_load_does_not_bring_is_loaded_for_the_request_itself():
+    run, stores = stored("slow", "a")
+    requests = [request_of("a", 40), request_of("a too")]  # two blocks, and three
     for each in requests:
         run.add(each)
     run.wait()
     for each in requests:
         assert run.outputs[each.request_id] == answer(each)
+    assert stores.num_loaded == 3
+    assert next(plan["a too"] for plan in run.plans if "a too" in plan) == 60 - 48
 
 
 @pytest.mark.behaviour(98)

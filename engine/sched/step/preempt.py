@@ -22,7 +22,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
         return victims if seats and view.kv.fits(req, upto, spared=spared) else None
     candidates: list[Request] | None = None
     while not (
-        (not req.is_waiting or seats + sum(victim.slot >= 0 for victim in victims) > 0)
+        (not req.is_waiting or seats + len(victims) > 0)
         and view.kv.fits(req, upto, victims, spared=spared)
     ):
         if candidates is None:
@@ -41,15 +41,15 @@ def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
-    if not (promised := promised_to_others(req, policy, view)):
+    if not (promised := _promised_to_others(req, policy, view)):
         return 0
     is_contested = promised + kv.missing(req, req.num_tokens) > kv.num_free
     return 0 if is_contested and not view.keeps_headroom else promised
 
 
-def promised_to_others(req: Request, policy: Policy, view: View) -> int:
+def _promised_to_others(req: Request, policy: Policy, view: View) -> int:
     """Blocks still needed by those running prompts that the waiting ``req`` may not preempt."""
-    if not req.is_waiting or not (prompts := view.prompts):
+    if not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
         prompts = [other for other in prompts if not policy.outranks(req, other)]
