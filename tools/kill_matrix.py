@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from support.kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E402
 from support.live_core import own_directory, wait_until  # noqa: E402
+from support.processes import tree_of  # noqa: E402
 
 PHASES = ("handshake", "idle", "prefill", "decode", "draining")
 FAULTS = {
@@ -73,7 +74,7 @@ def restarts(num: int, seed: int) -> Outcome:
 
 def _start_and_kill(scene: Scene, seconds: float, outcome: Outcome) -> None:
     parent = scene.spawn("parent", str(scene.trigger))
-    tree = scene.tree(parent.pid)
+    tree = tree_of(parent.pid)
     time.sleep(seconds)
     for pid in tree:
         scene.kill(pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from support.core_clients import HostedCore, drain
 from support.patience import WAIT_SECONDS
+from support.processes import open_files
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -91,7 +91,7 @@ def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
     core = hosted(stack)
     config = fake_config(core_address=f"{core.address.data},ipc:///nowhere/core")
     gc.collect()  # what earlier tests have dropped is not counted
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(2):
         with pytest.raises(ConfigError, match="there is no core at 'ipc:///nowhere/core'"):
             open_core(config)
@@ -99,6 +99,6 @@ def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
     one.shutdown()
     until = time.monotonic() + WAIT_SECONDS
     # Sockets are closed by threads of their library, a moment later; one is the core's last.
-    while core.host.health().num_clients or len(os.listdir("/proc/self/fd")) > before + 1:
+    while core.host.health().num_clients or open_files() > before + 1:
         assert time.monotonic() < until, "connections or files are left open"
         time.sleep(0.01)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.core_clients import HostedCore, RawClient, drain
+from support.processes import open_files
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
@@ -118,10 +119,10 @@ def test_addresses_that_cannot_work_are_refused(
 @pytest.mark.parametrize("host", ["a b", "a,b", "*", "\udcff", "a\0b"])
 def test_hosts_that_are_none_are_refused_and_leave_nothing(host: str) -> None:
     gc.collect()  # what earlier tests have dropped is not counted
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = open_files()
     with pytest.raises(ConfigError, match="cannot connect to 'tcp://"):
         EngineCoreClient(address_of(f"tcp://{host}:5000", SECRET))
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files() == num_open
 
 
 def test_where_no_core_listens_a_client_says_so_at_once() -> None:

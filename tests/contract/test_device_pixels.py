@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from support.device_reader import ReadingProcess, reading_process
 from support.fake_ipc import FakeDevice
+from support.processes import open_files
 
 from engine.errors import WireError
 from engine.ipc.chunks import Chunk
@@ -109,10 +109,10 @@ def test_the_death_of_the_reader_ends_its_loans(device, other):
         other("read", handle)
     other("die")
     other.process.wait()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     sender.close()
     assert not device.blocks
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert open_files() < before
     with pytest.raises(NoRoom, match="closed"):
         sender.lend(pixels(3))
 
@@ -166,11 +166,11 @@ def test_a_copy_that_fails_returns_its_memory(error, device, monkeypatch):
 
 
 def test_a_pool_that_cannot_be_allocated_leaves_nothing_open(device):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     device.num_bytes = 100
     with pytest.raises(MemoryError, match="of 100 bytes"):
         DeviceSender(device, pool_bytes=512)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 WRONG = {

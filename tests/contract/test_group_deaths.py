@@ -4,16 +4,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.digest_ranks import DigestGroup, Fault, GroupBuild
-from support.kill_cells import Scene
-from support.live_core import is_running, pid_of, shared_names, wait_until
+from support.live_core import pid_of
 from support.patience import SOON_SECONDS
+from support.processes import nothing_left, ranks_of, tree_of
 from support.simulate import make_request
 from support.spawned import fake_config
 
@@ -24,26 +21,8 @@ from engine.rpc.launch import start_core, start_cores
 SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
 
 
-@contextmanager
-def nothing_left() -> Iterator[set[int]]:
-    """The processes that the block has started have ended after it, and no file has a name."""
-    names, started = shared_names(), set[int]()
-    yield started
-    assert wait_until(lambda: not any(map(is_running, started)), SOON_SECONDS) is not None
-    assert shared_names() <= names
-
-
 def build(**fields) -> GroupBuild:
     return GroupBuild(worker=DigestGroup(**fields))
-
-
-def ranks_of(core: int) -> list[int]:
-    """The processes of ranks 1, 2, ... of a core's process."""
-    return [pid for pid in Scene.tree(core)[1:] if b"spawn_main" in command_of(pid)]
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def work(client: CoreClient) -> None:
@@ -56,7 +35,7 @@ def work(client: CoreClient) -> None:
 def test_clients_hear_at_once_which_rank_was_killed(is_idle: bool) -> None:
     with nothing_left() as started:
         client = start_core(fake_config(), build())
-        started.update(Scene.tree(pid_of(client)))
+        started.update(tree_of(pid_of(client)))
         (rank,) = ranks_of(pid_of(client))
         client.add(make_request("a", [1], 500))
         client.step()
@@ -78,7 +57,7 @@ def test_clients_hear_where_a_rank_has_raised() -> None:
     after = random.Random(SEED).randint(2, 30)
     with nothing_left() as started:
         client = start_core(fake_config(), build(size=3, fault=Fault("raise", 2, after=after)))
-        started.update(Scene.tree(pid_of(client)))
+        started.update(tree_of(pid_of(client)))
         client.add(make_request("a", [1], 500))
         with pytest.raises(EngineDeadError, match=r"rank 2 .* raised Arithmetic") as info:
             work(client)
@@ -91,7 +70,7 @@ def test_clients_hear_which_rank_has_stopped() -> None:
     config = fake_config(core_hang_timeout=3.0)
     with nothing_left() as started:
         client = start_core(config, build(fault=Fault("SIGSTOP", after=9), hang_timeout=2.0))
-        started.update(Scene.tree(pid_of(client)))
+        started.update(tree_of(pid_of(client)))
         client.add(make_request("a", [1], 500))
         with pytest.raises(EngineDeadError, match=r"rank 1 .* has not answered for 2 s"):
             work(client)
@@ -105,7 +84,7 @@ def test_a_start_that_fails_names_the_rank() -> None:
         EngineDeadError, match=r"initialization failed: RankError: rank 1 .*SIGKILL"
     ):
         start_core(config, build(fault=Fault("SIGKILL", method="load")))
-    assert not Scene.tree(os.getpid())[2:]
+    assert not tree_of(os.getpid())[2:]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +93,7 @@ def test_a_start_that_fails_names_the_rank() -> None:
 def test_ranks_end_with_their_core(number: int) -> None:
     with nothing_left() as started:
         client = start_core(fake_config(), build())
-        started.update(Scene.tree(pid_of(client)))
+        started.update(tree_of(pid_of(client)))
         client.add(make_request("a", [1], 500))
         client.step()
         os.kill(pid_of(client), number)
@@ -130,7 +109,7 @@ def test_a_rank_of_one_core_ends_that_core_only() -> None:
     with nothing_left() as started:
         client = start_cores(replace(config, num_threads=1), build())
         for core in client.pids:
-            started.update(Scene.tree(core))
+            started.update(tree_of(core))
         (rank,) = ranks_of(client.pids[1])
         for name in "abcdef":
             client.add(make_request(name, [ord(name)] * 20, 40))

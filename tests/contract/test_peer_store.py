@@ -27,6 +27,7 @@ from support.peers import (
     keys_of,
     wrong,
 )
+from support.processes import open_files
 from support.served import free_port
 
 from engine.errors import ConfigError
@@ -370,7 +371,7 @@ def test_closing_ends_a_transfer(opened: Opened) -> None:
 
 def test_a_server_that_is_closed_leaves_no_file_or_memory(opened: Opened) -> None:
     keys, before = keys_of(2), segments()
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     server = BlockServer(Blocks(), identity_of())
     store = PeerStore(identity_of())
     store.announce(server.address, keys)
@@ -380,7 +381,7 @@ def test_a_server_that_is_closed_leaves_no_file_or_memory(opened: Opened) -> Non
     store.close()
     assert segments() == before
     assert not os.path.exists(server.address.removeprefix("ipc://"))
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
+    assert eventually(lambda: open_files() <= files)
 
 
 def test_closing_does_not_wait_for_a_reader_that_hangs(opened: Opened) -> None:

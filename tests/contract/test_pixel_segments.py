@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
+from support.processes import open_files
 
 from engine.errors import WireError
 from engine.ipc import pixel_segments
@@ -47,11 +48,6 @@ def values_of(pixels: Pixels) -> dict[str, np.ndarray]:
     return {
         name: np.frombuffer(one.data, one.dtype).reshape(one.shape) for name, one in pixels.items()
     }
-
-
-def open_files() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def mapped_bytes() -> int:

@@ -12,6 +12,7 @@ import pytest
 from support.digest_ranks import DigestGroup, Fault
 from support.live_core import cpu_seconds, wait_until
 from support.patience import WAIT_SECONDS
+from support.processes import children, is_spawned, open_files, state_of
 from support.simulate import Run, expected, make_scheduler, random_requests
 
 from engine.core.group import WorkerGroup
@@ -19,20 +20,6 @@ from engine.errors import ConfigError, RankError
 
 SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
 BLOCKS = 60
-
-
-def children() -> set[int]:
-    """The child processes of this one."""
-    tasks = f"/proc/{os.getpid()}/task"
-    found = ""
-    for task in os.listdir(tasks):
-        with open(f"{tasks}/{task}/children") as file:
-            found += file.read()
-    return set(map(int, found.split()))
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @contextmanager
@@ -116,7 +103,7 @@ def test_a_rank_that_dies_while_nothing_is_computed_is_reported_at_once(number: 
     """A rank ignores SIGTERM, which a service manager sends to all processes of the engine."""
     heard: list[RankError] = []
     with a_group() as group:
-        (pid,) = (pid for pid in children() if is_rank(pid))
+        (pid,) = (pid for pid in children() if is_spawned(pid))
         group.on_failure(heard.append)
         os.kill(pid, number)
         if number == signal.SIGTERM:
@@ -130,11 +117,6 @@ def test_a_rank_that_dies_while_nothing_is_computed_is_reported_at_once(number: 
         later: list[RankError] = []
         group.on_failure(later.append)
         assert later == heard
-
-
-def is_rank(pid: int) -> bool:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return "spawn_main" in file.read()
 
 
 @pytest.mark.parametrize(
@@ -169,13 +151,8 @@ def test_a_call_that_fails_on_all_ranks_ends_nothing_and_on_one_it_ends_the_grou
 def test_a_group_that_waits_takes_no_processor_time() -> None:
     with a_group() as group:
         compute(run_with(group))
-        (pid,) = (pid for pid in children() if is_rank(pid))
+        (pid,) = (pid for pid in children() if is_spawned(pid))
         assert wait_until(lambda: state_of(pid) == "S", WAIT_SECONDS) is not None
         began = cpu_seconds(pid)
         time.sleep(0.5)
         assert cpu_seconds(pid) - began < 0.05
-
-
-def state_of(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]

@@ -21,6 +21,7 @@ from e2e.test_pictures import GREEDY, SMALL, expected, prompt_of, tokens_of
 from PIL import Image
 from support.live_core import wait_until
 from support.patience import WAIT_SECONDS
+from support.processes import open_files
 
 from engine import LLM, LLMEngine
 from engine.config.media import MediaConfig
@@ -172,7 +173,7 @@ def test_nothing_is_left_of_a_request_that_is_aborted_meanwhile(
     gate, held, files = (
         Gate(monkeypatch, (70, 72)),
         picture(70, 72),
-        len(os.listdir("/proc/self/fd")),
+        open_files(),
     )
     for index in range(3):
         engine.add_request(str(index), prompt_of("a <image>", [held]), GREEDY)
@@ -192,7 +193,7 @@ def test_nothing_is_left_of_a_request_that_is_aborted_meanwhile(
     def is_closed() -> bool:
         """Also the files of pictures that were finished meanwhile."""
         contents.deliver()
-        return len(os.listdir("/proc/self/fd")) <= files
+        return open_files() <= files
 
     assert wait_until(is_closed) is not None
 

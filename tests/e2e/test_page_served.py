@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.browser import Browser, Tab, browser_path, started_browser
-from support.kill_cells import Scene
+from support.processes import tree_of
 from support.served import Served, served
 
 pytestmark = [
@@ -166,5 +166,5 @@ def test_a_killed_core_and_a_lost_server_are_sentences(tab: Tab) -> None:
 
 
 def cores_of(server: Served) -> list[int]:
-    tree = Scene.tree(server.process.pid)[1:]
+    tree = tree_of(server.process.pid)[1:]
     return [pid for pid in tree if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

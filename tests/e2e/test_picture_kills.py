@@ -22,6 +22,7 @@ from support.kill_cells import Scene
 from support.live_core import is_running, own_directory, shared_names, wait_until
 from support.patience import WAIT_SECONDS
 from support.picture_phases import GO_ON, PHASES, SIZE, DecodingGate, come_to
+from support.processes import tree_of
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineError
@@ -171,7 +172,7 @@ def test_a_front_end_that_is_killed_amid_a_picture_leaves_no_process(
     llava: Path, tmp_path: Path, phase: str
 ) -> None:
     actor = start_actor(llava, phase, tmp_path)
-    tree = Scene.tree(actor.pid)
+    tree = tree_of(actor.pid)
     assert len(tree) > 1 or phase == "travelling"  # it may be dead already
     actor.kill()
     actor.wait()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from e2e.sentence_models import random_model, save_base
-from support.kill_cells import Scene
+from support.processes import ranks_of
 from transformers import BertConfig, BertModel
 
 from engine import LLM, AsyncLLMEngine, EngineDeadError, PoolingParams, RequestError
@@ -135,12 +135,8 @@ def test_a_core_in_its_own_process_has_the_same_results_and_may_be_killed(path: 
 
 def core_of(pid: int) -> int:
     """The process of the only core of this process."""
-    (core,) = [each for each in Scene.tree(pid)[1:] if b"spawn_main" in command_of(each)]
+    (core,) = ranks_of(pid)
     return core
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_better_priorities_go_first_and_deadlines_end_requests(path: Path) -> None:

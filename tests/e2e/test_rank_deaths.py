@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.test_ngram import BOX
-from support.kill_cells import Scene
 from support.live_core import is_running, wait_until
 from support.patience import SOON_SECONDS
+from support.processes import ranks_of, tree_of
 
 from engine import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
 from engine.errors import EngineDeadError
@@ -30,11 +29,7 @@ HOW = {
 
 def last_rank() -> int:
     """The process of the rank that was started last."""
-    return max(
-        pid
-        for pid in Scene.tree(os.getpid())[1:]
-        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    return max(ranks_of(os.getpid()))
 
 
 def strike(rank: int, number: int, seconds: float) -> None:
@@ -45,7 +40,7 @@ def strike(rank: int, number: int, seconds: float) -> None:
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_a_user_of_llm_hears_which_rank_it_was(number: signal.Signals, multiprocess: bool) -> None:
     with LLM(**TWO, multiprocess=multiprocess) as llm:
-        started = Scene.tree(os.getpid())[1:]
+        started = tree_of(os.getpid())[1:]
         rank = last_rank()
         strike(rank, number, 0.2)
         with pytest.raises(EngineDeadError, match=HOW[number]):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kill_cells import Scene
 from support.live_core import is_running
 from support.patience import WAIT_SECONDS
+from support.processes import is_spawned, tree_of
 from support.served import Served
 
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024")
@@ -43,8 +43,8 @@ class Watched:
         return self.lines(word)
 
     def cores(self) -> list[int]:
-        tree = Scene.tree(self.process.pid)[1:]
-        return [pid for pid in tree if b"spawn_main" in command_of(pid)]
+        tree = tree_of(self.process.pid)[1:]
+        return [pid for pid in tree if is_spawned(pid)]
 
     def ask(self, path: str, body: Any = None) -> tuple[int, dict[str, Any], Any]:
         """Status, answer and headers."""
@@ -53,13 +53,6 @@ class Watched:
 
     def complete(self) -> tuple[int, dict[str, Any], Any]:
         return self.ask("/v1/completions", {"model": "box", "prompt": "a", "max_tokens": 3})
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return b""
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -183,7 +176,7 @@ def test_dead_cores_are_started_again(tmp_path: Path, num_cores: int) -> None:
         metrics = it.server.ask("/metrics").body
         assert b'metronome_engine_up{model_name="box"} 1.0' in metrics
         assert cores_in_metrics(it) == [num_cores, num_cores, num_cores]
-        tree = Scene.tree(it.process.pid)
+        tree = tree_of(it.process.pid)
         assert it.server.end() == 0
         until(lambda: not any(map(is_running, tree)))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from support.kill_cells import Scene
 from support.patience import WAIT_SECONDS
+from support.processes import tree_of
 from support.served import Served, forked, served
 
 from engine.server.callers import Caller
@@ -163,7 +163,7 @@ def test_no_request_waits_for_a_log_that_nobody_reads() -> None:
 
 
 def cores_of(pid: int) -> list[int]:
-    tree = Scene.tree(pid)[1:]
+    tree = tree_of(pid)[1:]
     return [each for each in tree if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from e2e.test_draft_model import ROUGH
 from e2e.test_ngram import ASKED, BOX, answers
 from e2e.test_pictures import GREEDY, PROMPTS
 from e2e.tiny_models import TinyModels
+from support.processes import children, is_spawned
 
 from engine import LLM, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
 from engine.core.replay import replay
@@ -41,15 +41,15 @@ DRAFTS = {"max_num_batched_tokens": 24, "num_kv_blocks": 40, "speculative_config
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     log = tmp_path_factory.mktemp("group") / "steps"
-    before = children_of_this_process()
+    before = children()
     with (
         LLMEngine.from_engine_args(EngineArgs(**{**BOX, **EXACT})) as alone,
         LLMEngine.from_engine_args(
             EngineArgs(**{**BOX, **EXACT, **TWO, **DRAFTS}, step_log=str(log))
         ) as together,
     ):
-        started = children_of_this_process() - before
-        assert sum("spawn_main" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started) == 1
+        started = children() - before
+        assert sum(map(is_spawned, started)) == 1
         yield alone, together
     assert replay(log).difference is None
 
@@ -105,7 +105,7 @@ def test_pooled_requests_have_the_same_vectors(tiny_models: TinyModels) -> None:
 
 
 def test_mistakes_are_named_and_leave_no_process() -> None:
-    before = children_of_this_process()
+    before = children()
     for options, message in (
         ({"enable_lora": True}, "tensor_parallel_size is 2, and enable_lora needs a model on one"),
         ({"tensor_parallel_size": 33}, r"tensor_parallel_size is 33, must be in 1\.\.32"),
@@ -114,13 +114,7 @@ def test_mistakes_are_named_and_leave_no_process() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             LLMEngine.from_engine_args(EngineArgs(**{**BOX, **TWO, **options}))
-        assert children_of_this_process() <= before
-
-
-def children_of_this_process() -> set[str]:
-    tasks = f"/proc/{os.getpid()}/task"
-    children = [Path(f"{tasks}/{task}/children").read_text().split() for task in os.listdir(tasks)]
-    return {pid for each in children for pid in each}
+        assert children() <= before
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from support import kill_actor, kill_server
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.patience import WAIT_SECONDS
+from support.processes import tree_of
 from support.streams import Lengths, Streams
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
@@ -95,13 +96,6 @@ class Scene:
     def sockets(self) -> list[str]:
         """Directories of cores."""
         return [path.name for path in self.directory.iterdir() if path != self.trigger]
-
-    @staticmethod
-    def tree(pid: int) -> list[int]:
-        """A process and all that it started."""
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
-        children = [int(child) for task in tasks for child in task.read_text().split()]
-        return [pid, *(each for child in children for each in Scene.tree(child))]
 
     @staticmethod
     def alive(pids: Iterable[int]) -> list[int]:
@@ -348,9 +342,9 @@ def _is_quiet(owner: EngineCoreClient) -> bool:
 def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     actor = scene.spawn("parent", str(scene.trigger))
     if cell.phase == "handshake":
-        assert wait_until(lambda: len(scene.tree(actor.pid)) > 1), "no core was started"
+        assert wait_until(lambda: len(tree_of(actor.pid)) > 1), "no core was started"
         time.sleep(0.3)
-    tree = scene.tree(actor.pid)
+    tree = tree_of(actor.pid)
     try:
         _hurt(cell, scene, actor)
         if cell.fault == "SIGSTOP":
@@ -373,7 +367,7 @@ def _hit_served_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     """Each stream is told, and the server ends by itself, with a status that says so."""
     with kill_server.streaming(cell.phase) as it:
         core = it.core()
-        tree = scene.tree(it.pid)
+        tree = tree_of(it.pid)
         _kill_under_streams(cell, scene, it, outcome)
         status = it.server.process.wait()
         wanted = 0 if cell.phase == "draining" else 1
@@ -392,7 +386,7 @@ def _hit_restarted_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
             outcome.within(back, kill_server.BACK_SECONDS, "a new core")
             outcome.check(it.is_healthy(), "the server is not well")
             outcome.check(it.core() != core, "the core is the same")
-        tree = scene.tree(it.pid)
+        tree = tree_of(it.pid)
         outcome.check(it.server.end() == 0, "the server did not end in order")
         gone = wait_until(lambda: not scene.alive([*tree, core]))
         outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
@@ -412,7 +406,7 @@ def _kill_under_streams(
 def _hit_server(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     """It takes its core with it; one that is ended in order tells its streams first."""
     with kill_server.streaming(cell.phase) as it:
-        tree = scene.tree(it.pid)
+        tree = tree_of(it.pid)
         scene.kill(it.pid, signal.Signals[cell.fault])
         if cell.fault == "SIGSTOP":
             time.sleep(0.3)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.processes import open_files
 
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
@@ -130,9 +131,9 @@ def test_what_a_system_does_not_support_is_read_through_its_cache(
 
 def opened_by(work: Callable[[], object]) -> tuple[int, int]:
     """How many more descriptors and threads there are after a call."""
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = open_files(), threading.active_count()
     work()
-    after = len(os.listdir("/proc/self/fd")), threading.active_count()
+    after = open_files(), threading.active_count()
     return after[0] - before[0], after[1] - before[1]
 
 
