@@ -31,7 +31,7 @@ class CoreOptions:
     """Cores that compute only long prompts, for decode_cores, so that a long prompt delays no
     output. KV blocks come through kv_offloading_size (default: 1 GiB). 0: all cores do both."""
     decode_cores: int = field(default=0, metadata=STARTER)
-    """Cores that compute short prompts and all outputs, beside prefill_cores."""
+    """Cores that compute short prompts and all outputs, in addition to prefill_cores."""
     prefill_threshold: int = field(default=256, metadata=STARTER)
     """Prompts go to prefill_cores if a decode core lacks at least this many of their tokens."""
     data_parallel_backend: DataParallelBackend = field(default="mp", metadata=STARTER)

@@ -16,7 +16,7 @@ from engine.messages.adapters import AdapterInfo, LoRARequest
 
 POLL_SECONDS = 0.003  # between two looks at an adapter that is being read
 CALL_PREFIX = "Call to {} method failed: "  # before the reason, in errors of utilities
-FEW_BYTES = 4096  # of a call beside the files of an adapter
+FEW_BYTES = 4096  # of a call, without the files of an adapter
 
 
 class AdapterLoad:

@@ -137,6 +137,10 @@ class KVManager:
         """The most blocks that a request of ``num_tokens`` tokens holds at any time."""
         return sum(group.bound(self._entries(num_tokens)) for group in self.groups)
 
+    def whole_blocks_for(self, num_tokens: int) -> int:
+        """The blocks for all of ``num_tokens`` tokens at once, even outside sliding windows."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
     def held(self, req: KVRequest, group: int = 0) -> list[int]:
         """The request's block table in one group; entries outside a sliding window are 0."""
         return allocation.tables[group] if (allocation := self._found(req)) else []

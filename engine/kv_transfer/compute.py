@@ -174,13 +174,12 @@ class TierCopies(Feature):
     def counts(self) -> dict[str, int]:
         """Counters of all stores; a key is ``store.counter``."""
         counted = {"blocks_skipped": self._num_skipped} if self._num_skipped else {}
-        for thread in self._threads:
-            for name, count in thread.counters().items():
-                key = f"{thread.name}.{name}"
-                counted[key] = counted.get(key, 0) + count
+        found = [(thread.name, thread.counters()) for thread in self._threads]
         for helper in chain.from_iterable(self._helpers):
-            for name, count in dict(helper.counts).items():  # its thread may add some
-                key = f"{helper.name}.{name}"
+            found.append((helper.name, dict(helper.counts)))  # its thread may add some
+        for store, counts in found:
+            for name, count in counts.items():
+                key = f"{store}.{name}"
                 counted[key] = counted.get(key, 0) + count
         return counted
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.config.cache import PEERS
-from engine.kv_transfer.peers.options import PeerOptions, address_of, as_ip, is_port
+from engine.kv_transfer.peers.options import PeerOptions, as_ip, is_port, peer_address
 
 FOREIGN = ("do_remote_", "remote_", "transfer_id", "tp_size")
 """How the names of such parameters begin. Those that are not used here are accepted."""
@@ -132,7 +132,7 @@ class RemotePrefill:
         if params.source is None or self._announced.get(arrival, "") == adapter:
             return
         self._announced[arrival] = adapter
-        self._announce(address_of(*params.source), keys())
+        self._announce(peer_address(*params.source), keys())
 
     def end(self, arrival: int) -> None:
         """Forget a request."""

@@ -222,7 +222,7 @@ class Tiers(Resource):
         if step.short and req.arrival in self._held and not kv.missing(req, req.num_tokens):
             # Running requests lack blocks, and what is held for this one can soon be theirs.
             return Fit(0, Cause.BLOCKS, OnRefuse.CLOSE)
-        if -(-req.num_tokens // kv.block_size) * kv.num_groups > kv.num_usable:
+        if kv.whole_blocks_for(req.num_tokens) > kv.num_usable:
             return Fit(num_tokens)  # it has no room at once, but in chunks that leave their windows
         wanted = self._wanted(req)
         if wanted is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -102,19 +102,11 @@ class Checkpoint:
         if part.columns is None:
             self.read(part.name, part.start, out)
             return
-        width, mine = part.shape[-1], part.columns
-        rows = out.view(part.num_rows, len(mine))
-        if self._has_segments(part):
-            for index, row in enumerate(rows):
-                self.read(part.name, part.start + index * width + mine.start, row)
-            return
-        # A disk reads whole pages, so short segments are cut from rows that are read whole.
-        at_once = max(1, STAGING_BYTES // (width * out.element_size()))
-        for first in range(0, len(rows), at_once):
-            piece = rows[first : first + at_once]
-            staged = out.new_empty((len(piece), width))
-            self.read(part.name, part.start + first * width, staged)
-            piece.copy_(staged[:, mine.start : mine.stop])
+        rows = Rows(out.view(part.num_rows, -1), part.shape[-1], part.columns)
+        rows.fill(
+            lambda first, piece: self.read(part.name, part.start + first, piece),
+            in_segments=self._has_segments(part),
+        )
 
     def _has_segments(self, part: TargetPart) -> bool:
         """True if the columns of a part are read alone, row by row."""
@@ -199,23 +191,40 @@ class Checkpoint:
     ) -> None:
         """Fill ``out`` [rows, bytes] uint8 with a range of the bytes of each row of a file's part,
         whose rows have ``row_bytes``; ``offset``: of the first row."""
-        if len(mine) >= LEAST_SEGMENT:
-            for index, row in enumerate(out):
-                self._fill(file, offset + index * row_bytes + mine.start, row)
-            return
-        # A disk reads whole pages, so short segments are cut from rows that are read whole.
-        at_once = max(1, STAGING_BYTES // row_bytes)
-        for first in range(0, len(out), at_once):
-            piece = out[first : first + at_once]
-            staged = torch.empty((len(piece), row_bytes), dtype=torch.uint8)
-            self._fill(file, offset + first * row_bytes, staged)
-            piece.copy_(staged[:, mine.start : mine.stop])
+        Rows(out, row_bytes, mine).fill(
+            lambda first, piece: self._fill(file, offset + first, piece),
+            in_segments=len(mine) >= LEAST_SEGMENT,
+        )
 
     def _fill(self, file: Path, offset: int, out: torch.Tensor) -> None:
         try:
             self._files.fill(file, offset, out.view(-1).view(torch.uint8).numpy())
         except EOFError as error:
             raise damaged(file, "it ended while it was read") from error
+
+
+class Rows(NamedTuple):
+    """Rows whose columns are to be filled with those of a stored matrix."""
+
+    out: torch.Tensor  # [rows, columns]
+    width: int  # columns that a row has where it is stored
+    columns: range
+
+    def fill(self, read: Callable[[int, torch.Tensor], None], *, in_segments: bool) -> None:
+        """read: fills a tensor with stored numbers from this one on. in_segments: whether it reads
+        only these columns, row by row. A disk reads whole pages, so that short segments are rather
+        cut from whole rows."""
+        first, last = self.columns.start, self.columns.stop
+        if in_segments:
+            for index, row in enumerate(self.out):
+                read(index * self.width + first, row)
+            return
+        at_once = max(1, STAGING_BYTES // (self.width * self.out.element_size()))
+        for begin in range(0, len(self.out), at_once):
+            piece = self.out[begin : begin + at_once]
+            whole = piece.new_empty((len(piece), self.width))
+            read(begin * self.width, whole)
+            piece.copy_(whole[:, first:last])
 
 
 def find_files(root: Path) -> list[Path]:

@@ -60,8 +60,12 @@ class Vocabulary:
         """Columns of tokens; -1 for those that are elsewhere."""
         return tokens
 
+    def here(self, tokens: NDArray[T]) -> NDArray[T]:
+        """Columns of those tokens whose logits are here."""
+        return tokens
+
     def device_places(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same on the device."""
+        """``places`` on the device."""
         return tokens
 
     def words(self, words: torch.Tensor) -> torch.Tensor:
@@ -138,6 +142,10 @@ class PartOfVocabulary(Vocabulary):
     def places(self, tokens: NDArray[T]) -> NDArray[T]:
         is_here = (tokens >= self.mine.start) & (tokens < self.mine.stop)
         return np.where(is_here, tokens - self.mine.start, -1).astype(tokens.dtype)
+
+    def here(self, tokens: NDArray[T]) -> NDArray[T]:
+        places = self.places(tokens)
+        return places[places >= 0]
 
     def device_places(self, tokens: torch.Tensor) -> torch.Tensor:
         is_here = (tokens >= self.mine.start) & (tokens < self.mine.stop)

@@ -137,7 +137,7 @@ class Sampler:
         if spec.penalties is not None:
             known = np.array(seq.token_ids, dtype=np.int32)
             counted = (known[: seq.num_prompt], known[seq.num_prompt :])
-            self._penalties.add(slot, spec.penalties, *map(self._here, counted))
+            self._penalties.add(slot, spec.penalties, *map(self.vocabulary.here, counted))
         named = [NamedProcessor(factory, seq) for factory in self._factories]
         if processors := [processor for processor in named if processor.is_wanted]:
             self._processors[slot] = processors
@@ -254,11 +254,6 @@ class Sampler:
 
     # -- helpers
 
-    def _here(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Columns of those tokens whose logits are here."""
-        places = self.vocabulary.places(tokens)
-        return places[places >= 0]
-
     def _copy_raw(self, logits: torch.Tensor, slots: list[int]) -> list[RawRows]:
         if not self._num_logprobs:
             return []
@@ -301,11 +296,7 @@ class Sampler:
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
         if not bad:
             return {}
-        whole = self.vocabulary.whole(logits[bad])
-        return {
-            row: why_unsound(int(draws.positions[row]), flaw(of_row))
-            for row, of_row in zip(bad, whole, strict=True)
-        }
+        return _errors_of(self.vocabulary.whole(logits[bad]), draws, bad)
 
     def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
         failed = [row for row in np.flatnonzero(drawn == -1).tolist() if draws.slots[row] >= 0]
@@ -317,9 +308,7 @@ class Sampler:
             as_given = [row for row in silent if drawing.masks.of_row[row] >= 0]
             sound = on_slots.are_sound(logits, torch.tensor(as_given, dtype=torch.int64))
             unsound = [row for row, is_sound in zip(as_given, sound, strict=True) if not is_sound]
-            for row in unsound:
-                position = int(draws.positions[row])
-                drawing.errors[row] = why_unsound(position, flaw(logits[row]))
+            drawing.errors.update(_errors_of(logits[unsound], draws, unsound))
             on_slots.apply_bitmask(logits, drawing.masks.words, self._upload(drawing.masks.of_row))
         for row in silent:
             if row in drawing.errors:
@@ -334,7 +323,15 @@ class Sampler:
                     f"{flaw(logits[row])}"
                 )
             else:
-                drawing.errors[row] = why_unsound(position, flaw(logits[row]))
+                drawing.errors.update(_errors_of(logits[[row]], draws, [row]))
+
+
+def _errors_of(logits: torch.Tensor, draws: Draws, rows: list[int]) -> dict[int, str]:
+    """The error text of each of these rows, whose logits [rows, V] are invalid."""
+    return {
+        row: why_unsound(int(draws.positions[row]), flaw(of_row))
+        for row, of_row in zip(rows, logits, strict=True)
+    }
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:

@@ -142,7 +142,7 @@ class PooledStep(NamedTuple):
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
     def placed(self, first: int) -> PooledStep:
-        """The same rows, from plan row ``first`` on."""
+        """A copy whose rows begin at plan row ``first``."""
         return self._replace(first=first)
 
     def read(self, result: StepResult) -> tuple[Column, Column]:

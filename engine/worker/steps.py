@@ -314,7 +314,7 @@ class FailedStep(NamedTuple):
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
     def placed(self, first: int) -> FailedStep:
-        """The same failure of plan row ``first``."""
+        """This failure, as that of plan row ``first``."""
         return self._replace(first=first)
 
     def read(self, result: StepResult) -> tuple[Column, Column]:
@@ -338,7 +338,7 @@ class PendingStep(NamedTuple):
     tokens: Column | None = None  # the sampled tokens, if they are on the host already
 
     def placed(self, first: int) -> PendingStep:
-        """The same rows, from plan row ``first`` on."""
+        """A copy whose rows begin at plan row ``first``."""
         return self._replace(first=first)
 
     def read(self, result: StepResult) -> tuple[Column, Column]:
@@ -378,7 +378,7 @@ class StepPart(Protocol):
     def prompt_logprobs(self) -> PromptLogprobs: ...
 
     def placed(self, first: int) -> StepPart:
-        """The same rows, from plan row ``first`` on."""
+        """A copy whose rows begin at plan row ``first``."""
         ...
 
     def read(self, result: StepResult) -> tuple[Column, Column]:

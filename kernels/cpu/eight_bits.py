@@ -1,6 +1,6 @@
 """Converts KV cache rows of 8-bit numbers. A row is the key or the value of one token in one head.
 
-Two formats, told apart by the bytes of a row of D numbers:
+Two formats, distinguished by the bytes of a row of D numbers:
 
     integers   D int8, then their scale as float32: D + 4 bytes. A number is code * scale.
     floats     D float8_e4m3fn: D bytes. A number is code * factor, a factor of its layer and head.

@@ -33,7 +33,7 @@ from policylab.sim.engine import Engine, scheduler_config
 from policylab.sim.job import Job
 from policylab.sim.kv_groups import KVPeaks
 from policylab.sim.records import Seen, totals_of
-from policylab.sim.tiers import Link, SimulatedTiers
+from policylab.sim.tiers import LinkedShelf, SimulatedTiers
 from policylab.sim.workloads import Workload
 from policylab.verify.reached import Message, ReachedCore
 
@@ -72,7 +72,7 @@ class ApartRun:
         self._max_tokens = workload.max_output
         self._max_model_len = config.max_model_len
         self._tells_length = engine.length_predictor == "oracle"
-        num_prefill, link = engine.prefill_cores, Link(engine.kv_link)
+        num_prefill, link = engine.prefill_cores, LinkedShelf(engine.kv_link)
         self.link = link
         cores = []
         for place in range(engine.num_cores):

@@ -121,7 +121,7 @@ class Shelf:
         return self._free_at, seconds
 
 
-class Link(Shelf):
+class LinkedShelf(Shelf):
     """What prefill cores have stored, and the link over which it is loaded. The latency of a
     transfer does not delay the next one."""
 
@@ -145,7 +145,7 @@ class SimulatedTiers:
         self,
         tiers: Sequence[Tier],
         clock: Callable[[], float],
-        link: Link | None = None,
+        link: LinkedShelf | None = None,
         *,
         fills_link: bool = False,
     ) -> None:

@@ -64,7 +64,7 @@ def _meaning(path: str, body: bytes) -> Any:
 
 @pytest.mark.parametrize("path", CREATE)
 def test_null_is_absence(path: str) -> None:
-    """Of every optional parameter of the clients' packages, however deep."""
+    """Parameters: all optional ones of the clients' packages, at any depth."""
     tried = list(nulls_of(path))
     wrong = [each for each in tried if meaning(path, each.null) != meaning(path, each.absent)]
     assert not wrong

@@ -272,7 +272,7 @@ def test_no_policy_is_a_mistake() -> None:
 
 
 def called_different(number: int, num_seeds: int, num_requests: int) -> int:
-    """Of so many comparisons of fcfs with itself, on other requests: those that call it so."""
+    """How many of ``number`` comparisons of fcfs with itself report a difference."""
     workload = find_workload(f"log-uniform(num_requests={num_requests},output_tokens=(4,64))")
     found = 0
     for place in range(number):

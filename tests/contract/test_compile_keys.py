@@ -216,7 +216,7 @@ QUANTIZED = {
 
 @pytest.mark.parametrize("kind", quickly(("gptq",), ("int8", "fp8", "awq")))
 def test_quantised_weights(kind: str, keys: Keys, tmp_path: Path) -> None:
-    """Of numbers of rows on both sides of where a product takes another way."""
+    """Numbers of rows lie on both sides of the limits between kernels."""
     write, stated = QUANTIZED[kind]
     sizes = {**grouped(4), "intermediate_size": 256}
     options = {"max_num_batched_tokens": 2048, "dtype": "float16"}

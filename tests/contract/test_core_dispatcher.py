@@ -227,7 +227,7 @@ def test_an_id_is_refused_until_the_core_has_told_its_end(
 
 
 def test_who_says_hello_again_starts_anew(core: HostedCore, member: RawClient) -> None:
-    """As does who vanished and came back with the same routing id."""
+    """A client that reconnects with the same routing id starts anew, too."""
     member.send(Call(0, "pause"))
     member.send(Submit(1, [make_request("a", [1], 9)]))
     assert member.receive() == Answer(0) and is_submitted(member, 1)

@@ -83,7 +83,7 @@ BITS = ("test_cpu_attention_bits.py",)  # compiles attention for each way to mul
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.slow  # each compiles all kernels anew
 def test_each_level_computes_the_same(level: str, names: tuple[str, ...], chosen: str) -> None:
-    """Those cases of the kernels' tests that are marked for it."""
+    """The cases of the kernels' tests that are marked for this level."""
     if level == isa.LEVEL:
         pytest.skip(f"{level} is what this process uses: its cases have run beside this one")
     if level not in isa.available():
@@ -108,7 +108,7 @@ def test_each_level_computes_the_same(level: str, names: tuple[str, ...], chosen
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
-    """Of each level, known or not: the one that was taken, and what is said of it."""
+    """For each level, known or not: the level that is used, and the message about it."""
     done = run("-c", CHOICES, *isa.LEVELS, "avx1024", level=None)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split("|") for line in done.stdout.splitlines()]

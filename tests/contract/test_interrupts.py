@@ -146,7 +146,7 @@ MOMENTS = {
 
 
 def names(chosen: Iterable[str], often: Iterable[str]) -> list[Any]:
-    """Those that are not chosen are for the long form."""
+    """Parameters of a test: only the long form of the tests runs those that are not chosen."""
     slow = pytest.mark.slow
     return [pytest.param(each, marks=() if each in often else slow) for each in chosen]
 

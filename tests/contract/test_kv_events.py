@@ -230,7 +230,7 @@ def test_a_late_listener_asks_for_what_it_missed(publisher, subscriber):
 
 
 def test_a_gap_is_seen_and_filled(publisher, subscriber):
-    """As for what was sent before anyone listened."""
+    """Events that were sent before the subscriber connected can be requested, too."""
     for number in range(3):
         publisher.publish(batch(number))
     late = KVEventSubscriber(publisher.endpoint)

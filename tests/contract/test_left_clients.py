@@ -75,7 +75,7 @@ def test_a_forked_copy_of_a_client_says_that_it_is_one() -> None:
 
 
 def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
-    """As the thread of a server is with every request that comes in."""
+    """Each request that arrives wakes the thread of a server."""
     client = spawn_client(FakeBuild(hang_at=2), core_hang_timeout=1.0)
     client.add(make_request("a", [1], 20))
     is_over = threading.Event()

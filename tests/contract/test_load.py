@@ -91,7 +91,7 @@ def test_no_policy_serves_more_than_the_demand_allows() -> None:
 
 
 def test_demand_adds_up() -> None:
-    """Of the same requests twice it is twice as much; one alone needs no more than it takes."""
+    """Two copies of the same requests demand twice as much; one request, no more than it takes."""
     done = run("fcfs", find_workload(SHORT), SMALL, rate=5.0)
     work = work_of(done.requests, done.head)
     assert work is not None

@@ -287,7 +287,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
 def test_the_list_of_policies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that ship, then those installed; a loop of one's own is none, a broken one says why."""
+    """Shipped policies come first, then installed ones. A broken one says why."""
     installed(
         monkeypatch, mine=f"{__name__}:Falls", loop="engine.sched:Scheduler", gone="no.where:A"
     )

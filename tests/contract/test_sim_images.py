@@ -68,7 +68,7 @@ def test_equal_charts_give_equal_files(simulated: Run, tmp_path: Path) -> None:
 
 
 def test_any_text_is_drawn(simulated: Run, tmp_path: Path) -> None:
-    """Of letters that the font lacks there are boxes; nothing fails."""
+    """Letters that the font lacks are drawn as boxes."""
     [chart, *_] = charts_of([simulated])
     odd = replace(chart, key="odd", title='Я <&"\x00\udc80 猫', y_label="€ ≤ − 猫")
     assert write_plots(tmp_path, [odd]) == []

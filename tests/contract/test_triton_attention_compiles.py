@@ -88,7 +88,7 @@ def test_write_compiles(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [16, 4096])
 def test_write_of_a_later_group_compiles(num_tokens: int) -> None:
-    """Of layers with other sizes than those of the first."""
+    """Layers of this group have other sizes than those of the first."""
     check(shipped.write("bf16", 192, "none", "halves", num_tokens, is_later=True), FIRST)
 
 

@@ -105,7 +105,7 @@ class Taps(Feature):
 @modes
 @pytest.mark.parametrize("layers", [(1,), (0, 2), (2,)])
 def test_a_feature_reads_the_outputs_of_layers_and_what_was_drawn(sizes, layers, directory):
-    """Of all tokens, and the answers are what they were."""
+    """It reads those of all tokens, and the outputs do not change."""
     model, taps = load(directory), Taps(layers)
     plain = answers(run_of(model), [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)])
     run = run_of(model, [taps], sizes=sizes)

@@ -22,7 +22,7 @@ KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
 def greedy(**options: Any) -> SamplingParams:
-    """Of a length that does not hang on what the model says."""
+    """Greedy sampling of a fixed length, whatever the model writes."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **options})
 
 

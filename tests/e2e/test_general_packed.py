@@ -211,7 +211,7 @@ def test_matrices_of_gguf_files_stay_packed(
 def test_matrices_of_directories_stay_packed(
     directories: dict[str, Written], dtype: torch.dtype
 ) -> None:
-    """Of all matrices, only the routers, the embedding and the output layer are not quantised."""
+    """Only the routers, the embedding and the output layer are not quantised."""
     made = directories["olmoe-w4a16"]
     kept = sum(
         each.numel()

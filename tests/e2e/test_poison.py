@@ -62,7 +62,7 @@ class Poisoner:
         self._socket.send(msgspec.msgpack.encode(["submit", 1, [request]]))
 
     def became(self) -> str | None:
-        """Of the last that was sent; ``None`` if that is not known yet."""
+        """The outcome of the last one that was sent; ``None`` if it is not known yet."""
         match self._next(0.0):
             case Fault():
                 return "fault"

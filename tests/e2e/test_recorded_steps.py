@@ -37,7 +37,7 @@ def scores(engine: LLMEngine, requests: list[tuple[list[int], int]]) -> list[lis
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, int]]:
-    """Of each step that is replayed: rows, tokens and sequences."""
+    """Rows, tokens and sequences of each step that is replayed."""
     found, launch = set(), Recording.launch
 
     def seen(self: Recording, meta: AttentionMeta) -> None:
@@ -176,7 +176,7 @@ def test_invalid_logits_of_replayed_steps_are_explained(tmp_path: Path, temperat
 def test_steps_with_drafts_are_replayed_too(
     tmp_path: Path, name: str, sizes: set[tuple[int, int, int]], seed: int
 ) -> None:
-    """Of one request and of several, some of which have drafts, whatever steps take."""
+    """Steps have one request or several, of which some have drafts."""
     draw = random.Random(seed)
     path = str(make_tiny_model(name, tmp_path, torch.bfloat16))
     phrase = [draw.randrange(3, VOCAB) for _ in range(4)]

@@ -153,7 +153,7 @@ def test_several_answers_with_their_tokens(scripted: Scripted) -> None:
 
 
 def test_special_tokens_are_left_out_or_not(scripted: Scripted) -> None:
-    """Those that are no markers of the family."""
+    """Special tokens that are no markers of the family."""
     scripted.write("a<|im_start|>b")
     for skips, content in ((True, "ab"), (False, "a<|im_start|>b")):
         answer = json.loads(scripted.ask("chat", skip_special_tokens=skips))

@@ -56,7 +56,7 @@ def claude(server: Served) -> Any:
 
 
 def check(arguments: Any) -> None:
-    """That they follow the schema."""
+    """Assert that they follow the schema."""
     assert arguments.keys() == {"city", "days"}
     assert arguments["city"] in ("Rome", "Paris") and 1 <= arguments["days"] <= 9
 

@@ -61,7 +61,7 @@ def test_an_echo_is_the_prompt_and_the_text(server: Served, client: Any) -> None
 
 
 def test_an_echo_alone_scores_a_prompt(client: Any) -> None:
-    """As evaluations do: log-probabilities of every prompt, and no text."""
+    """Evaluations need the log-probabilities of each prompt, and no text."""
     prompts = [PROMPT, "x = [1, 2]", PROMPT]
     answer = client.completions.create(
         model=MODEL, prompt=prompts, max_tokens=0, echo=True, logprobs=1

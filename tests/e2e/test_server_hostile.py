@@ -109,7 +109,7 @@ def test_what_stands_behind_a_request_is_no_part_of_its_answer(server: Served) -
 
 
 def test_an_offer_of_http_2_is_declined(server: Served) -> None:
-    """As Java's client makes it with every request: the body is read all the same."""
+    """Java's client offers it with every request; the body is read nevertheless."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
     said = say(
         server.port,

@@ -32,7 +32,7 @@ def ask(
 
 
 def preflight(server: Served, path: str, origin: str) -> tuple[int, Any, str]:
-    """As a browser asks, without a key."""
+    """Send a browser's preflight request, without a key."""
     return ask(
         server, path, origin, method="OPTIONS",
         Access_Control_Request_Method="POST",

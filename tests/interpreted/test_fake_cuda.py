@@ -46,7 +46,7 @@ MODES = {
 
 
 def asked(num_tokens: int) -> list[SamplingParams]:
-    """Of each prompt: greedy and by chance, edited and penalised, with log-probabilities."""
+    """Parameters of each prompt: greedy and random, with edits, penalties and log-probabilities."""
     common = {"max_tokens": num_tokens, "ignore_eos": True}
     return [
         SamplingParams(temperature=0, **common),

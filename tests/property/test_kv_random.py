@@ -1,4 +1,4 @@
-"""Random calls of the KV manager beside a naive model of it: who holds what, what is cached where.
+"""The KV manager and a naive model of it agree, under random calls, on held and cached blocks.
 
 The model knows blocks by their content (adapter, salt and all tokens up to their end) and finds
 hits by comparing whole beginnings, without hashes.

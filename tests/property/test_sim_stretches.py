@@ -32,7 +32,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def first_seed() -> int:
-    """Of today's cases."""
+    """The first seed of today's cases."""
     chosen = os.environ.get("METRONOME_SEED")
     offset = int(chosen) if chosen else SEEDS_A_DAY * datetime.now(UTC).toordinal()
     print(f"seeds from {offset} on (METRONOME_SEED={offset} repeats this run)")

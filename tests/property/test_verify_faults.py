@@ -63,7 +63,7 @@ NAMED = {
     "Forgets": "runs no request|starves",
 }
 SHORT = ("DoorShut", "StateOfModule", "NestedBooks")
-"""Of those, in every run of the tests."""
+"""Faults that each run of the tests looks for."""
 
 
 @pytest.fixture(autouse=True)

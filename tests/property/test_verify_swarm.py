@@ -42,7 +42,7 @@ def assert_holds(tally: Report) -> None:
 
 
 def first_seed(policy: str) -> int:
-    """Of today's cases of a policy."""
+    """The first seed of today's cases of a policy."""
     chosen = os.environ.get("METRONOME_SEED")
     day = datetime.now(UTC).toordinal() % DAYS
     offset = int(chosen) if chosen else SEEDS_A_DAY * day

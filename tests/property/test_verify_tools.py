@@ -189,7 +189,6 @@ def test_the_check_of_a_policy_that_refuses_everybody_ends() -> None:
 
 @pytest.mark.parametrize("policy", [RefusesLong, RefusesVictim])
 def test_a_refused_victim_was_not_served(policy) -> None:
-    """It was said to be."""
     assert wait_in_overload(policy, {}, 50) == (Outcome.REFUSED, None, 50)
 
 

@@ -57,7 +57,7 @@ def tokenizer_with(*markers: str, special: bool = False) -> Tokenizer:
 
 
 def markers_of(name: str) -> tuple[str, ...]:
-    """Those that a tokenizer of this family has as tokens."""
+    """Markers that are single tokens of this family's tokenizers."""
     family = next(family for family in FAMILIES if family.name == name)
     found = (*family.markers, *(family.thinking or ()))
     return tuple(marker for marker in dict.fromkeys(found) if not marker.endswith("="))

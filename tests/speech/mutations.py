@@ -31,7 +31,7 @@ PARTS = (
 )  # fmt: skip
 MAX_LENGTH = 2000
 HEADERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-"""Of messages: what stands between them is no text."""
+"""Markers of messages; what is between two messages is no text."""
 
 
 @dataclass

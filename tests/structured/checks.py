@@ -53,7 +53,7 @@ class Bench:
         return compilation
 
     def tokenisations(self, text: str) -> Iterable[list[int]]:
-        """As the tokenizer cuts the text, and byte by byte where each byte is a token."""
+        """The text as the tokenizer cuts it, and byte by byte where each byte is a token."""
         yield self.tokenizer.encode(text, add_special_tokens=False)
         data = text.encode()
         if all(byte in self._bytes for byte in data):

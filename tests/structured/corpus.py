@@ -27,7 +27,7 @@ class Entry:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of ``StructuredOutputsParams``."""
+        """Fields of ``StructuredOutputsParams``."""
         if self.whitespace is None:
             return {self.kind: self.asked}
         return {self.kind: self.asked, "whitespace_pattern": self.whitespace}
@@ -72,7 +72,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Those that must work, and then those that must be refused."""
+    """Entries that must work, then those that must be refused."""
     counts: dict[str, int] = {}
 
     def named(group: str, kind: str, asked: Any, **more: str) -> Entry:

@@ -304,7 +304,7 @@ def _ends(schema: dict[str, Any]) -> list[float]:
 
 
 def written(value: Any, rng: Random) -> str:
-    """As JSON, in one of the styles that programs use."""
+    """Format a value as JSON in one of the styles that programs use."""
     styles = [{"separators": (",", ":")}, {}, {}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}]
     text = json.dumps(value, ensure_ascii=False, **rng.choice(styles))
     # Lines that are indented more are a known difference.

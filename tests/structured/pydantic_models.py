@@ -250,7 +250,7 @@ class LimitedDict(BaseModel):
 
 
 class LimitedEnumDict(BaseModel):
-    """As many members as there are names."""
+    """A dict that must have as many members as there are names."""
 
     scores: dict[Literal["a", "b", "c"], int] = Field(min_length=3)
 

@@ -66,7 +66,7 @@ def body_type(path: str) -> Any:
 
 
 def nulls_of(path: str) -> Iterator[Null]:
-    """Of each optional parameter of a path."""
+    """Null values for each optional parameter of a path."""
     for name, absent, null in _nulls(body_type(path), (), ""):
         if name not in (*HEADERS, *NEEDED):
             yield Null(name, _whole(path, absent), _whole(path, null))

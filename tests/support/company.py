@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 
 def differences(company: Company) -> Iterator[tuple[int, list[str]]]:
-    """Of each round, how many texts were compared, and what differed from the answers alone."""
+    """For each round: the number of compared texts, and how they differ from the answers alone."""
     rng = random.Random(company.seed)
     lengthen(company.path)
     left = company.num_texts

@@ -357,7 +357,7 @@ class FakeCuda:
 
 
 class Driver:
-    """As much of Triton's as is asked before kernels are launched, or interpreted."""
+    """The part of Triton's driver that is needed before kernels are launched or interpreted."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -189,7 +189,7 @@ class StarvesUser(FCFS):
 
 
 class StarvesLastUser(FCFS):
-    """Of two users who wait, the one whose name is greater never goes first."""
+    """The waiting user whose name is the greatest never goes first."""
 
     dynamic = True
 

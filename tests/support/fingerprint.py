@@ -23,7 +23,7 @@ Answers = dict[str, list[tuple[int, str]]]
 
 
 def prompts(vocab: int) -> list[list[int]]:
-    """Of several lengths, two with the same beginning."""
+    """Prompts of several lengths, two with the same beginning."""
     rng = random.Random(11)
     made = [rng.choices(range(3, vocab), k=length) for length in LENGTHS]
     made[4][:32] = made[3][:32]

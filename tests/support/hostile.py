@@ -1,4 +1,4 @@
-"""Those who say anything to a core: damaged messages, out of turn, and bytes that are none."""
+"""Hostile clients of a core: damaged messages, messages out of turn, and random bytes."""
 
 from __future__ import annotations
 

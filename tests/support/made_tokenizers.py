@@ -26,7 +26,7 @@ TEXT = [
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: bytes shown as letters; a space belongs to the word behind it."""
+    """Like GPT-2, Llama 3 and Qwen: bytes shown as letters; a space belongs to the next word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2 and Mistral: a mark for the space, bytes as tokens of their own where needed."""
+    """Like Llama 2 and Mistral: a mark for the space, and tokens of single bytes where needed."""
     tokenizer = _with_byte_fallback()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
@@ -57,7 +57,7 @@ def metaspace() -> Tokenizer:
 
 
 def replaced_spaces() -> Tokenizer:
-    """As Gemma: spaces replaced in the text itself, nothing put in front."""
+    """Like Gemma: spaces are replaced in the text, without a prefix."""
     tokenizer = _with_byte_fallback()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(

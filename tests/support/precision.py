@@ -25,7 +25,7 @@ Logits = Mapping[str, torch.Tensor]  # of each text, [tokens - 1, V]
 
 
 class Figures(NamedTuple):
-    """Of one source of logits, over all its positions."""
+    """Figures of one source of logits over all positions."""
 
     kl: float
     """Mean of KL(float32 || it), nats."""
@@ -78,8 +78,8 @@ class Distance:
 
 
 def quantile_of_bins(bins: np.ndarray, counts: np.ndarray, share: float) -> float:
-    """Of values that lie in these bins, counted; within a bin, which is 0.8 % wide at most, they
-    are taken to lie evenly."""
+    """A quantile of values that are counted in bins. In a bin, at most 0.8 % wide, they are
+    taken to be evenly distributed."""
     below = counts.cumsum()
     rank = share * below[-1]
     place = int(np.searchsorted(below, rank))
@@ -142,7 +142,7 @@ def ratios_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def compare(way: str, ours: Distance, theirs: Distance, num_preemptions: int = 0) -> Ratio:
-    """Of the same positions of the same texts."""
+    """The ratio of two distances at the same positions of the same texts."""
     names = sorted(ours.count)
     each = np.full(len(names), 1 / len(names))
     times = np.random.default_rng(1).multinomial(len(names), each, NUM_DRAWS)
@@ -164,7 +164,7 @@ def random_texts(seed: int, num: int, size: int, vocab: int) -> dict[str, list[i
 
 
 def transformers_logits(path: Path, dtype: torch.dtype, texts: Texts) -> Iterator[torch.Tensor]:
-    """Of each text [tokens - 1, V] in ``dtype``, in which the model computes the whole text."""
+    """Logits [tokens - 1, V] of each text; the model computes whole texts in ``dtype``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     for text in texts.values():
         with torch.inference_mode():

@@ -51,7 +51,7 @@ class FakeBuild:
     fail_start: str = ""
     """What building it raises."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the scheduler."""
+    """Options of the scheduler."""
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
@@ -143,7 +143,7 @@ class NotesLog(FakeBuild):
 
 @dataclass(frozen=True)
 class FirstFails(FakeBuild):
-    """Of those that share a file the first cannot be built, and the others never are."""
+    """The first of the cores that share a file cannot be built; the others are not built."""
 
     mark: str = ""
 

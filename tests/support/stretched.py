@@ -59,7 +59,7 @@ class StretchCase:
     is_uneven: bool = False
 
     def cost(self) -> Cost:
-        """Of this run."""
+        """The cost of this run."""
         return Uneven(self.seed) if self.is_uneven else StepCost()
 
 

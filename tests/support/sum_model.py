@@ -16,7 +16,7 @@ from support.simulate import Run, make_scheduler
 VOCAB, BLOCK, LONGEST = 50, 4, 64
 POISON, NAN = 40, 41
 CPU, EAGER, GRAPHS, FEW = None, (), (1, 2, 4, 16), (3,)
-"""Of recorded steps, their sizes; or the CPU for itself."""
+"""Ways to run steps: on the CPU, or the sizes of recorded steps."""
 
 
 class SumModel:

@@ -220,7 +220,7 @@ async def test_of_two_that_come_with_one_id_the_first_is_served(gate: threading.
 async def test_a_death_is_logged_once_with_its_cause_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As the server, which then ends, takes it; also of a core in the same process."""
+    """The server uses this report to end; a core in the same process reports, too."""
     fake = FakeClient(counting)
     fake.dies_at = 2
     async_engine = new_engine(fake)

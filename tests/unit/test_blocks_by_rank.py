@@ -103,7 +103,7 @@ class Guesses(Resource):
 
 
 def test_drafts_take_no_block_that_another_request_needs():
-    """They took one before the others were asked, who then had to evict somebody."""
+    """If drafts came first, a request that needs a block would preempt another one."""
     run = make_run(num_blocks=5, caching=False, resources=[Guesses()])
     run.num_drafts = 3
     run.add(make_request("a", [1] * 15, 6))

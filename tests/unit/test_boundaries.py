@@ -56,7 +56,7 @@ def test_a_hook_that_does_not_tell_what_it_takes_is_tried():
 
 
 def test_deadlines_at_one_moment_are_met_at_that_moment():
-    """Of one request and of several; who came first is told first."""
+    """One request or several may have the deadline; the earliest is reported first."""
     now = [0.0]
     run = make_run(max_num_seqs=1, clock=lambda: now[0])
     run.add(make_request("runs", [1] * 4, 90))

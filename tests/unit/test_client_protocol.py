@@ -42,7 +42,7 @@ def test_unfinished_are_those_that_were_taken_until_their_end_is_read() -> None:
 
 
 def test_what_was_never_sent_is_not_waited_for() -> None:
-    """An interrupt came before; the answer to what was asked later tells."""
+    """The answer to a later call shows that an interrupt came before the first was sent."""
     link = ClientProtocol()
     link.submit([request("a")])
     (later,), _ = link.submit([request("a")])
@@ -74,8 +74,8 @@ def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
     assert link.stats == stats and link.request_stats() is not None
 
 
-def test_a_question_for_statistics_that_was_never_sent_is_asked_again() -> None:
-    """An interrupt came before; the answer to what was asked later tells."""
+def test_statistics_are_requested_again_if_the_request_was_never_sent() -> None:
+    """The answer to a later call shows that an interrupt came before the first was sent."""
     link = ClientProtocol()
     assert link.request_stats() is not None
     number, _ = link.call("echo", (None,))

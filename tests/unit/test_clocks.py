@@ -144,8 +144,8 @@ def test_times_of_a_long_stream_are_in_order_and_never_in_the_future(turn: int, 
     assert events == sorted(events) and asked - 1e-6 <= events[0] <= events[-1] <= times[-1]
 
 
-def test_clocks_a_moment_apart_are_told_apart_once_an_exchange_is_quick_enough() -> None:
-    """Of machines that were started together; until then the difference is within the doubt."""
+def test_a_small_difference_of_clocks_is_seen_once_an_exchange_is_quick_enough() -> None:
+    """Until then the difference is smaller than the time of an exchange."""
     offset = ClockOffset()
     offset.measure(10.0, 10.4, 10.5)
     assert offset.seconds == 0.0

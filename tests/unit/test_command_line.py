@@ -77,7 +77,7 @@ def options_of(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_every_slip_of_one_letter_is_seen_through(command: str) -> None:
-    """Of each option a letter is left out or doubled."""
+    """A letter of each option is left out or doubled."""
     known = [name for name in options_of(command) if len(name) > 8]
     for name in known:
         middle = len(name) // 2

@@ -45,7 +45,7 @@ class StreamBackend(RustBackend):
 
 
 def metaspace_decoder() -> RustTokenizer:
-    """As T5: the decoder knows the mark, and drops it from the first token."""
+    """A tokenizer like T5's: the decoder knows the mark, and drops it from the first token."""
     tokenizer = made.replaced_spaces()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
@@ -174,7 +174,7 @@ def test_pieces_are_those_of_the_library_stream(
 
 
 def test_texts_that_depend_on_neighbours_are_not_joined() -> None:
-    """Of decoders that put or drop spaces between tokens, or that we do not know."""
+    """Decoders that add or drop spaces between tokens, and unknown ones."""
     strip = decoders.Strip(content=" ", left=2, right=0)
     unsure = [
         None,

@@ -21,7 +21,7 @@ numbers = count()  # each device is asked once
 
 
 def arch_on(monkeypatch: pytest.MonkeyPatch, target: GPUTarget, max_shared: int) -> str:
-    """Of a tensor on a made-up device."""
+    """The architecture of a tensor on a made-up device."""
     driver = SimpleNamespace(
         get_current_target=lambda: target,
         utils=SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": max_shared}),

@@ -125,7 +125,7 @@ async def test_a_request_has_arrived_when_it_was_asked_not_when_it_is_tokenised(
 
 
 async def test_a_million_characters_hold_up_no_other_task() -> None:
-    """Of a real tokenizer, to the end of which the loop would not come back once."""
+    """A real tokenizer would block the event loop from the first character to the last."""
     engine = AsyncLLMEngine(session_with(RustBackend(made.byte_level()), max_model_len=1 << 21))
     task = asyncio.create_task(collect(engine, "several words " * 72_000, "long"))
     num_turns = 0

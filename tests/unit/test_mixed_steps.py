@@ -32,7 +32,7 @@ def beside_a_decode(lengths: Sequence[int], **options: Any) -> Run:
 
 
 def prompts_of(run: Run, num_steps: int) -> list[dict[str, int]]:
-    """Of the next steps: whose prompts, and how many tokens of each; "old" decodes in all."""
+    """Prompt tokens by request in each of the next steps; "old" are all decodes."""
     first = len(run.plans)
     for _ in range(num_steps):
         run.step()

@@ -50,7 +50,7 @@ async def test_a_dead_core_is_not_healthy() -> None:
 async def test_observers_are_told_of_each_end_in_its_context(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of finished requests, aborted ones, and those whose reader has left; errors end nothing."""
+    """Also of aborted requests, and of those whose reader left. Observers' errors end nothing."""
     told: dict[str, FinishedRequest] = {}
     contexts = {}
 

@@ -121,7 +121,7 @@ def test_a_log_that_breaks_off_anywhere_is_read_up_to_there(tmp_path: Path) -> N
 
 
 def lengths(data: bytes) -> list[int]:
-    """Of the records of a step log, without their eight bytes of length and checksum."""
+    """The lengths of a step log's records, without their eight bytes of length and checksum."""
     place, found = len(b"metronome step log\n"), []
     while place < len(data):
         found.append(int.from_bytes(data[place : place + 4], "little"))

@@ -32,7 +32,7 @@ NUMBERS = (int, float, int | None, float | None)
 
 
 def use(options: Any) -> None:
-    """As an engine does, up to where it loads the model."""
+    """Read options as an engine does before it loads the model."""
     if isinstance(options, EngineArgs):
         config = options.create_config()
         info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})

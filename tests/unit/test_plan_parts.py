@@ -313,20 +313,20 @@ def test_tokens_are_drawn_among_those_that_their_mask_allows(depth: int) -> None
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_core_draws_a_step_when_all_before_it_are_settled(depth: int) -> None:
-    """And launches nothing behind one that waits."""
-    told: list[str] = []
+    """It launches no step after one that waits for results."""
+    done: list[str] = []
 
     class Watching(DigestWorker):
         def launch(self, plan):
-            told.append(f"launch {plan.step}")
+            done.append(f"launch {plan.step}")
             return super().launch(plan)
 
         def sample(self, ticket, masks):
-            told.append(f"draw {ticket.step}")
+            done.append(f"draw {ticket.step}")
             super().sample(ticket, masks)
 
         def collect(self, ticket):
-            told.append(f"collect {ticket.step}")
+            done.append(f"collect {ticket.step}")
             return super().collect(ticket)
 
     scheduler = make_scheduler(resources=[EvenTokens()], num_steps_in_flight=depth)
@@ -335,17 +335,17 @@ def test_a_core_draws_a_step_when_all_before_it_are_settled(depth: int) -> None:
     scheduler.add_request(make_request("b", [4], 4))
     while scheduler.has_unfinished_requests():
         core.step()
-    steps = [line for line in told if line.startswith("launch")]
+    steps = [line for line in done if line.startswith("launch")]
     assert len(steps) >= 4
-    for index, line in enumerate(told):
+    for index, line in enumerate(done):
         kind, step = line.split()
         if kind == "draw":
             before = int(step) - 1
-            assert before == 0 or f"collect {before}" in told[:index]
+            assert before == 0 or f"collect {before}" in done[:index]
         if kind == "launch" and int(step) > 1:
-            assert f"draw {int(step) - 1}" in told[:index]
+            assert f"draw {int(step) - 1}" in done[:index]
     if depth > 1:  # the forward pass of the next step was launched before the last one settled
-        assert told.index("launch 2") < told.index("collect 1")
+        assert done.index("launch 2") < done.index("collect 1")
 
 
 def test_masks_and_drafts_together() -> None:
@@ -377,20 +377,20 @@ def test_a_resource_that_fails_to_give_masks_is_named() -> None:
 # -- a seat
 
 
-def test_a_resource_is_told_who_takes_a_seat_before_it_takes_tokens() -> None:
+def test_a_resource_learns_who_takes_a_seat_before_it_takes_tokens() -> None:
     class Seats(Resource):
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.calls: list[str] = []
 
         def seated(self, req, step):
             assert req.slot >= 0
-            self.told.append(f"seated {req.request_id}")
+            self.calls.append(f"seated {req.request_id}")
 
         def take(self, req, num_tokens, step):
-            self.told.append(f"take {req.request_id}")
+            self.calls.append(f"take {req.request_id}")
 
     seats = Seats()
     run = make_run(resources=[seats], max_num_batched_tokens=8, max_num_seqs=8)
     run.add(AddRequest("a", [1] * 20, SamplingParams(max_tokens=2), 0, 0.0, 2))
     run.drain()
-    assert seats.told == ["seated a", "take a", "take a", "take a", "take a"]
+    assert seats.calls == ["seated a", "take a", "take a", "take a", "take a"]

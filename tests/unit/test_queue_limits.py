@@ -134,7 +134,7 @@ async def test_what_a_reader_has_not_taken_is_counted_until_it_is() -> None:
 
 
 async def test_a_sink_takes_outputs_in_place_of_a_reader_that_waits() -> None:
-    """Those that it does not take wait for the reader, in order."""
+    """Outputs that it does not take wait for the reader, in order."""
     engine = AsyncLLMEngine(fake_session(FakeClient(counting)))
     taken: list[int] = []
 

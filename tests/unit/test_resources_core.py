@@ -157,14 +157,14 @@ def test_alignment_needs_a_budget_that_reaches_a_multiple():
 # -- whom a resource is asked about
 
 
-class Curious(Resource):
-    """Watches whom it was told to, and counts what it is asked about each."""
+class CountsFits(Resource):
+    """Watches the requests in ``watched``, and counts the calls of ``fit`` for each request."""
 
-    name = "curious"
+    name = "counts fits"
 
     def __init__(self):
         self.watched = set()
-        self.num_asked = {}
+        self.num_calls = {}
 
     def attach(self, scheduler):
         self.scheduler = scheduler
@@ -173,22 +173,22 @@ class Curious(Resource):
         return req.request_id in self.watched
 
     def fit(self, req, num_tokens, step):
-        self.num_asked[req.request_id] = self.num_asked.get(req.request_id, 0) + 1
+        self.num_calls[req.request_id] = self.num_calls.get(req.request_id, 0) + 1
         return Fit(num_tokens)
 
 
-def test_a_resource_is_asked_about_whom_it_watches_and_may_change_its_mind():
-    curious = Curious()
-    run = make_feature_run(resources=[curious])
+def test_a_resource_fits_the_requests_that_it_watches_and_may_watch_others_later():
+    counting = CountsFits()
+    run = make_feature_run(resources=[counting])
     add_all(run, [3, 3])
     for _ in range(5):
         run.step()
-    assert curious.num_asked == {"0": 1, "1": 1}, "decodes that nobody watches"
-    curious.watched.add("1")
-    curious.scheduler.watch_again(curious.scheduler.roster.by_id["1"])
+    assert counting.num_calls == {"0": 1, "1": 1}, "decodes of requests that are not watched"
+    counting.watched.add("1")
+    counting.scheduler.watch_again(counting.scheduler.roster.by_id["1"])
     for _ in range(5):
         run.step()
-    assert curious.num_asked == {"0": 1, "1": 6}
+    assert counting.num_calls == {"0": 1, "1": 6}
     run.drain()
     assert run.outputs == {str(index): expected([index + 1] * 3, 16) for index in range(2)}
 

@@ -228,7 +228,7 @@ def test_the_samples_of_one_prompt_differ(seed: int) -> None:
 
 @pytest.mark.parametrize("num", [0, 1, 5, -1])
 def test_logprobs_are_the_models_own(seed: int, num: int) -> None:
-    """Those of log_softmax of the logits as they came: no edit, temperature or truncation."""
+    """They are those of log_softmax, before edits, temperature and truncation."""
     bench = Bench()
     asking = SamplingParams(
         logprobs=num, temperature=0.5, top_k=4, logit_bias={7: 50.0}, presence_penalty=1.0

@@ -15,7 +15,7 @@ from policylab.sim.apart import ApartRun
 from policylab.sim.engine import Engine
 from policylab.sim.figures import recomputed
 from policylab.sim.run import Run, capacity_of, run
-from policylab.sim.tiers import Link, Tier, read_link
+from policylab.sim.tiers import LinkedShelf, Tier, read_link
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import find_workload
 
@@ -30,7 +30,7 @@ APART = replace(ENGINE, prefill_cores=1, decode_cores=1)
 LONG = "log-uniform(prompt_tokens=(900, 1000), output_tokens=(4, 8), num_requests=12)"
 
 
-class WatchedLink(Link):
+class WatchedLink(LinkedShelf):
     """Notes when each transfer uses the link: begin and end in seconds, and blocks."""
 
     def __init__(self, tier: Tier) -> None:
@@ -54,7 +54,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[WatchedLink]:
         made.append(WatchedLink(tier))
         return made[-1]
 
-    monkeypatch.setattr("policylab.sim.apart.Link", make)
+    monkeypatch.setattr("policylab.sim.apart.LinkedShelf", make)
     return made
 
 

@@ -179,7 +179,7 @@ def test_a_queue_grows_or_does_not() -> None:
 
 
 def starved(tag: dict[str, object], number: int) -> Run:
-    """Of 1,000 requests this many never end before all have come."""
+    """A run in which this many of 1,000 requests do not end before all have arrived."""
     rows = []
     for place in range(1000):
         is_last = place % (1000 // number) == 0

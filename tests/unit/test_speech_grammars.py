@@ -52,7 +52,7 @@ def tools(*given: dict[str, Any], choice: Any = None, parallel: bool | None = No
 
 
 def call(calls: Calls, name: str, arguments: dict[str, Any]) -> str:
-    """As a model of the family writes it."""
+    """A call as a model of the family writes it."""
     begin, end = calls.begin.replace("{name}", name), calls.end
     if calls.form == "object":
         body = json.dumps({"name": name, calls.key: arguments})

@@ -158,11 +158,11 @@ def test_the_story_of_a_request_is_told_with_each_start_and_with_its_end():
 
 
 def test_rounds_without_work_are_no_steps():
-    """As a core that is idle, or whose requests all wait, takes them."""
+    """A core steps in this way if it is idle, or if all requests wait."""
     run = make_run(num_blocks=11, block_size=4, resources=[Parks()])
 
     def step():
-        """As a core steps: what is empty is not launched."""
+        """Plan a step, and launch it if it is not empty."""
         if (plan := run.scheduler.schedule()).num_tokens:
             run.scheduler.update_from_output(plan, run.worker.collect(run.worker.launch(plan)))
 

@@ -1,4 +1,4 @@
-"""What a scheduler was told and decided can be replayed, and a change is named where it begins."""
+"""Replaying a step log gives the same decisions; the first that differs is named."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_an_output_that_is_kept_says_what_was_true_of_its_moment() -> None:
 
 
 def test_what_a_core_tells_of_a_sequence_takes_the_place_of_what_it_told_before() -> None:
-    """Of several sequences the sum."""
+    """Figures of several sequences are added."""
     session = fake_session(FakeClient(counting))
     params = SamplingParams(n=2, max_tokens=9)
     submission = session.inputs.process("a", [5], params, {})

@@ -234,8 +234,8 @@ def test_slots_for_drafts_that_nobody_named_are_padded(failing):
     assert run.outputs == {"a": expected(PROMPT, 8), "b": expected(PROMPT[::-1], 20)}
 
 
-class EvictsLate(Scheduler):
-    """Preempts somebody behind its back."""
+class PreemptsGranted(Scheduler):
+    """Preempts a request to which the step grants tokens."""
 
     def schedule(self):
         step = self.begin_step()
@@ -244,9 +244,9 @@ class EvictsLate(Scheduler):
         return self.seal(step)
 
 
-def test_a_loop_that_preempts_whom_it_granted_tokens_is_told():
-    """The plan named a seat that was none, and the worker wrote into another one."""
-    run = make_run(scheduler_cls=EvictsLate)
+def test_a_loop_that_preempts_a_request_with_granted_tokens_fails():
+    """Otherwise the plan would name a seat that is free, and the worker write into another."""
+    run = make_run(scheduler_cls=PreemptsGranted)
     run.add(make_request("a", PROMPT, 8))
     with pytest.raises(AssertionError, match="preempted in the step that grants it tokens"):
         run.scheduler.schedule()

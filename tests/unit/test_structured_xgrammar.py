@@ -222,7 +222,7 @@ def test_a_refusal_of_both_says_both() -> None:
 
 
 def accepts(fields: dict[str, Any], text: str) -> bool:
-    """As every way to spell it says, by masks and by the check of tokens alike."""
+    """Whether a text is accepted, by masks and by the check of tokens, in all its tokenisations."""
     if "backend" not in fields:
         pytest.importorskip("xgrammar")
     compilation = bench().compiled({"backend": "xgrammar", **fields})

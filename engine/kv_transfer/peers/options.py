@@ -58,7 +58,7 @@ class PeerOptions(NamedTuple):
     @property
     def address(self) -> str:
         """Where this engine serves its blocks."""
-        return address_of(self.host, self.port)
+        return peer_address(self.host, self.port)
 
     def allows(self, host: str, port: int) -> bool:
         """True if blocks may be read from there."""
@@ -68,7 +68,7 @@ class PeerOptions(NamedTuple):
         )
 
 
-def address_of(host: str, port: int) -> str:
+def peer_address(host: str, port: int) -> str:
     """The address of a server of blocks."""
     return f"{TCP}{host}:{port}"
 

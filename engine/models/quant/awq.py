@@ -27,7 +27,6 @@ from engine.models.quant.fields import (
     group_axis,
     num_groups,
     size_of_group,
-    unit_of,
 )
 from kernels.quantized import Quantized
 
@@ -61,9 +60,6 @@ class Awq:
             Field(("qzeros",), ((groups, packed),), INTEGERS, axes=(by_group, eights)),
             Field(("scales",), ((groups, outputs),), SCALES, axes=(by_group, OUT)),
         )
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        return unit_of(self.group_size, shape[1])
 
     def weight(
         self,

@@ -33,7 +33,6 @@ from engine.models.quant.fields import (
     group_axis,
     num_groups,
     size_of_group,
-    unit_of,
     unpack_integers,
 )
 from engine.models.quant.fp8 import FLOATS, ONE, block_of
@@ -88,9 +87,6 @@ class Scheme:
             return Axis(0, self.block[0]), Axis(1, self.block[1])
         # Any input may be in any group if they are sorted.
         return OUT, FIXED if self.is_sorted else group_axis(self.group_size, inputs)
-
-    def column_unit(self, shape: tuple[int, int]) -> int:
-        return unit_of(self.group_size if self.block is None else self.block[1], shape[1])
 
     def _scale_shapes(self, module: str, shape: tuple[int, int]) -> tuple[Shape, ...]:
         outputs, inputs = shape
@@ -166,9 +162,6 @@ class CompressedTensors:
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         return self._scheme(module).fields(module, shape)
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        return self._scheme(module).column_unit(shape)
 
     def weight(
         self,

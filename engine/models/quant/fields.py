@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,13 @@ class Field(NamedTuple):
     axes: tuple[Axis, ...] = ()  # of the first shape; of others as many as they have
 
 
+def units(fields: Iterable[Field]) -> tuple[int, int]:
+    """Numbers of adjacent outputs, and inputs, that share a scale or are packed together."""
+    axes = [axis for field in fields for axis in field.axes]
+    outputs, inputs = (lcm(*(axis.per for axis in axes if axis.dim == dim)) for dim in (0, 1))
+    return outputs, inputs
+
+
 class Region(NamedTuple):
     """Some outputs and inputs of a matrix."""
 
@@ -49,12 +56,9 @@ class Region(NamedTuple):
     def around(self, fields: Sequence[Field], shape: tuple[int, int]) -> Region:
         """The smallest region with this one whose numbers are stored in whole entries. shape: of
         the matrix."""
-        units = [1, 1]
-        for axis in (axis for field in fields for axis in field.axes if axis.dim >= 0):
-            units[axis.dim] = lcm(units[axis.dim], axis.per)
         wide = [
             range(part.start // unit * unit, min(-(-part.stop // unit) * unit, size))
-            for part, unit, size in zip(self, units, shape, strict=True)
+            for part, unit, size in zip(self, units(fields), shape, strict=True)
         ]
         return Region(*wide)
 
@@ -82,10 +86,6 @@ class Format(Protocol):
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         """The tensors that store a module's weight of shape [out, in]. Raises ``ModelError`` if the
         format does not allow this shape."""
-        ...
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        """Number of adjacent inputs of a module that share a scale or are packed together."""
         ...
 
     def weight(
@@ -130,14 +130,9 @@ def num_groups(module: str, num_inputs: int, group_size: int) -> int:
 
 
 def group_axis(group_size: int, num_inputs: int) -> Axis:
-    """The axis of groups of inputs; see ``unit_of``."""
+    """The axis of groups of inputs. group_size: of inputs that share a scale; if it is -1 or as
+    many as there are, all do, and each part of them may use it."""
     return FIXED if group_size in (-1, num_inputs) else Axis(1, group_size)
-
-
-def unit_of(group_size: int, num_inputs: int) -> int:
-    """Number of adjacent inputs that must stay together. group_size: of inputs that share a scale,
-    -1 or as many as there are: all do, with one that every part may use."""
-    return 1 if group_size in (-1, num_inputs) else group_size
 
 
 def check_multiple(module: str, what: str, size: int, of: int) -> None:

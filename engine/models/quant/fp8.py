@@ -27,7 +27,6 @@ from engine.models.quant.fields import (
     by_output,
     choose,
     field_of,
-    unit_of,
 )
 from kernels.quantized import Quantized
 
@@ -64,9 +63,6 @@ class Fp8:
                 is_optional=not self.has_input_scale,
             ),
         )
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        return unit_of(self.block[1] if self.block else -1, shape[1])
 
     def weight(
         self,

@@ -31,7 +31,6 @@ from engine.models.quant.fields import (
     field_of,
     group_axis,
     size_of_group,
-    unit_of,
     unpack_integers,
 )
 from kernels.quantized import Quantized
@@ -84,9 +83,6 @@ class Gptq:
             Field(("scales",), ((groups, outputs),), SCALES, axes=(by_group, OUT)),
             Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=is_optional, axes=(IN,)),
         )
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        return unit_of(self.group_size, shape[1])
 
     def weight(
         self,

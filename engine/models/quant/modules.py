@@ -10,7 +10,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import StoredWeight, columns_of
 from engine.models.checkpoint import Checkpoint, StoredTensor
-from engine.models.quant.fields import Field, Format, Region
+from engine.models.quant.fields import Field, Format, Region, units
 from engine.models.targets import TargetPart
 
 # A module is quantised if it has one of these tensors, whatever its config.json lists.
@@ -74,8 +74,8 @@ class QuantizedModules:
         return weight if region.columns == wide.columns else columns_of(weight, own)
 
     def column_unit(self, part: TargetPart) -> int:
-        """Number of adjacent inputs that are stored together."""
-        return self._form.column_unit(module_of(part), matrix_shape(part))
+        """Number of adjacent inputs that share a scale or are packed together."""
+        return units(self._form.fields(module_of(part), matrix_shape(part)))[1]
 
     def may_be_left(self, name: str) -> bool:
         """True if the model need not use a tensor: it is no part of a weight, or it is a bias of

@@ -16,7 +16,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import QuantizedWeight
 from engine.models.checkpoint import DTYPES, Checkpoint
-from engine.models.quant.fields import Field
+from engine.models.quant.fields import FIXED, OUT, Axis, Field
 from kernels.quantized import Quantized
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -41,14 +41,12 @@ class Mxfp4:
 
     def fields(self, module: str, shape: tuple[int, int]) -> tuple[Field, ...]:
         outputs, inputs = shape
-        groups = inputs // GROUP_SIZE
+        groups, by_group = inputs // GROUP_SIZE, Axis(1, GROUP_SIZE)
+        blocks = (outputs, groups, GROUP_SIZE // 2)
         return (
-            Field(("blocks",), ((outputs, groups, GROUP_SIZE // 2),), BYTE),
-            Field(("scales",), ((outputs, groups),), BYTE),
+            Field(("blocks",), (blocks,), BYTE, axes=(OUT, by_group, FIXED)),
+            Field(("scales",), ((outputs, groups),), BYTE, axes=(OUT, by_group)),
         )
-
-    def column_unit(self, module: str, shape: tuple[int, int]) -> int:
-        return GROUP_SIZE
 
     def weight(
         self,

@@ -109,7 +109,7 @@ class Settler:
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
         """End a request if ``num_tokens`` tokens need more blocks than exist, since it could never
         start. Returns whether it was ended."""
-        needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
+        needed = self.kv.whole_blocks_for(num_tokens)
         if needed <= self.kv.num_usable:
             return False
         self.end(

@@ -97,7 +97,7 @@ class MarkedText:
         self._held = ""  # the beginning of a marker whose end has not arrived
 
     def read(self, token_ids: list[int], text: str) -> str:
-        """Return new text with its markers replaced. The text may lag behind its tokens."""
+        """Return new text with its markers replaced. The newest tokens may lack text."""
         for token in token_ids:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:
