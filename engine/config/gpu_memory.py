@@ -96,7 +96,8 @@ def shortage(doing: str, *, free: int, total: int) -> str:
     "while", such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
-        "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "
-        "max_num_batched_tokens, max_num_seqs, max_model_len or gpu_memory_utilization, or "
-        "num_kv_blocks or kv_cache_memory_bytes if they are given"
+        "End other processes on the GPU, take a smaller model, dtype or quantization, divide the "
+        "model among GPUs (tensor_parallel_size), or lower max_num_batched_tokens, max_num_seqs, "
+        "max_model_len or gpu_memory_utilization, or num_kv_blocks or kv_cache_memory_bytes if "
+        "they are given"
     )

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.config.gpu_memory import shortage
+from engine.config.gpu_memory import GIB, shortage
 from engine.errors import ConfigError
+from engine.ipc.host_memory import free_host_bytes
 from engine.kv.layout import KVLayout, LayerCache, PagedKV, SharedKV
 from engine.layers.linear import is_cpu
 from engine.models.decoder import NativeDecoder
@@ -268,17 +269,35 @@ def _shares(tensors: Sequence[torch.Tensor], most: int) -> list[tuple[torch.Tens
     return [(one, int(one.nbytes * part)) for one in by_memory.values()]
 
 
-# Parts of the messages of torch's allocator, the driver and its libraries.
+# Parts of the messages of torch's allocators, the driver and its libraries.
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
+OUT_OF_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory")
 
 
 @contextmanager
 def explain_shortage(platform: Platform, doing: str) -> Iterator[None]:
-    """Context in which running out of memory raises ``ConfigError``, which names ``doing``."""
+    """Raise ``ConfigError``, which names ``doing``, where the calls inside run out of memory."""
     try:
         yield
+    except MemoryError as error:
+        raise ConfigError(host_shortage(doing)) from error
     except RuntimeError as error:
-        if platform.shares_memory or not any(sign in str(error) for sign in OUT_OF_MEMORY):
+        message = str(error)
+        if any(sign in message for sign in OUT_OF_HOST_MEMORY):
+            raise ConfigError(host_shortage(doing)) from error
+        if platform.shares_memory or not any(sign in message for sign in OUT_OF_MEMORY):
             raise
         free, total = platform.free_and_total()
         raise ConfigError(shortage(doing, free=free, total=total)) from error
+
+
+def host_shortage(doing: str) -> str:
+    """The error message for exhausted memory of the host, or of what this process may use of it.
+    doing: what failed, as for ``engine.config.gpu_memory.shortage``."""
+    return (
+        f"out of memory while {doing}: this process may allocate {free_host_bytes() / GIB:.2f} GiB "
+        "more. Raise its limit (ulimit, or the memory of its control group), end other processes, "
+        "take a smaller model, dtype or quantization, divide the model among processes "
+        "(tensor_parallel_size), or lower max_num_batched_tokens, max_num_seqs, max_model_len, "
+        "or num_kv_blocks"
+    )

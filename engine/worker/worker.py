@@ -238,7 +238,8 @@ class ModelWorker:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate this many KV blocks, run steps of all shapes, and record graphs."""
-        self._make_kv(num_blocks)
+        with explain_shortage(self.platform, f"{num_blocks} KV blocks were allocated"):
+            self._make_kv(num_blocks)
         runner, config, sched = self.driver.runner, self.config, self.config.scheduler
         if self.platform.compiles:
             with explain_shortage(self.platform, "steps of every kind were tried"):
@@ -256,7 +257,8 @@ class ModelWorker:
                     is_quiet=is_quiet,
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
-            run_largest_step(self.driver, *sizes, self._all_agree)
+            with explain_shortage(self.platform, f"a step of {sizes[0]} tokens was tried"):
+                run_largest_step(self.driver, *sizes, self._all_agree)
             states = [one for layer in runner.machine.states for one in layer]
             self._prefault = PagePrefault(
                 (tensors_of(runner.machine.kv), PREFAULT_BYTES), (states, PREFAULT_STATE_BYTES)
