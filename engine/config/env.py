@@ -65,13 +65,21 @@ def visible_gpus(num: int) -> list[str]:
     return [name.strip() for name in listed.split(",")][:num]
 
 
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""1: torch starts no thread that watches a group of ranks; torch's own variable."""
+
+TRACE_BUFFER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""How many operations of ranks torch records; torch's own variable."""
+
+
 _LENT = threading.Lock()
 
 
 @contextmanager
-def environment_for_child(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for child processes that are started in this block. A child could
-    not set them itself in time: importing its main module may already read them."""
+def environment_with(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in this block, for child processes that are started in it and for
+    libraries that read them. A child could not set them itself in time: importing its main module
+    may already read them."""
     if not values:
         yield
         return

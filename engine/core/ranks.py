@@ -48,6 +48,10 @@ class RankOfModel(ModelWorker):
         super().allocate(num_blocks)
         self._ranks.limit(EARLY * self.config.core.core_hang_timeout)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._ranks.close()
+
 
 def make_workers(
     config: ResolvedConfig,

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.config.env import environment_for_child
+from engine.config.env import environment_with
 from engine.errors import ConfigError, EngineDeadError
 
 CLOSE_SECONDS = 2.0  # a child that was requested to end is killed after this time
@@ -120,7 +120,7 @@ class Child:
                 resource_tracker.ensure_running()  # its start would unblock interrupts later
                 self.line, theirs = context.Pipe()
                 failing.callback(self.line.close)
-                with theirs, without_interrupts(), environment_for_child(environment):
+                with theirs, without_interrupts(), environment_with(environment):
                     self._process = context.Process(
                         target=target, args=(theirs, *args), name=name, daemon=True
                     )

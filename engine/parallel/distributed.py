@@ -1,4 +1,4 @@
-"""``Collectives`` over torch.distributed: NCCL between GPUs, gloo between hosts without.
+"""``Collectives`` over torch.distributed with gloo, between hosts without GPUs.
 
 Groups are made directly, not as torch's process-wide default group, which belongs to the program
 that uses the engine.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from engine.errors import ConfigError, RankError
+from engine.errors import RankError
 
 WAIT_SECONDS = 600.0
 
@@ -33,44 +33,39 @@ def connect(host: str, port: int, size: int, *, wait_seconds: float = WAIT_SECON
     try:
         return TCPStore(host, port, size, is_master=False, timeout=limit)
     except dist.DistError as error:
-        raise RankError(f"rank 0 does not answer at {host}:{port}: {_first_line(error)}") from error
+        raise RankError(f"rank 0 does not answer at {host}:{port}: {first_line(error)}") from error
 
 
 class TorchCollectives:
-    """One rank's operations.
-
-    All ranks get the same bits. Gloo adds 16-bit floats in float32, NCCL in their own type. With
-    NCCL, operations are put on the current stream and return at once; ``all_reduce`` and
-    ``all_gather`` can be captured in CUDA graphs."""
+    """One rank's operations. All ranks get the same bits; 16-bit floats are added in float32."""
 
     def __init__(
         self,
         store: Store,
         rank: int,
         size: int,
-        device: torch.device | str = "cpu",
         *,
         host: str = "127.0.0.1",
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """store: of ``serve`` or ``connect``; device: where tensors are; host: address of this
-        machine that the others reach. Raises ``ConfigError`` if this torch has no backend for the
-        device, ``RankError`` if not all ranks come."""
+        """store: of ``serve`` or ``connect``; host: address of this machine that the others reach.
+        Raises ``RankError`` if not all ranks come."""
         self.rank = rank
         self.size = size
-        self._is_nccl = torch.device(device).type == "cuda"
         self._failed: Exception | None = None
-        limit = timedelta(seconds=wait_seconds)
-        make = _nccl if self._is_nccl else _gloo
+        gloo: Any = dist.ProcessGroupGloo  # torch describes a part of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=wait_seconds)
         try:
-            self._group: Any = make(store, rank, size, limit, host)
+            self._group: Any = gloo(store, rank, size, options)
         except RuntimeError as error:
-            raise RankError(f"not all of {size} ranks have connected: {_first_line(error)}") from (
+            raise RankError(f"not all of {size} ranks have connected: {first_line(error)}") from (
                 error
             )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is torch.float32 or self._is_nccl:
+        if x.dtype is torch.float32:
             self._finish("all_reduce", lambda: self._group.allreduce([x]))
             return x
         return x.copy_(self.all_reduce(x.float()))
@@ -96,30 +91,18 @@ class TorchCollectives:
         can. Any thread of this rank may call this."""
         self._group.abort()
 
+    def close(self) -> None:
+        """Change nothing: the group ends with this object."""
+
     def _finish(self, name: str, start: Any) -> None:
         self.check()
         try:
             start().wait()
         except RuntimeError as error:
-            self._failed = RankError(f"rank {self.rank} failed in {name}: {_first_line(error)}")
+            self._failed = RankError(f"rank {self.rank} failed in {name}: {first_line(error)}")
             raise self._failed from error
 
 
-def _gloo(store: Store, rank: int, size: int, limit: timedelta, host: str) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch describes a part of it
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = limit
-    return gloo(store, rank, size, options)
-
-
-def _nccl(store: Store, rank: int, size: int, limit: timedelta, host: str) -> Any:
-    if not dist.is_nccl_available():
-        raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; torch adds a traceback."""
     return str(error).strip().partition("\n")[0]

@@ -20,7 +20,13 @@ class Stoppable(Collectives, Protocol):
         ...
 
     def stop(self) -> None:
-        """Let the operations in which a rank waits raise ``RankError``. Any thread may call it."""
+        """Let the operations in which a rank waits end, and later ones raise ``RankError``. Any
+        thread may call it; it returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Free what this rank holds, once it calls no more operations and nothing that was recorded
+        of them is left. May be repeated."""
         ...
 
 
@@ -38,18 +44,20 @@ class Place:
     port: int = 0
 
     def open(self, rank: int) -> Stoppable:
-        """The operations of a rank. Ranks on GPUs wait here until all have come. Raises
-        ``RankError`` if they do not."""
+        """The operations of a rank. Ranks on GPUs meet at the first of them.
+
+        Raises ``RankError`` if rank 0 does not answer, ``ConfigError`` if this build of torch has
+        no NCCL."""
         if self.memory is not None:
             sizes = self.memory, rank, self.size
             return SharedCollectives(
                 *sizes, num_threads=self.num_threads, wait_seconds=self.wait_seconds
             )
-        from engine.parallel.distributed import TorchCollectives, connect
+        from engine.parallel.distributed import connect
+        from engine.parallel.nccl import NcclCollectives
 
         store = connect(HOST, self.port, self.size, wait_seconds=self.wait_seconds)
-        limit = self.wait_seconds
-        return TorchCollectives(store, rank, self.size, "cuda", host=HOST, wait_seconds=limit)
+        return NcclCollectives(store, rank, self.size, wait_seconds=self.wait_seconds)
 
 
 class Meeting:

@@ -87,6 +87,9 @@ class SharedCollectives:
         any rank may call this."""
         self._ranks.stop()
 
+    def close(self) -> None:
+        """Change nothing: the memory is freed when the last rank ends."""
+
     def _reason(self) -> str:
         failure = self._ranks.failure
         assert failure is not None

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from engine.config.env import environment_for_child
+from engine.config.env import environment_with
 from engine.errors import ConfigError
 from engine.ipc.process import without_interrupts
 from engine.sched.policy import Policy
@@ -37,7 +37,7 @@ class Elsewhere:
         self._line, theirs = context.Pipe()
         self._process = context.Process(target=otherwise.serve, args=(theirs,), daemon=True)
         hash_seed = str(number if HASHES in parts else 1)
-        with environment_for_child({"PYTHONHASHSEED": hash_seed}), without_interrupts():
+        with environment_with({"PYTHONHASHSEED": hash_seed}), without_interrupts():
             self._process.start()
         theirs.close()
         self._is_ready = False

@@ -13,7 +13,7 @@ def test_kernels_agree_with_the_reference() -> None:
 
 
 def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None:
-    names = ("fake_cuda", "quantized_models", "adapters", "pictures", "pool_blocks")
+    names = ("fake_cuda", "quantized_models", "adapters", "pictures", "pool_blocks", "fake_ranks")
     triton_interpreter.check(*(f"test_{name}.py" for name in names))
 
 

@@ -88,6 +88,7 @@ Models, kernels, devices
       device does.
   fake_calls: Its calls of torch: operations, and what never becomes one.
   fake_graphs: Its streams, events and graphs: what orders work, and what repeats it.
+  fake_nccl: Its group of ranks, each on a made-up device in a process of its own.
   device_memory: Its memory: who touched which bytes when, and what is freed is handed out again.
   made_quantized: Random quantised matrices of every kind that files hold.
   made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as

@@ -20,11 +20,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed
 import triton
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
@@ -34,6 +36,7 @@ from kernels.triton.launch import Launch
 from support.device_memory import HOST, PINNED, POOL, Access, Clocks, Memory, Range
 from support.fake_calls import Calls, Operations
 from support.fake_graphs import Graph, Stream, surface
+from support.fake_nccl import FakeNccl, Options
 
 DEFAULT = "the default stream"
 NO_WRITE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -63,9 +66,12 @@ class Sent(NamedTuple):
 
 
 class FakeCuda:
-    """One device. ``faults`` and ``waits`` grow; use as a context manager, as often as wanted."""
+    """One device. ``faults`` and ``waits`` grow; use as a context manager, as often as wanted.
 
-    def __init__(self) -> None:
+    num_devices: how many this process sees; it computes on the first."""
+
+    def __init__(self, num_devices: int = 1) -> None:
+        self.num_devices = num_devices
         self.clocks = Clocks()
         self.memory = Memory(self.clocks)
         self.faults: list[str] = []
@@ -84,6 +90,10 @@ class FakeCuda:
         patch = pytest.MonkeyPatch()
         for name, value in surface(self).items():
             patch.setattr(torch.cuda, name, value)
+        nccl = partial(FakeNccl, self)
+        nccl.Options = Options  # type: ignore[attr-defined]
+        patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        patch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
         uses = lambda x, stream: self.record_stream(x, stream)  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", uses)
         patch.setattr(triton.runtime.driver, "_active", Driver())
@@ -186,11 +196,11 @@ class FakeCuda:
         if is_captured and written:  # what it returns is what it would have written to
             out = written[0] if len(written) == 1 else tuple(written)
         else:
-            out = func(*args, **kwargs)
+            out = self._result(func, args, kwargs, is_captured=is_captured)
         made: list[torch.Tensor] = []
 
         def place(x: torch.Tensor) -> torch.Tensor:
-            if self.is_ours(x) or x.device.type == "meta":
+            if self.is_ours(x) or (x.device.type == "meta" and not is_captured):
                 return x
             made.append(self.new(x.shape, x.stride(), x.dtype))
             if not is_captured:
@@ -206,6 +216,24 @@ class FakeCuda:
         elif not is_captured:
             self.queue(name, read, [*written, *fresh])
         return out
+
+    @staticmethod
+    def _result(
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_captured: bool,
+    ) -> Any:
+        """What an operation returns; while capturing, only its shape counts."""
+        try:
+            return func(*args, **kwargs)
+        except IndexError:
+            if not is_captured:
+                raise
+        # What is captured has no values yet, and an index may be anything.
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))
+        return func(*args, **kwargs)
 
     def launch(self, launch: Launch, run: Callable[[Launch], Any]) -> Any:
         name = launch.kernel.fn.__name__

@@ -194,7 +194,7 @@ def surface(cuda: FakeCuda) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "device_count": lambda: 1,
+        "device_count": lambda: cuda.num_devices,
         "current_stream": lambda device=None: cuda.stream,
         "default_stream": lambda device=None: cuda.default,
         "stream": on,

@@ -1,0 +1,73 @@
+"""The workers of two GPUs that compute one model, each on a made-up device of its own."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from interpreted.test_fake_cuda import MODES, SHAPE, llm_for, run, tokens
+from support import triton_interpreter
+from support.fake_cuda import FakeCuda
+from support.fake_nccl import make_fake_rank
+
+from engine.core import ranks
+from engine.worker.platform.cuda import CudaPlatform
+
+pytestmark = pytest.mark.skipif(
+    not triton_interpreter.IS_INTERPRETING, reason="takes the place of a device"
+)
+TWO = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    case = CASES["llama"]
+    save(random_model(config_of(Case(case.family, {**case.options, **SHAPE})), seed=0), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPlatform, "compiles", False)
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the other rank writes its report."""
+    report = tmp_path / "rank 1"
+    monkeypatch.setattr(ranks, "make_rank", partial(make_fake_rank, str(report)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return report
+
+
+def ended_well(cuda: FakeCuda, report: Path) -> None:
+    """Nothing was out of order on either device, and both did the same."""
+    assert not cuda.faults
+    found = json.loads(report.read_text())
+    assert found == {"faults": [], "num_replays": cuda.num_replays, "gpu": "1"}
+
+
+def test_recorded_steps_are_those_of_one_worker_and_nothing_is_out_of_order(model, other_rank):
+    with llm_for(model, device="cpu") as llm:
+        wanted = tokens(run(llm, 4, 3))
+    with FakeCuda(num_devices=2) as cuda, llm_for(model, **MODES["recorded"], **TWO) as llm:
+        assert tokens(run(llm, 4, 3)) == wanted
+        assert cuda.num_replays > 3
+    ended_well(cuda, other_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_one_worker_and_nothing_is_out_of_order(mode, model, other_rank):
+    with llm_for(model, device="cpu") as llm:
+        wanted = tokens(run(llm))
+    with FakeCuda(num_devices=2) as cuda, llm_for(model, **MODES[mode], **TWO) as llm:
+        assert tokens(run(llm)) == wanted
+        if mode == "preempted":
+            assert llm.llm_engine.stats().num_preemptions > 0
+        assert (cuda.num_replays > 5) == (mode != "call by call")
+    ended_well(cuda, other_rank)
