@@ -198,6 +198,44 @@ def make_layout(
     return KVLayout(tuple(groups), group_of, parts, block_bytes, tuple(parts_of), is_interleaved)
 
 
+def part_of_layout(
+    layout: KVLayout, layers: Sequence[LayerCache], mine: Sequence[LayerCache], block_size: int
+) -> KVLayout:
+    """The layout of a worker that has only some layers, ``mine``, of those of ``layout``.
+
+    The groups are those of the whole layout, so block tables are the same for all workers; a group
+    may be without a layer here. Layers are distributed evenly among the groups of their kind, which
+    makes blocks as small as possible. No layer may use the keys and values of another one."""
+    owners = _owners(mine)
+    if len(layout.groups) == 1:
+        return _one_group(owners, mine, layout.groups[0], block_size)
+    groups_of: dict[tuple[Group, int], set[int]] = {}  # by group and bytes of a token in a layer
+    kinds: dict[PagedKV, tuple[Group, int]] = {}
+    for layer, group in zip(layers, layout.group_of, strict=True):
+        if isinstance(layer, PagedKV):
+            kinds[layer] = layout.groups[group], layer.token_bytes
+            groups_of.setdefault(kinds[layer], set()).add(group)
+    by_kind: dict[tuple[Group, int], list[int]] = {}
+    for index, layer in owners.items():
+        by_kind.setdefault(kinds[layer], []).append(index)
+    most = {kind: -(-len(found) // len(groups_of[kind])) for kind, found in by_kind.items()}
+    unit = math.lcm(*(layer_bytes for _, layer_bytes in most))
+    needed = max(num * layer_bytes for (_, layer_bytes), num in most.items())
+    token_bytes = -(-needed // unit) * unit
+    parts_of = [1] * len(layout.groups)
+    places: dict[int, tuple[int, int]] = {}
+    for kind, indices in by_kind.items():
+        groups = sorted(groups_of[kind])
+        for nth, index in enumerate(indices):
+            places[index] = groups[nth // most[kind]], nth % most[kind]
+        for group in groups:
+            parts_of[group] = token_bytes // kind[1]
+    group_of, parts = zip(*_of_all(places, mine), strict=True)
+    is_interleaved = len({layer_bytes for _, layer_bytes in by_kind}) > 1
+    block_bytes = token_bytes * block_size
+    return KVLayout(layout.groups, group_of, parts, block_bytes, tuple(parts_of), is_interleaved)
+
+
 def state_bytes(layers: Sequence[LayerCache]) -> int:
     """Bytes of one copy of one request's recurrent states in all layers; 0 without such layers."""
     return sum(layer.state_bytes for layer in layers if isinstance(layer, RecurrentState))

@@ -58,6 +58,8 @@ class ForwardBatch:
     attn: tuple[LayerMeta, ...]
     wanted: Wanted | None = None  # None: hidden states of all tokens
     embeds: Embeds | None = None
+    # [N, H]: what leaves the stage before, for a later stage of a pipeline, which reads no ids.
+    stream: torch.Tensor | None = None
     # [N] int64, for encoders with token types: 1 in the second text of a pair. None: all are 0.
     token_types: torch.Tensor | None = None
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too

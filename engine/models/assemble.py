@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -34,11 +35,12 @@ from engine.layers.sublayers import (
     RMSNorm,
     WithSharedExpert,
 )
-from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
+from engine.models.decoder import Caches, DecoderBlock, Ends, NativeDecoder, Sublayer
 from engine.models.mamba import make_mamba
 from engine.models.quant import stated
 from engine.models.sharding import DecoderSlice, Shard
-from engine.models.spec import Factor, MixerKind
+from engine.models.spec import DecoderLayerSpec, Factor, MixerKind
+from engine.models.stages import Pipeline
 from engine.models.targets import norm_roles
 from engine.models.weights import Weights
 from engine.parallel.collectives import Alone, Collectives
@@ -51,7 +53,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 class Placement:
     """Device and quantisation of a decoder's tensors. ``max_model_len``: longest sequence, in
     tokens; ``takes_adapters``: linear layers are ``AdaptedLinear``; ``ranks``: compute the model
-    together."""
+    together; ``pipeline``: the stage that they compute."""
 
     device: str
     quantization: str | None
@@ -61,6 +63,7 @@ class Placement:
     quantize_activations: bool = True
     takes_adapters: bool = False
     ranks: Collectives = field(default_factory=Alone)
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
     @property
     def shard(self) -> Shard:
@@ -102,21 +105,24 @@ class Assembly(TensorSource):
         super().__init__(weights, placement)
         self.mine = mine
         self.spec = mine.spec
+        self.stage = mine.stage
         self.ranks = placement.ranks if placement.ranks.size > 1 else None
+        self.dtype = activation_dtype(weights.dtype, placement.device)
         self.adapted = AdaptedLayers()
         self.adapts_experts = placement.takes_adapters and is_cpu(torch.device(placement.device))
 
     def decoder(self) -> NativeDecoder:
         embedding, head = self.embedding_and_head()
-        blocks = [self.block(index) for index in range(len(self.spec.layers))]
+        blocks = [self.block(index) for index in self.stage.layers]
+        norm = ResidualNorm(self.norm("norm")) if self.stage.is_last else None
+        output = None if head is None else self.output_layer(head)
         return NativeDecoder(
-            embedding,
+            Ends(embedding, norm, output),
             blocks,
-            ResidualNorm(self.norm("norm")),
-            self.output_layer(head),
-            self.cache_spec(embedding.dtype),
+            self.caches(),
             self.mine,
             self.adapted,
+            self.dtype,
         )
 
     def output_layer(self, head: Linear) -> OutputLayer:
@@ -132,29 +138,35 @@ class Assembly(TensorSource):
             ranks=self.ranks,
         )
 
-    def embedding_and_head(self) -> tuple[Embedding, Linear]:
-        """Make the embedding and the output layer, which share one table if they are tied."""
-        spec, table = self.spec, self.weights.take("embed")
-        dtype = activation_dtype(table.dtype, self.placement.device)
-        if spec.tied:
-            head = self.head_of(table)
-            return self.embedding(head.rows, dtype), head
-        device, is_plain = self.placement.device, isinstance(table, torch.Tensor)
-        if is_plain or not is_cpu(torch.device(device)):
-            rows = plain_rows(plain(table).to(device))
-        else:
-            rows = make_linear(table).rows  # packed tables have the layout of output layers
-        del table  # frees its memory before the output layer is read
-        return self.embedding(rows, dtype), self.head_of(self.weights.take("head"))
+    def embedding_and_head(self) -> tuple[Embedding | None, Linear | None]:
+        """Make the embedding and the output layer, as far as the stage has them. If they are tied,
+        they share one table, and the rows of an embedding are those of an output layer even where
+        it computes no logits, since it may be quantised."""
+        is_first, is_last = self.stage.is_first, self.stage.is_last
+        if self.spec.tied:
+            if not (is_first or is_last):
+                return None, None
+            head = self.head_of(self.weights.take("embed"))
+            head = self.adaptable(OUTPUT, head) if is_last else head
+            return self.embedding(head.rows) if is_first else None, head if is_last else None
+        embedding = self.embedding(self.table_rows()) if is_first else None
+        if not is_last:
+            return embedding, None
+        return embedding, self.adaptable(OUTPUT, self.head_of(self.weights.take("head")))
 
-    def embedding(
-        self, rows: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-    ) -> Embedding:
+    def table_rows(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Reads rows of an embedding that is not tied."""
+        device, table = self.placement.device, self.weights.take("embed")
+        if isinstance(table, torch.Tensor) or not is_cpu(torch.device(device)):
+            return plain_rows(plain(table).to(device))
+        return make_linear(table).rows  # packed tables have the layout of output layers
+
+    def embedding(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Embedding:
         if self.ranks is not None:
             rows = PartOfTable(rows, self.mine.vocabulary, self.ranks)
         if self.placement.takes_adapters:
             rows = self.adapted.table = AdaptedTable(rows)
-        return Embedding(rows, dtype, self.spec.embedding_multiplier)
+        return Embedding(rows, self.dtype, self.spec.embedding_multiplier)
 
     def block(self, index: int) -> DecoderBlock:
         layer = self.spec.layers[index]
@@ -167,7 +179,8 @@ class Assembly(TensorSource):
             entry, leave = (norms.get(f"{role}_{place}") for place in ("in", "out"))
             return Sublayer(ResidualNorm(entry), leave, self.spec.residual_multiplier, self.ranks)
 
-        first = sum(len(layer.mixers) for layer in self.spec.layers[:index])
+        before = self.spec.layers[self.stage.layers.start : index]
+        first = sum(len(layer.mixers) for layer in before)
         mixers = [self.mixer(index, kind) for kind in layer.mixers]
         mixer = mixers[0] if mixers else None
         place: int | slice = first
@@ -287,7 +300,7 @@ class Assembly(TensorSource):
             requested = self.placement.output_layer_quantization
         elif requested != "int8":
             requested = None
-        layer = make_linear(
+        return make_linear(
             weight,
             quantization=requested,
             device=self.placement.device,
@@ -295,7 +308,6 @@ class Assembly(TensorSource):
             batch_invariant=self.placement.batch_invariant,
             quantize_activations=self.placement.quantize_activations,
         )
-        return self.adaptable(OUTPUT, layer)
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)
@@ -338,28 +350,39 @@ class Assembly(TensorSource):
         self.adapted.linears[name] = AdaptedLinear(layer)
         return self.adapted.linears[name]
 
-    def cache_spec(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-        """What each mixer keeps between steps. A model without attention has one cache that no
-        mixer uses, since the engine counts tokens in blocks of the KV cache."""
-        a, name = self.spec.attention, str(dtype).removeprefix("torch.")
+    def caches(self) -> Caches:
+        """What each mixer keeps between steps. A model without attention, and a stage without it,
+        has a cache that no mixer uses, since the engine counts tokens in blocks of KV."""
+        of_layers = [
+            [self.cache_of(layer, kind) for kind in layer.mixers] for layer in self.spec.layers
+        ]
+        kept = [cache for layer in of_layers for cache in layer if isinstance(cache, PagedKV)]
+        unused = kept[0] if kept else self.cache_of(DecoderLayerSpec(rope=None), "attention")
 
-        def cache_of(kind: MixerKind, window: int) -> LayerCache:
-            state = self.spec.state(kind)
-            if state:
-                tensors = (StateTensor(s, "float32" if wide else name, wide) for s, wide in state)
-                return RecurrentState(tensors=tuple(tensors))
-            return PagedKV(
-                num_kv_heads=a.num_kv_heads,
-                head_dim=a.head_dim,
-                # In both directions, a sequence needs all its keys in its only step.
-                window=window if self.spec.is_causal else 0,
-                dtype_bytes=dtype.itemsize,
-            )
+        def joined(layers: Sequence[Sequence[LayerCache]]) -> tuple[LayerCache, ...]:
+            found = tuple(chain(*layers))
+            has_kv = any(isinstance(cache, PagedKV) for cache in found)
+            return found if has_kv else (*found, unused)
 
-        mixers = [(kind, layer.window) for layer in self.spec.layers for kind in layer.mixers]
-        if "attention" not in {kind for kind, _ in mixers}:
-            mixers.append(("attention", 0))
-        return tuple(cache_of(kind, window) for kind, window in mixers)
+        mine = self.stage.layers
+        return Caches(joined(of_layers[mine.start : mine.stop]), joined(of_layers))
+
+    def cache_of(self, layer: DecoderLayerSpec, kind: MixerKind) -> LayerCache:
+        a, name, state = (
+            self.spec.attention,
+            str(self.dtype).removeprefix("torch."),
+            self.spec.state(kind),
+        )
+        if state:
+            tensors = (StateTensor(s, "float32" if wide else name, wide) for s, wide in state)
+            return RecurrentState(tensors=tuple(tensors))
+        return PagedKV(
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            # In both directions, a sequence needs all its keys in its only step.
+            window=layer.window if self.spec.is_causal else 0,
+            dtype_bytes=self.dtype.itemsize,
+        )
 
 
 def scaled(

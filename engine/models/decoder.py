@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -105,34 +106,52 @@ class DecoderBlock:
         return x, residual
 
 
+class Ends(NamedTuple):
+    """What a stage has before its first and after its last layer; ``None``: others have it."""
+
+    embedding: Embedding | None
+    final_norm: ResidualNorm | None
+    output: OutputLayer | None
+
+
+class Caches(NamedTuple):
+    """What the mixers of a stage, and those of all stages, keep between steps."""
+
+    mine: tuple[LayerCache, ...]
+    all: tuple[LayerCache, ...]
+
+
 class NativeDecoder:
-    """A decoder-only language model over a paged KV cache; see ``engine.models.model.Model``."""
+    """A decoder-only language model over a paged KV cache, or a stage of it; see
+    ``engine.models.model.Model``.
+
+    Instead of an embedding, a later stage has the residual stream of the stage before
+    (``ForwardBatch.stream``). In place of final hidden states, all stages but the last one compute
+    the residual stream [N, H] of all tokens."""
 
     has_own_products = True
 
     def __init__(
         self,
-        embedding: Embedding,
+        ends: Ends,
         blocks: Sequence[DecoderBlock],
-        final_norm: ResidualNorm,
-        output: OutputLayer,
-        cache_spec: tuple[LayerCache, ...],
+        caches: Caches,
         mine: DecoderSlice,
         adapted: AdaptedLayers,
+        dtype: torch.dtype,
     ) -> None:
-        """mine: the part of the model that this is."""
-        self.embedding = embedding
+        """mine: the part of the model that this is; dtype: of activations."""
+        self.embedding, self.final_norm, self.output = ends
         self.blocks = blocks
-        self.final_norm = final_norm
-        self.output = output
-        self.cache_spec = cache_spec
+        self.cache_spec, self.whole_cache_spec = caches
         self.mine = mine
+        self.stage = mine.stage
         self.spec = mine.spec
         self.adapted = adapted
         self.is_causal = mine.spec.is_causal
         self.vocab_size = mine.whole.vocab_size
-        self.dtype = embedding.dtype
-        self.weight_dtype = embedding.dtype  # of weights that are not quantised
+        self.dtype = dtype
+        self.weight_dtype = dtype  # of weights that are not quantised
         # Per layer: scales [2, Hkv] of K and V for an 8-bit cache; see ``scale_cache``.
         self.kv_scales: Sequence[torch.Tensor | None] = ()
 
@@ -176,10 +195,19 @@ class NativeDecoder:
             batch.rotate(self._cos_sin(batch.positions))
         if batch.recorder is not None and batch.embeds is None:
             stages = self._stages(batch, kv)
-            hidden, output = batch.recorder.run(stages, batch.input_ids, batch.attention)
-            last = hidden if batch.wanted is None else hidden[batch.wanted.rows]
-            return Hidden(last, output=output)
-        return self._hidden(batch, kv, self.embedding(batch.input_ids, batch.embeds))
+            given = batch.input_ids if self.embedding is not None else self._first(batch)
+            hidden, output = batch.recorder.run(stages, given, batch.attention)
+            if batch.wanted is not None and self.stage.is_last:
+                hidden = hidden[batch.wanted.rows]
+            return Hidden(hidden, output=output)
+        return self._hidden(batch, kv, self._first(batch))
+
+    def _first(self, batch: ForwardBatch) -> torch.Tensor:
+        """The input [N, H] of the first layer."""
+        if self.embedding is not None:
+            return self.embedding(batch.input_ids, batch.embeds)
+        assert batch.stream is not None, "a later stage needs what leaves the stage before"
+        return batch.stream
 
     def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [N, rotary_dim] of positions [K, N] along K axes."""
@@ -194,7 +222,7 @@ class NativeDecoder:
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:
         """Compute the residual stream [N, H] before the last layer."""
-        x, residual = self.embedding(batch.input_ids, batch.embeds), None
+        x, residual = self._first(batch), None
         for block in self.blocks[:-1]:
             x, residual = block(x, residual, batch.attn, kv)
         return x if residual is None else x + residual
@@ -204,6 +232,8 @@ class NativeDecoder:
         self, stream: torch.Tensor, batch: ForwardBatch, kv: LayerCaches
     ) -> torch.Tensor:
         """Compute hidden states [R, H] of the wanted tokens from the output of ``lower_layers``."""
+        if self.final_norm is None:
+            return _sum(*self.blocks[-1](stream, None, batch.attn, kv))
         x, residual = self.blocks[-1](stream, None, batch.attn, kv, batch.wanted)
         return self.final_norm(x, residual)[0]
 
@@ -212,7 +242,7 @@ class NativeDecoder:
         layers = partial(self._last_hidden, batch, kv)
         if batch.output is None:
             return Stages(self.embedding, layers, variant=batch.variant)
-        output = self.largest if batch.output == "largest" else self.output.part
+        output = self.largest if batch.output == "largest" else self._output.part
         return Stages(self.embedding, layers, output, batch.output, batch.variant)
 
     def _last_hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> torch.Tensor:
@@ -220,38 +250,53 @@ class NativeDecoder:
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: LayerCaches, x: torch.Tensor) -> Hidden:
-        """Compute ``forward`` from the embeddings x [N, H]."""
+        """Compute ``forward`` from the input x [N, H] of the first layer."""
         residual = None
         aux: dict[int, torch.Tensor] = {}
         # The last layer computes only wanted rows, unless its full output is requested. (A query
         # alone would be its sequence's last one, which sees no later tokens.)
-        last = len(self.blocks) - 1
-        is_whole = last in batch.aux_layers or not self.is_causal
+        layers = self.stage.layers
+        last = layers[-1]
+        is_whole = last in batch.aux_layers or not self.is_causal or self.final_norm is None
         added: Sequence[torch.Tensor] = ()
         if batch.embeds is not None:
             added = () if batch.embeds.added is None else tuple(batch.embeds.added)
             is_whole |= last < len(added) or batch.is_open
         narrowed = None if is_whole else batch.wanted
-        for index, block in enumerate(self.blocks):
+        for index, block in zip(layers, self.blocks, strict=True):
             wanted = narrowed if index == last else None
             x, residual = block(x, residual, batch.attn, kv, wanted)
             if batch.embeds is not None and index < len(added):
                 x = x.index_add(0, batch.embeds.rows, added[index].to(x.dtype))
             if index in batch.aux_layers:
                 aux[index] = x + residual
+        streams = tuple(aux[layer] for layer in batch.aux_layers if layer in layers)
+        if self.final_norm is None:
+            return Hidden(_sum(x, residual), streams)
         hidden = self.final_norm(x, residual)[0]
         if batch.wanted is not None and narrowed is None:
             hidden = hidden[batch.wanted.rows]
-        return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
+        return Hidden(hidden, streams)
+
+    @property
+    def _output(self) -> OutputLayer:
+        assert self.output is not None, "only the last stage has an output layer"
+        return self.output
 
     @property
     def has_largest(self) -> bool:
-        return self.output.has_largest
+        return self.output is not None and self.output.has_largest
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row, [R] int32; ``None`` if not supported."""
-        return self.output.largest(hidden)
+        return self._output.largest(hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [R, V] float32 of hidden states [R, H]."""
-        return self.output(hidden, out)
+        return self._output(hidden, out)
+
+
+def _sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """The residual stream [N, H] after the last layer of a stage, in place of x. It is rounded as
+    by the norm that would add them in the next layer."""
+    return x if residual is None else kernels.add_in_place(x, residual)

@@ -31,6 +31,7 @@ from engine.models.quant.modules import is_quantized
 from engine.models.seeing_families import SEEING_FAMILIES
 from engine.models.sharding import DecoderSlice, Shard, check_size
 from engine.models.spec import DecoderSpec
+from engine.models.stages import Pipeline, Stage
 from engine.models.targets import targets
 from engine.models.weights import (
     HEAD,
@@ -51,7 +52,7 @@ UNREAD_OR_SCORE = re.compile(rf"{UNREAD.pattern}|^score\.(weight|bias)$")
 """Tensors that decoders with a classifier do not use: ``engine.models.pooling`` reads it."""
 
 
-def load_model(
+def load_model(  # noqa: PLR0913
     config: ModelConfig,
     info: ModelInfo,
     *,
@@ -60,19 +61,22 @@ def load_model(
     takes_adapters: bool = False,
     pools: bool = False,
     collectives: Collectives | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Model:
     """Load the model of a directory. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: length of the longest sequence, in tokens.
     takes_adapters: requests may use LoRA adapters, for which only native decoders have layers.
     pools: the model needs no output layer. collectives: of the ranks that compute the model
-    together, of which each loads its part; ``ConfigError`` if it cannot be divided among them.
+    together, of which each loads its part; pipeline: the stage to load; ``ConfigError`` if the
+    model cannot be divided in this way.
     """
-    ranks = collectives or Alone()
+    ranks, pipeline = collectives or Alone(), pipeline or Pipeline()
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
     family = encoder_family(info.architecture)
     if family is not None:
+        check_has_stages(info, pipeline, "an encoder")
         place = EncoderPlace(device, quantization, max_model_len, takes_adapters, ranks)
         return load_encoder(family, config, info, form, place)
     spec = native_spec(info, pools=pools)
@@ -91,8 +95,10 @@ def load_model(
             quantize_activations=config.quantize_activations,
             takes_adapters=takes_adapters,
             ranks=ranks,
+            pipeline=pipeline,
         )
         return load_decoder(spec, config, info, form, placement)
+    check_has_stages(info, pipeline, "computed by transformers")
     if ranks.size > 1:
         raise ConfigError(
             f"tensor_parallel_size is {ranks.size}, but {info.architecture or info.model_type} is "
@@ -111,6 +117,17 @@ def load_model(
     if quantization is None:  # also if the stored weights have the requested format
         config = replace(config, quantization=None)
     return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def check_has_stages(info: ModelInfo, pipeline: Pipeline, what: str) -> None:
+    """Raise ``ConfigError`` if a model that cannot be divided into stages should be."""
+    if pipeline.count > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {pipeline.count}, but "
+            f"{info.architecture or info.model_type} is {what}, and only native decoders can be "
+            "divided into stages; docs/models.md lists them, and pipeline_parallel_size=1 serves "
+            "this one"
+        )
 
 
 def check_form(info: ModelInfo, form: Format | None, *, is_native: bool) -> None:
@@ -260,7 +277,9 @@ def load_decoder(
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
-        decoder = _build(DecoderSlice(spec, shard), made_up, dtype, placement)
+        stage = placement.pipeline.stage(spec, lambda target: prod(target.shape))
+        mine = DecoderSlice(spec, shard, only=stage)
+        decoder = _build(mine, made_up, dtype, placement)
     else:
         with open_checkpoint(info.path) as checkpoint:
             check_not_quantized_again(config, checkpoint, placement.device)
@@ -269,20 +288,30 @@ def load_decoder(
             dtype = compute_dtype(config, info, placement.device, main)
             unread = UNREAD if info.architecture.endswith(GENERATORS) else UNREAD_OR_SCORE
             stored = StoredWeights(checkpoint, targets(spec), form, unread)
-            mine = slice_of(spec, shard, stored)
+            stage = placement.pipeline.stage(spec, stored.num_bytes)
+            mine = replace(slice_of(spec, shard, stored), only=stage)
             ahead = PACKED_AHEAD if form is not None else None
             decoder = _build(mine, stored, dtype, placement, ahead)
-            decoder.kv_scales = kv_scales(checkpoint, spec, mine.kv_heads)
-    millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
+            scales = kv_scales(checkpoint, spec, mine.kv_heads)
+            decoder.kv_scales = [scales[index] for index in stage.layers]
+    here = [prod(one.shape) for one in targets(spec) if stage.has(spec, one.name)]
     logger.info(
-        "%s, %.1f M parameters%s in %s: loaded in %.2f s",
+        "%s%s, %.1f M parameters%s in %s: loaded in %.2f s",
+        layers_of(stage, spec),
         info.architecture,
-        millions,
+        sum(here) / 1e6,
         "" if form is None else f" quantized by {form.name}",
         placement.quantization or str(dtype).removeprefix("torch."),
         time.perf_counter() - started,
     )
     return decoder
+
+
+def layers_of(stage: Stage, spec: DecoderSpec) -> str:
+    """Which layers a stage has, for log lines; "" for all."""
+    if stage.count == 1:
+        return ""
+    return f"layers {stage.layers[0]} to {stage.layers[-1]} of {len(spec.layers)} of "
 
 
 def slice_of(spec: DecoderSpec, shard: Shard, stored: StoredWeights) -> DecoderSlice:

@@ -1,4 +1,4 @@
-"""Divides a decoder among the ranks of a group. Does not import torch.
+"""Divides the layers of a decoder among the ranks of a group. Does not import torch.
 
 Each rank computes some of the heads, of the columns of MLPs and experts, of the channels of
 recurrent mixers, and of the vocabulary. The outputs of the last matrix of each sublayer are added
@@ -20,6 +20,7 @@ from engine.models.spec import (
     Factor,
     HeadMambaSpec,
 )
+from engine.models.stages import Stage
 from engine.models.targets import Cut, Target, cut_target, targets
 
 
@@ -63,6 +64,13 @@ class DecoderSlice:
     units: Mapping[str, int] = field(default_factory=dict)
     """Numbers of adjacent columns that cannot be divided, by the dimension (see ``DIMENSIONS``),
     since they are stored together."""
+    only: Stage | None = None
+    """The stage of a pipeline that the rank computes; ``None``: all layers."""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the pipeline, the only one if there is none."""
+        return self.only or Stage(0, 1, range(len(self.whole.layers)))
 
     @property
     def vocabulary(self) -> range:
@@ -133,7 +141,8 @@ class DecoderSlice:
     def targets(self) -> Iterator[Target]:
         """The tensors of the part, in the order in which it is built."""
         for one in targets(self.whole):
-            yield one if self.shard.size == 1 else cut_target(one, self.cut(one.name))
+            if self.stage.has(self.whole, one.name):
+                yield one if self.shard.size == 1 else cut_target(one, self.cut(one.name))
 
     def cut(self, name: str) -> Cut:
         """Which rows and columns of a target this rank has."""

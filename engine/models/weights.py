@@ -62,7 +62,7 @@ class Weights:
         self._most_ahead = most_ahead
         self._targets = deque(targets)
         self._source = source
-        self._dtype = dtype
+        self.dtype = dtype
         self._ready: dict[str, Future[Weight]] = {}
         self._numbers: dict[str, int] = {}  # of each target in `_ready`
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -77,7 +77,7 @@ class Weights:
         """Take the tensor of a target, on the CPU. No reference to it is kept."""
         while self._targets and (name not in self._ready or self._may_read_ahead()):
             following = self._targets.popleft()
-            dtype = torch.float32 if following.is_float32 else self._dtype
+            dtype = torch.float32 if following.is_float32 else self.dtype
             loading = self._reader.submit(self._source.load, following, dtype)
             self._ready[following.name] = loading
             self._numbers[following.name] = prod(following.shape)
@@ -125,6 +125,14 @@ class StoredWeights:
     def column_unit(self, target: Target) -> int:
         """Number of adjacent columns of a target that are stored together."""
         return lcm(*map(self._unit, self._parts[target.name]))
+
+    def num_bytes(self, target: Target) -> float:
+        """Size of a target in the checkpoint, without any cut."""
+        stored = self._checkpoint.tensors
+        return sum(
+            sum(stored[name].num_bytes for name in self._names(part)) * part.size / prod(part.shape)
+            for part in self._parts[target.name]
+        )
 
     def _unit(self, part: TargetPart) -> int:
         if self._modules is not None and self._modules.holds(part):

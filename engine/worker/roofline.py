@@ -122,6 +122,8 @@ def make_roofline(
     spec = native_spec(info)
     if spec is not None and model.mine.shard.size > 1:
         spec = replace(model.spec, vocab_size=len(model.mine.vocabulary))
+    if spec is not None:
+        spec = replace(spec, layers=tuple(spec.layers[index] for index in model.stage.layers))
     ceilings = None if spec is None else known_ceilings(num_threads(), is_quiet=is_quiet)
     if spec is None or ceilings is None:
         return None

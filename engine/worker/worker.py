@@ -31,6 +31,7 @@ from engine.kv.layout import (
     make_layout,
     one_group,
     padding,
+    part_of_layout,
     state_bytes,
 )
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
@@ -335,16 +336,27 @@ class ModelWorker:
 
     def _lay_out(self, model: Model) -> tuple[list[LayerCache], KVLayout]:
         """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
+        layers = self._as_stored(model.cache_spec)
+        if not isinstance(model, NativeDecoder) or model.stage.count == 1:
+            return layers, self._layout_of(layers)
+        whole = self._as_stored(model.whole_cache_spec)
+        layout = self._layout_of(whole)
+        return layers, part_of_layout(layout, whole, layers, self.config.block_size)
+
+    def _as_stored(self, layers: Sequence[LayerCache]) -> list[LayerCache]:
+        stored = stored_as(layers, self._kv_dtype)
+        return with_state_dtype(stored, self.config.cache.mamba_ssm_cache_dtype, self._info.hf)
+
+    def _layout_of(self, layers: list[LayerCache]) -> KVLayout:
+        """How all layers of a model share the KV pool."""
         config, sched = self.config, self.config.scheduler
-        layers = stored_as(model.cache_spec, self._kv_dtype)
-        layers = with_state_dtype(layers, config.cache.mamba_ssm_cache_dtype, self._info.hf)
         keeps_all = any(feature.reads_first_group for feature in self._features)
         if keeps_all and all(layer.window for layer in layers if isinstance(layer, PagedKV)):
             logger.info(
                 "all layers of the model have windows, but keep the KV of all tokens: the draft "
                 "model needs a block for each of them"
             )
-            return layers, one_group(layers, config.block_size)
+            return one_group(layers, config.block_size)
         layout = make_layout(
             layers,
             block_size=config.block_size,
@@ -354,7 +366,7 @@ class ModelWorker:
         padded = padding(layers, layout, config.block_size)
         if padded:
             logger.info("%.1f %% of each KV block is padding, on average", 100 * padded)
-        return layers, layout
+        return layout
 
     def _all_agree(self, is_so: bool) -> bool:
         """True if ``is_so``, which is measured and may differ, is true on all ranks."""

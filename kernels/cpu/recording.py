@@ -50,7 +50,7 @@ class Computed(NamedTuple):
 class Stages(NamedTuple):
     """The parts of a step, each a function of the result of the one before."""
 
-    embed: Work  # token ids [N] -> vectors [N, H]
+    embed: Work | None  # token ids [N] -> vectors [N, H]; None: the step is given vectors
     layers: Work  # -> hidden states [N, H]
     output: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     """Returns e.g. logits, or ``None`` if it cannot compute what is wanted."""
@@ -59,7 +59,7 @@ class Stages(NamedTuple):
 
     def compute(self, given: torch.Tensor) -> Computed:
         """Run all stages."""
-        hidden = self.layers(self.embed(given))
+        hidden = self.layers(given if self.embed is None else self.embed(given))
         return Computed(hidden, self.output_of(hidden))
 
     def output_of(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -131,7 +131,7 @@ class Recording:
 
     def replay(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
         """Compute the step for another input. The next step overwrites the returned tensors."""
-        if not self.has_embed:
+        if not self.has_embed and stages.embed is not None:
             given = stages.embed(given)
         if given.data_ptr() != self.given.data_ptr():
             self.given.copy_(given)
@@ -179,9 +179,9 @@ class Recorder:
         return recording
 
     def run(self, stages: Stages, given: torch.Tensor, meta: AttentionMeta) -> Computed:
-        """Compute a step from its token ids [N], directly or by replaying a recording. Stages must
-        be the same in all calls with the same name and variant; only N and the data that attention
-        reads may change.
+        """Compute a step from its token ids [N], or from vectors [N, H] if there is no embedding,
+        directly or by replaying a recording. Stages must be the same in all calls with the same
+        name and variant; only N and the data that attention reads may change.
 
         This and later calls may overwrite the input. The next step overwrites the results, in which
         rows of padding tokens are undefined."""
@@ -234,10 +234,11 @@ def record(
     """Compute a step and record its kernel launches. memory: the arena, uint8. Returns the results
     and the recording, which is ``None`` if torch computed a part of the layers or the arena is too
     small for them."""
-    watch = _Watch(memory)
-    x, launches = watch.observe(stages.embed, given)
-    has_embed = watch.is_fit
-    if not has_embed:
+    watch, x, launches = _Watch(memory), given, list[NativeLaunch]()
+    if stages.embed is not None:
+        x, launches = watch.observe(stages.embed, given)
+    has_embed = stages.embed is not None and watch.is_fit
+    if not has_embed:  # the input belongs to others, or is new in each step
         watch, launches = _Watch(memory), []
         given = x = watch.placed(torch.empty_like(x)).copy_(x)
     hidden, more = watch.observe(stages.layers, x)

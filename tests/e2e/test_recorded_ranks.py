@@ -16,10 +16,12 @@ from engine import LLM, SamplingParams
 from engine.layers.batch import ForwardBatch, Output
 from engine.parallel.collectives import Collectives
 from kernels.cpu.recording import Recorder
-from kernels.meta import AttentionMeta
+from kernels.meta import AttentionMeta, StateMeta
 
 SIZE = 2
 STEPS = 8
+OF_ATTENTION = ("query_start", "seq_lens", "block_tables", "positions", "slots")
+OF_STATES = ("query_start", "state_reads", "state_writes")
 PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11, 12], "c": [13]}
 
 
@@ -31,10 +33,11 @@ def placed(batch: ForwardBatch, first: ForwardBatch | None) -> ForwardBatch:
     first.positions.copy_(batch.positions)
     attn = []
     for meta, new in zip(first.attn, batch.attn, strict=True):
-        assert isinstance(meta, AttentionMeta) and isinstance(new, AttentionMeta)
-        for name in ("query_start", "seq_lens", "block_tables", "positions", "slots"):
+        names = OF_ATTENTION if isinstance(meta, AttentionMeta) else OF_STATES
+        for name in names:
             getattr(meta, name).copy_(getattr(new, name))
-        attn.append(replace(meta, max_seq_len=new.max_seq_len))
+        is_state = isinstance(new, StateMeta)
+        attn.append(meta if is_state else replace(meta, max_seq_len=new.max_seq_len))
     return replace(first, attn=tuple(attn))
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 import torch
 
 from engine.errors import ConfigError
 from engine.kv.layout import (
+    KVLayout,
+    LayerCache,
     NoCache,
     PagedKV,
     PagedLatent,
@@ -16,6 +21,7 @@ from engine.kv.layout import (
     make_layout,
     one_group,
     padding,
+    part_of_layout,
     state_bytes,
 )
 from engine.worker.memory import make_kv_cache
@@ -94,3 +100,59 @@ def test_windows_as_long_as_the_longest_request_are_full_attention():
     for each in (layers, chunks):
         assert make_layout(each, **sizes, max_model_len=64) == one_group(each, 16)
         assert make_layout(each, **sizes, max_model_len=80).windows == (0, 64)
+
+
+def test_stages_have_the_same_groups_and_keep_their_own_layers(seed: int) -> None:
+    """Random layers and stages: what a layer keeps is in a group of its kind, apart from others."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        kinds = [
+            PagedKV(
+                num_kv_heads=draw.choice((1, 2, 4)), head_dim=8, window=draw.choice((0, 32, 64))
+            )
+            for _ in range(draw.randint(1, 3))
+        ]
+        state = RecurrentState(tensors=(StateTensor((4,), "float32"),))
+        layers = [draw.choice([*kinds, state]) for _ in range(draw.randint(2, 20))] + kinds[:1]
+        sizes = {"max_num_batched_tokens": 64, "max_model_len": draw.choice((48, 512))}
+        whole = make_layout(layers, block_size=16, **sizes)
+        cut = draw.randrange(1, len(layers))
+        for mine in (layers[:cut], layers[cut:]):
+            if not any(isinstance(layer, PagedKV) for layer in mine):
+                mine = [*mine, kinds[0]]
+            own = part_of_layout(whole, layers, mine, 16)
+            assert own.groups == whole.groups and own.block_bytes <= whole.block_bytes
+            assert_apart(own, mine)
+            of_kind = {
+                layer: whole.groups[group]
+                for layer, group in zip(layers, whole.group_of, strict=True)
+            }
+            for layer, group in zip(mine, own.group_of, strict=True):
+                assert not isinstance(layer, PagedKV) or own.groups[group] == of_kind[layer]
+
+
+def assert_apart(layout: KVLayout, layers: list[LayerCache]) -> None:
+    """No two layers of a group share bytes, and a block of each layer is where its number says."""
+    kv = make_kv_cache(layers, layout, 3, 16, dtype=torch.float32, zeros=zeros)
+    taken = Counter[tuple[int, int]]()
+    for nth, group in enumerate(layout.group_of):
+        if isinstance(layers[nth], PagedKV):
+            kv[nth][2 * layout.scales[group]] = 1
+            taken.update(
+                (group, kv[nth][block * layout.scales[group]].data_ptr()) for block in range(3)
+            )
+            assert kv[nth].count_nonzero() >= kv[nth][0].numel()
+    assert max(taken.values()) == 1
+    used = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kv if len(one)
+    }
+    assert sum(used.values()) == 3 * layout.block_bytes
+
+
+def test_blocks_of_a_stage_have_room_for_its_layers_only():
+    local, full = (PagedKV(num_kv_heads=2, head_dim=8, window=window) for window in (32, 0))
+    layers = [*[local] * 5, full] * 4
+    whole = make_layout(layers, block_size=16, max_num_batched_tokens=64, max_model_len=4096)
+    own = part_of_layout(whole, layers, layers[12:], 16)
+    assert own.groups == whole.groups and len(whole.groups) > 2
+    assert own.block_bytes * 2 == whole.block_bytes
