@@ -99,15 +99,16 @@ def resolve(
             "has only its own attention; leave it out, or use device='cuda'"
         )
     overlaps = not is_cpu if ahead is None else ahead
+    num_stages = config.parallel.pipeline_parallel_size
     scheduler = part(
         SchedulerConfig,
         requested,
         max_num_batched_tokens=decide_token_budget(requested, is_cpu=is_cpu, products=products),
         max_model_len=decide_max_model_len(requested, info),
         max_mixed_prefill_tokens=decide_mixed(requested, is_cpu=is_cpu, products=products),
-        num_steps_in_flight=2 if overlaps else 1,
+        num_steps_in_flight=max(num_stages, 2 if overlaps else 1),
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
-        pipeline_parallel_size=1,  # no worker computes only some of a model's layers
+        pipeline_parallel_size=num_stages,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
     check_interval(config.cache.state_snapshot_interval, block_size)

@@ -118,6 +118,7 @@ class EngineConfig(EngineOptions):
             )
         self._check_events()
         self._check_ranks()
+        self._check_stages()
         if self.core.prefill_cores:
             self._check_prefill()
 
@@ -148,6 +149,25 @@ class EngineConfig(EngineOptions):
             raise ConfigError(
                 f"tensor_parallel_size is {size}, and {name} needs a model on one device: leave "
                 "one of the two out"
+            )
+
+    def _check_stages(self) -> None:
+        """Raise ``ConfigError`` for options that a pipeline of stages cannot have."""
+        if (count := self.parallel.pipeline_parallel_size) == 1:
+            return
+        drafts = self.scheduler.speculative_config or {}
+        names = {
+            **{name: getattr(self.cache, name) is not None for name in TIERS},
+            "prefill_cores": self.core.prefill_cores > 0,
+            "enable_lora": self.lora.enable_lora,
+            "data_parallel_backend='ray'": self.core.data_parallel_backend == "ray",
+            "a draft model in speculative_config": drafts.get("model") is not None,
+            "runner='pooling'": self.model.runner == "pooling",
+        }
+        for name in [name for name, is_used in names.items() if is_used]:
+            raise ConfigError(
+                f"pipeline_parallel_size is {count}, and {name} needs each layer on the same rank: "
+                "leave one of the two out"
             )
 
     def _check_events(self) -> None:

@@ -71,8 +71,8 @@ FOREIGN |= {
 }
 
 _ONE_DEVICE = (
-    "a model runs on the devices of one machine, by tensor_parallel_size and "
-    "data_parallel_size; leave it out"
+    "a model runs on the devices of one machine, by tensor_parallel_size, "
+    "pipeline_parallel_size and data_parallel_size; leave it out"
 )
 _LORA = "adapters keep their type and rank, and tokens of their own are refused; leave it out"
 _NO_MEDIA = "pictures come with the request, and have no such option; leave it out"
@@ -93,7 +93,7 @@ _SERVER = "the server is one process without this switch; leave it out"
 
 # Names that share a reason.
 for _reason, _names in {
-    _ONE_DEVICE: "pipeline_parallel_size enable_expert_parallel "
+    _ONE_DEVICE: "enable_expert_parallel "
     "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend "
     "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
     "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "

@@ -12,8 +12,9 @@ has the methods of ``engine.worker.worker.ModelWorker``.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from engine.config.decide import ModelFacts
 from engine.config.gpu_memory import GIB
 from engine.core.engine_core import Executor
 from engine.errors import RankError
+from engine.ipc.host_memory import resident_bytes
 from engine.ipc.plan_stream import PlanWriter
 from engine.ipc.plans import encode
 from engine.ipc.ring import NAP_SECONDS
@@ -35,13 +37,10 @@ from engine.worker.rank import (
     PREVIEW,
     RESULTS,
     SAMPLE,
-    TIMES,
-    RankPlace,
     RankReport,
     checksum,
     is_of,
 )
-from engine.worker.rank_times import StepClock, StepTimes, Waited
 
 MOST_LATE = NUM_RESULTS - 2  # steps by which another rank may be late
 
@@ -60,14 +59,6 @@ class LocalWorker(Executor[Any], Protocol):
         """Raise ``RankError`` if this rank has noticed that another one has failed."""
         ...
 
-    def waited(self) -> Waited:
-        """What this rank has waited for others."""
-        ...
-
-    def place(self) -> RankPlace:
-        """Where it computes."""
-        ...
-
     def load(self) -> ModelFacts: ...
 
     def measure(self) -> int: ...
@@ -79,6 +70,11 @@ class OtherRanks(Protocol):
     """Ranks 1, 2, ... of a group."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes."""
+        ...
 
     @property
     def is_stopped(self) -> bool:
@@ -129,17 +125,19 @@ class OtherRanks(Protocol):
 
 
 class ResultCheck:
-    """Compares the checksums of the other ranks' results with those of rank 0's. The comparison may
-    be some steps late, so that rank 0 need not wait for others."""
+    """Compares the checksums of ranks' results with those of a rank that computes the same. The
+    comparison may be some steps late, so that rank 0 need not wait for others."""
 
-    def __init__(self, ranks: OtherRanks) -> None:
+    def __init__(self, ranks: OtherRanks, first: int = 0) -> None:
+        """first: the rank whose results are compared with those of the ranks after it."""
         self._ranks = ranks
+        self._first = first
         self._own = [0] * NUM_RESULTS  # of the latest results, by number
         self._num_results = 0
-        self._num_checked = [0] * len(ranks)
+        self._num_checked = [0] * (len(ranks) - first)
 
     def add(self, result: StepResult) -> None:
-        """Add the next result of rank 0. Waits for ranks that are many steps late. Raises
+        """Add the next result of the first rank. Waits for ranks that are many steps late. Raises
         ``RankError`` if a rank had another result in one of the last steps."""
         self._num_results += 1
         own = checksum(result, self._num_results)
@@ -148,9 +146,9 @@ class ResultCheck:
             number = num_checked + 1
             while number <= self._num_results:
                 place = number % NUM_RESULTS
-                found = self._ranks.reported(index, RESULTS + place)
+                found = self._ranks.reported(self._first + index, RESULTS + place)
                 if is_of(found, number):
-                    self._compare(index + 1, found, self._own[place])
+                    self._compare(self._first + index + 1, found, self._own[place])
                     number += 1
                 elif self._num_results - number < MOST_LATE:
                     break
@@ -163,7 +161,7 @@ class ResultCheck:
         if found != own:
             self._ranks.fail(
                 RankError(
-                    f"rank {rank} computed other tokens than rank 0 in one of the last "
+                    f"rank {rank} computed other tokens than rank {self._first} in one of the last "
                     f"{NUM_RESULTS} steps: the ranks differ, and cannot go on"
                 )
             )
@@ -178,8 +176,6 @@ class WorkerGroup:
         self._ranks = ranks
         self._plans = PlanWriter()
         self._results = ResultCheck(ranks)
-        self._times = StepClock(worker.waited)
-        self._last_times: list[StepTimes] = []
         self._is_closed = False
 
     # -- the start
@@ -200,12 +196,15 @@ class WorkerGroup:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
-        self._on_all("allocate", num_blocks)
-        own, of_others = self._on_all("place")
+        _, of_others = self._on_all("allocate", num_blocks)
         self._ranks.started()
-        self._times.begin()
-        others = [msgspec.msgpack.decode(each, type=RankPlace) for each in of_others]
-        logger.info("%d ranks: %s", 1 + len(others), "; ".join(described([own, *others])))
+        memory = [resident_bytes(), *map(msgspec.msgpack.decode, of_others)]
+        pids = [os.getpid(), *self._ranks.pids]
+        places = [
+            f"rank {rank} (process {pid}) {size / GIB:.2f} GiB"
+            for rank, (pid, size) in enumerate(zip(pids, memory, strict=True))
+        ]
+        logger.info("%d ranks, by memory of the host: %s", len(places), ", ".join(places))
 
     # -- steps
 
@@ -238,7 +237,6 @@ class WorkerGroup:
         self._ranks.send(COLLECT)
         result: StepResult = self._own(self._worker.collect, ticket)
         self._results.add(result)
-        self._times.add(result.seconds)
         return result
 
     # -- methods
@@ -275,19 +273,6 @@ class WorkerGroup:
                 self._ranks.fail(differing(name, rank, report, None))
                 self._ranks.raise_failure()
 
-    def rank_times(self) -> list[StepTimes]:
-        """What each rank has spent the time of its steps with, in order of ranks."""
-        if self._is_closed:
-            return self._last_times
-        words = range(TIMES, TIMES + len(StepTimes._fields))
-        return [
-            self._times.read(),
-            *(
-                StepTimes(*(self._ranks.reported(index, word) for word in words))
-                for index in range(len(self._ranks))
-            ),
-        ]
-
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         """Call ``notify``, in any thread, if a rank fails; at once if one has."""
         self._ranks.on_failure(notify)
@@ -296,8 +281,6 @@ class WorkerGroup:
         """Free the models and end the processes. A second call does nothing."""
         if self._is_closed:
             return
-        with suppress(Exception):  # who watches may not hinder the end
-            self._last_times = self.rank_times()
         self._is_closed = True
         with suppress(RankError):
             self._ranks.call("shutdown")  # the end of the processes is awaited below
@@ -329,17 +312,6 @@ class WorkerGroup:
             if report.kind:
                 raise self._ranks.start_error_of(rank, report)
         return own, [report.value for report in reports]
-
-
-def described(places: Sequence[RankPlace]) -> list[str]:
-    """A text about each rank, for the log; hosts are named if there are several."""
-    several = len({place.host for place in places}) > 1
-    return [
-        f"rank {rank} (process {place.process}{f' on {place.host}' if several else ''}, "
-        f"{place.device}) {place.host_bytes / GIB:.2f} GiB of the host's memory"
-        + (f", {place.device_bytes / GIB:.2f} GiB of the GPU's" if place.device_bytes else "")
-        for rank, place in enumerate(places)
-    ]
 
 
 def differing(name: str, rank: int, report: RankReport, failed: Exception | None) -> RankError:

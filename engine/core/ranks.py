@@ -16,19 +16,15 @@ from engine.config.env import VISIBLE_GPUS, default_num_threads, interprets_cuda
 from engine.config.model import ModelInfo
 from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.group import WorkerGroup
-from engine.core.inproc_client import InprocClient
+from engine.core.pipeline import start_pipeline
 from engine.core.rank_processes import GroupOptions, Ranks
-from engine.core.rank_report import log_sums, place_of
-from engine.core.rank_use import RankUses
-from engine.core.recording import RecordingScheduler
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RankError
 from engine.ipc.ring import SPIN_SECONDS
 from engine.observe.guard import Failures
 from engine.parallel.meeting import Meeting, Place, Stoppable
+from engine.pictures.families import sees
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature
-from engine.worker.rank import RankPlace
-from engine.worker.rank_times import Waited
 from engine.worker.worker import ModelWorker, make_worker
 
 EARLY = 0.8  # of a client's limit: a rank that hangs is named before the client gives up the core
@@ -52,20 +48,11 @@ class RankOfModel(ModelWorker):
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
-        log_sums(self._ranks, self.platform)
         self._ranks.limit(EARLY * self.config.core.core_hang_timeout)
 
     def shutdown(self) -> None:
         super().shutdown()
         self._ranks.close()
-
-    def waited(self) -> Waited:
-        """What this rank has waited for others."""
-        return Waited(operations=self._ranks.waited_ns)
-
-    def place(self) -> RankPlace:
-        """Where this rank computes, and the memory that it uses."""
-        return place_of(self.platform)
 
 
 def make_workers(
@@ -80,8 +67,7 @@ def make_workers(
 
     features: of the worker in this process; make_features: makes those of another rank, in its
     process. Raises ``ConfigError``."""
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    if config.parallel.num_workers == 1:
         return make_worker(config, info, features, failures, pooling)
     config = replace(config, num_threads=threads_of_rank(config))
     options = GroupOptions(
@@ -93,12 +79,32 @@ def make_workers(
         environments=environments_of_ranks(config),
     )
     try:
+        if config.parallel.pipeline_parallel_size > 1:
+            check_stages(config, info, pooling)
+            halves = features, failures, make_features
+            return start_pipeline(config, info, *halves, options, on_gpus=has_gpus(config))
         return start_group(config, info, features, failures, pooling, make_features, options)
     except OSError as error:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but the ranks cannot share memory on this system: "
-            f"{error}; leave tensor_parallel_size out"
+            f"{config.parallel.sizes}, but the ranks cannot share memory on this system: {error}; "
+            "leave this out"
         ) from error
+
+
+def check_stages(config: ResolvedConfig, info: ModelInfo, pooling: PoolingSpec | None) -> None:
+    """Raise ``ConfigError`` for a model that stages of a pipeline cannot compute."""
+    count = config.parallel.pipeline_parallel_size
+    if pooling is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}, and {info.name} returns vectors, which stages "
+            "do not compute: leave pipeline_parallel_size out"
+        )
+    if sees(info) and config.media.most_pictures != 0:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}, and {info.name} takes pictures, which stages do "
+            "not compute: leave pipeline_parallel_size out, or serve text only with "
+            "limit_mm_per_prompt={'image': 0}"
+        )
 
 
 def start_group(
@@ -138,7 +144,7 @@ def make_rank(
     make_features: Callable[[], Sequence[Feature]],
     place: Place,
     rank: int,
-) -> RankOfModel:
+) -> ModelWorker:
     """Create the worker of another rank, in its process."""
     pooling = read_pooling(info, config.model)
     return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
@@ -153,15 +159,14 @@ class Shared(Protocol):
 
 
 def connect(
-    worker: ModelWorker | WorkerGroup, client: InprocClient, store: Shared | None, uses: RankUses
+    worker: ModelWorker | WorkerGroup,
+    notify: Callable[[RankError], object],
+    store: Shared | None,
 ) -> None:
-    """Connect a group of workers with its core: the client hears, in any thread, if a process
-    fails, and reports and records what ranks do; what ``store`` keeps is brought to all ranks."""
+    """Connect a group of workers with its core: call ``notify``, in any thread, if a process fails,
+    and bring what ``store`` keeps to all ranks."""
     if isinstance(worker, WorkerGroup):
-        client.rank_uses = uses
-        if isinstance(scheduler := client.core.scheduler, RecordingScheduler):
-            scheduler.rank_uses = uses
-        worker.on_failure(client.fail)
+        worker.on_failure(notify)
         if store is not None:
             store.share(worker.call_others)
 
@@ -169,12 +174,12 @@ def connect(
 def threads_of_rank(config: EngineConfig) -> int:
     """The CPU threads of each rank: an equal share of those of the core."""
     num = config.num_threads or default_num_threads() or len(os.sched_getaffinity(0))
-    return max(1, num // config.parallel.tensor_parallel_size)
+    return max(1, num // config.parallel.num_workers)
 
 
 def has_core_for_each(config: ResolvedConfig) -> bool:
     """Whether all threads of the ranks can run at once."""
-    num_threads = config.parallel.tensor_parallel_size * (config.num_threads or 1)
+    num_threads = config.parallel.num_workers * (config.num_threads or 1)
     return num_threads <= len(os.sched_getaffinity(0))
 
 
@@ -186,14 +191,14 @@ def has_gpus(config: ResolvedConfig) -> bool:
 def environments_of_ranks(config: ResolvedConfig) -> list[Mapping[str, str]]:
     """The environment variables that make a GPU visible to each of ranks 1, 2, ...; [] on CPUs.
     Rank 0 uses the first GPU that its process sees. Raises ``ConfigError`` for too few GPUs."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_workers
     if not has_gpus(config):
         return []
     gpus = visible_gpus(torch.cuda.device_count())
     if len(gpus) < size:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but this process sees {len(gpus)} "
-            f"GPU{'s' if len(gpus) > 1 else ''} ({', '.join(gpus)}), and each rank needs one: set "
-            f"it to {len(gpus)}, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
+            f"{config.parallel.sizes}, but this process sees {len(gpus)} "
+            f"GPU{'s' if len(gpus) > 1 else ''} ({', '.join(gpus)}), and each of the {size} ranks "
+            f"needs one: lower it, make more visible with {VISIBLE_GPUS}, or use device='cpu'"
         )
     return [{VISIBLE_GPUS: gpu} for gpu in gpus[1:size]]

@@ -35,7 +35,7 @@ def environments_of(
         return nothing
     gpus = visible_gpus(num_gpus)
     if len(gpus) < num_cores * num_ranks:
-        needed = "one" if num_ranks == 1 else f"{num_ranks} (tensor_parallel_size)"
+        needed = "one" if num_ranks == 1 else f"{num_ranks} (one for each rank)"
         raise ConfigError(
             f"{sizes or f'there are {num_cores} cores'}, but this process sees {num_gpus} "
             f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs {needed}: "

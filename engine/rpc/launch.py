@@ -88,7 +88,7 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     own = share_of(config, num_cores) if num_cores > 1 else config
     if num_cores > 1:
         environments = environments_of(
-            config.device, num_cores, config.core.sizes, config.parallel.tensor_parallel_size
+            config.device, num_cores, config.core.sizes, config.parallel.num_workers
         )
     num_starts = [count() for _ in range(num_cores)]
     arena = share_arena(config.cache, num_cores)

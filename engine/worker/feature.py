@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,14 @@ from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.states import States
 from kernels.cpu.recording import Recorder
+
+
+class Entering(Protocol):
+    """The hidden states with which the layers of a later stage of a pipeline begin."""
+
+    def of(self, rows: PlanRows, num_tokens: int) -> torch.Tensor:
+        """Those of rows of the step, followed by those of padding, [num_tokens, H]."""
+        ...
 
 
 class Machine(NamedTuple):
@@ -32,6 +40,7 @@ class Machine(NamedTuple):
     features: tuple[Feature, ...] = ()
     recorder: Recorder | None = None  # of steps on a CPU
     states: States = ()  # recurrent states by slot; () for a model without them
+    entering: Entering | None = None  # None: the layers begin with embeddings
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits [R, W] float32 that the sampler reads, of hidden states [R, H]."""

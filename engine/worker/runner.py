@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.errors import RankError
-from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
+from engine.messages.step import Column, MaskPart, Masks, NewSeq, StepPlan, StepResult
 from engine.observe.guard import Failures, ObserverGuard
 from engine.sample.edits import WORD, SamplingSpec
 from engine.sample.sampler import Draws, RowMasks, RowScores
@@ -315,15 +315,23 @@ class Runner:
         check_drafts(plan, machine.slots.state.num_copies)
         machine.live.apply(plan)
         for slot in plan.freed_slots:
-            machine.sampler.remove(slot)
+            self.unseat(slot)
             self._prompt_scores.remove(slot)
             self._unfit.pop(slot, None)
         specs = [SamplingSpec.of(seq, machine.model.vocab_size) for seq in plan.new]
         for seq, spec in zip(plan.new, specs, strict=True):
-            machine.sampler.add(seq, spec)
+            self.seat(seq, spec)
         for feature in machine.features:
             self._unfit |= _begin(feature, plan, machine.live)
         return specs
+
+    def seat(self, seq: NewSeq, spec: SamplingSpec) -> None:
+        """Let the sampler keep what a new sequence needs."""
+        self.machine.sampler.add(seq, spec)
+
+    def unseat(self, slot: int) -> None:
+        """Let the sampler forget the sequence in a slot."""
+        self.machine.sampler.remove(slot)
 
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()

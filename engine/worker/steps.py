@@ -157,6 +157,8 @@ class EagerStep:
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
         batch.token_types = self._token_types
+        if machine.entering is not None:
+            batch.stream = machine.entering.of(staged.rows, len(batch.input_ids))
         if self._graph is not None:
             stream = self._graph.replay(len(staged.tokens.slots))
             return machine.model.last_layer(stream, batch, machine.kv)

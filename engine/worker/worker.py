@@ -40,6 +40,7 @@ from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.models.pooling import load_head
+from engine.models.stages import Pipeline
 from engine.observe.guard import Failures
 from engine.parallel.collectives import Collectives
 from engine.sample.parts import vocabulary_of
@@ -98,9 +99,9 @@ class ModelWorker:
     ``config``: from ``engine.config.decide.resolve``. ``features``: the worker's part of each
     feature. ``pooling``: how results are computed from hidden states, ``None`` for a model that
     generates. ``collectives``: of the ranks that compute the model together, ``None`` if this
-    worker computes it alone."""
+    worker computes it alone. ``pipeline``: the stage that it computes, ``None`` for all layers."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: ResolvedConfig,
         info: ModelInfo,
@@ -109,7 +110,9 @@ class ModelWorker:
         failures: Failures | None = None,
         pooling: PoolingSpec | None = None,
         collectives: Collectives | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
+        self._pipeline = pipeline
         self._failures = failures or Failures()
         self._collectives = collectives
         self._pooling = pooling
@@ -167,6 +170,7 @@ class ModelWorker:
                 takes_adapters=config.lora.enable_lora,
                 pools=self._pooling is not None,
                 collectives=self._collectives,
+                pipeline=self._pipeline,
             )
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
@@ -183,7 +187,7 @@ class ModelWorker:
                 machine = machine._replace(recorder=None)
             for feature in self._features:
                 feature.attach(machine)
-        self._driver = Driver(self._make_runner(machine, model), self._failures)
+        self._driver = self._make_driver(machine, model)
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
         return ModelFacts(
@@ -326,6 +330,9 @@ class ModelWorker:
         self._driver, self._features = None, ()
 
     # -- helpers
+
+    def _make_driver(self, machine: Machine, model: Model) -> Driver:
+        return Driver(self._make_runner(machine, model), self._failures)
 
     def _make_runner(self, machine: Machine, model: Model) -> Runner:
         config, longest = self.config, self.config.scheduler.max_model_len

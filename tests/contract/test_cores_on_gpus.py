@@ -85,6 +85,6 @@ def test_each_core_sees_the_gpus_of_its_ranks(gpus: Callable[[int, str | None], 
     seen = environments_of("auto", 2, num_ranks=2)
     assert [each[VISIBLE_GPUS] for each in seen] == ["7,6", "5,4"]
     with pytest.raises(
-        ConfigError, match=r"each core needs 2 \(tensor_parallel_size\): start at most 2"
+        ConfigError, match=r"each core needs 2 \(one for each rank\): start at most 2"
     ):
         environments_of("auto", 3, num_ranks=2)

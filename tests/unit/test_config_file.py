@@ -121,8 +121,8 @@ def test_a_file_may_be_json_and_may_have_anchors(tmp_path: Path) -> None:
         ),
         ("frobnicate: 3", "line 1: unknown option '--frobnicate'; metronome serve --help lists"),
         (
-            "pipeline_parallel_size: 2",
-            "line 1: there is no option '--pipeline-parallel-size' here: a",
+            "enable_expert_parallel: true",
+            "line 1: there is no option '--enable-expert-parallel' here: a",
         ),
         ("config: other.yaml", "line 1: --config belongs on the command line: leave it out"),
         ("max-num-seqs: many", "line 1: --max-num-seqs is 'many', must be a whole number"),

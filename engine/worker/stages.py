@@ -1,0 +1,341 @@
+"""The worker of a stage, which has some layers of a model and computes them for each plan.
+
+    first stage    tokens ──> layers ──> send
+    middle stage   receive ──> layers ──> send
+    last stage     receive ──> layers ──> logits, tokens ──> send the result
+
+All stages get every plan. Only the last one samples, so the tokens that others compute come with
+plans: those of new sequences, and ``StepPlan.new_token_ids``. What the other stages do not know
+either, how many drafts of a sequence were accepted, follows from the start of its next row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.config.engine import ResolvedConfig
+from engine.config.model import ModelInfo
+from engine.ipc.plans import encode
+from engine.messages.step import Column, Masks, NewSeq, StepPlan, StepResult, check_parts
+from engine.models.decoder import NativeDecoder
+from engine.models.model import Model
+from engine.models.stages import Pipeline
+from engine.observe.guard import Failures
+from engine.parallel.channel import Receiver
+from engine.parallel.meeting import Stoppable
+from engine.parallel.stages import Links
+from engine.sample.edits import SamplingSpec
+from engine.worker.batches import PlanRows, Staged
+from engine.worker.device import make_platform, resolve_device
+from engine.worker.feature import Feature, Machine
+from engine.worker.runner import Driver, Runner, follow
+from engine.worker.slots import Slots
+from engine.worker.steps import EagerStep, FailedStep, Pending, StepPart
+from engine.worker.worker import ModelWorker
+from kernels.slots import Drawn
+
+
+class KnownTokens:
+    """How many tokens of each sequence are known from plans, by slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_known: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+
+    def read(self, plan: StepPlan) -> Column | None:
+        """Learn the tokens that a plan has. Returns the rows for which it brings one; ``None`` for
+        none. Raises ``RuntimeError`` if a row computes a token that no plan has brought."""
+        known = self._num_known
+        for seq in plan.new:
+            known[seq.slot] = len(seq.token_ids)
+        slots, starts, brought = plan.slots, plan.starts, None
+        ends = starts + plan.counts
+        if plan.drafts is not None:
+            ends -= plan.drafts.counts
+        if plan.new_token_ids is not None:
+            brought = (plan.new_token_ids >= 0).nonzero()[0].astype(np.int32)
+            self._check(plan, brought, starts <= known[slots])
+            self._check(plan, brought, ends == starts + 1)
+            known[slots[brought]] = starts[brought] + 1
+        self._check(plan, slice(None), ends <= known[slots])
+        if plan.drafts is not None:  # those that are accepted are never brought
+            known[slots] = np.maximum(known[slots], ends + plan.drafts.counts)
+        return brought
+
+    def _check(self, plan: StepPlan, rows: Column | slice, is_right: NDArray[np.bool_]) -> None:
+        wrong = np.flatnonzero(~is_right[rows])
+        if wrong.size:
+            slots, starts = plan.slots[rows], plan.starts[rows]
+            slot, start = int(slots[wrong[0]]), int(starts[wrong[0]])
+            raise RuntimeError(
+                f"step {plan.step} computes position {start} of slot {slot}, of which plans have "
+                f"brought {self._num_known[slot]} tokens: a stage computes only tokens that a plan "
+                "has brought"
+            )
+
+
+class Entering:
+    """The hidden states with which the layers of a later stage begin."""
+
+    def __init__(self, machine: Machine, width: int, source: Receiver) -> None:
+        """width: of hidden states; source: the stage before."""
+        self._source = source
+        shape, dtype = (machine.batches.max_num_tokens, width), machine.model.dtype
+        # What was received stays as it is: layers change what they get, and rows that fail are
+        # computed again. A batch is always at the same place, for recorded steps.
+        self._kept = torch.zeros(shape, dtype=dtype)
+        self._place = machine.platform.zeros(shape, dtype)
+        self._begins: dict[int, int] = {}  # index of the first token of each slot's row
+        self._plan: StepPlan | None = None  # whose hidden states are not received yet
+
+    def begin(self, plan: StepPlan) -> None:
+        """Prepare for a plan. Its hidden states are awaited when they are needed."""
+        if plan.num_tokens:
+            begins = plan.counts.cumsum() - plan.counts
+            self._begins = dict(zip(plan.slots.tolist(), begins.tolist(), strict=True))
+            self._plan = plan
+
+    def of(self, rows: PlanRows, num_tokens: int) -> torch.Tensor:
+        """The hidden states [num_tokens, H] of rows of the plan, followed by those of padding, in
+        memory that layers may change. Raises ``RankError``."""
+        if self._plan is not None:
+            plan, self._plan = self._plan, None
+            self._source.receive(plan.step, bytes_of(self._kept[: plan.num_tokens]))
+        if len(rows.slots):
+            begin, count = self._begins.get(int(rows.slots[0]), 0), int(rows.counts.sum())
+            self._place[:count].copy_(self._kept[begin : begin + count])
+        return self._place[:num_tokens]
+
+
+class LowerRunner(Runner):
+    """Runs the layers of a stage that is not the last. No sampler hears of its requests."""
+
+    def begin(self, plan: StepPlan) -> list[SamplingSpec]:
+        """Add and remove requests as the plan says. Returns the options of new sequences."""
+        specs = super().begin(plan)
+        self.machine.live.prompt_scored.clear()  # by the last stage
+        return specs
+
+    def seat(self, seq: NewSeq, spec: SamplingSpec) -> None:
+        """Do nothing: no tokens are sampled here."""
+
+    def unseat(self, slot: int) -> None:
+        """Do nothing, see ``seat``."""
+
+    def pass_on(self, staged: Staged) -> torch.Tensor:
+        """Compute staged rows and advance their slots. Returns hidden states [N, H], which the next
+        step overwrites."""
+        machine, (picked, step) = self.machine, (staged.picked, staged.step)
+        assert picked is not None, "no steps of stages are recorded as graphs"
+        eager = EagerStep(machine, self._prompt_scores, staged, picked, reads_all=True)
+        hidden = eager.hidden()[: len(staged.tokens.slots)]
+        # As if no drafts were accepted; see ``follow_starts``.
+        drawn = Drawn(torch.zeros_like(picked.slots), picked.slots, step.draw_starts, None)
+        machine.slots.advance(step.slots, step.query_start, drawn)
+        for feature in machine.features:
+            follow(feature, staged.rows)
+        return hidden
+
+    def compute(self, staged: Staged, *, is_made_up: bool = False) -> StepPart:
+        """Compute dummy rows, to measure memory and compile kernels."""
+        assert is_made_up and staged.picked is not None
+        picked = staged.picked
+        step = EagerStep(
+            *(self.machine, self._prompt_scores, staged, picked), is_made_up=True, reads_all=True
+        )
+        step.hidden()
+        return FailedStep(0, "dummy rows sample nothing")
+
+
+@dataclass(slots=True)
+class Passed(Pending):
+    """A launched step of a stage that is not the last. ``hidden``: what it has computed [N, H]."""
+
+    hidden: torch.Tensor | None = None
+
+
+class LowerDriver(Driver):
+    """Computes the plans of a stage that is not the last. Any error in a step ends the group, as
+    other stages compute the same rows."""
+
+    def __init__(self, runner: LowerRunner, failures: Failures) -> None:
+        super().__init__(runner, failures)
+        self._lower = runner
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Passed:
+        """Compute the layers of a step."""
+        runner, platform = self._lower, self.runner.machine.platform
+        began = platform.mark()
+        specs = runner.begin(plan)
+        staged = runner.stage(self._rows_of(plan), plan, specs)
+        hidden = runner.pass_on(staged) if len(plan.rows) else None
+        return Passed(plan, [(began, platform.mark())], hidden=hidden)
+
+    def preview(self, ticket: Pending) -> Column | None:
+        """Return ``None``: the last stage samples."""
+        return None
+
+    def sample(self, ticket: Pending, masks: Masks | None) -> None:
+        """Do nothing: the last stage samples."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A step that a stage has launched. ``result``: once it is known."""
+
+    pending: Pending
+    result: StepResult | None = None
+
+
+class StageWorker(ModelWorker):
+    """The worker of a stage of a pipeline; ``pipeline``: which one, ``links``: to other ranks."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        info: ModelInfo,
+        features: Sequence[Feature],
+        failures: Failures,
+        links: Links,
+        pipeline: Pipeline,
+    ) -> None:
+        platform = make_platform(resolve_device(config.device))
+        ranks = links.collectives
+        super().__init__(config, info, platform, features, failures, None, ranks, pipeline)
+        self.capabilities |= {"new_token_ids"}
+        self._links = links
+        self._place = pipeline
+        self._known = KnownTokens(config.scheduler.max_num_seqs)
+        self._entering: Entering | None = None
+        self._has_drafts = False
+        self.step_seconds = float("inf")
+        """How long another rank may take for a step, once this one has started."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage that begins with tokens."""
+        return self._place.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that samples."""
+        return self._place.index == self._place.count - 1
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        if not self.is_last:
+            self.driver.roofline = None  # only the last stage reports
+        self._links.limit(self.step_seconds)
+
+    def launch(self, plan: StepPlan) -> Ticket:  # type: ignore[override]
+        """Compute a step as far as this stage goes, and send what follows from it. Raises
+        ``RuntimeError`` for a plan that it cannot compute, ``RankError`` if another rank fails."""
+        check_parts(plan, self.capabilities)
+        brought = self._known.read(plan)
+        with self.platform.current():
+            self._follow(plan, brought)
+            ticket = Ticket(self.driver.launch(plan))
+            self._send_hidden(plan, ticket.pending)
+        if plan.masks is None:
+            self._send_result(ticket)
+        return ticket
+
+    def preview(self, ticket: Ticket) -> Column | None:  # type: ignore[override]
+        """Sample a step before its grammar masks are ready; ``None`` if impossible."""
+        return self.driver.preview(ticket.pending)
+
+    def sample(self, ticket: Ticket, masks: Masks | None) -> None:  # type: ignore[override]
+        """Start sampling for a step that waited for its masks."""
+        with self.platform.current():
+            self.driver.sample(ticket.pending, masks)
+        self._send_result(ticket)
+
+    def collect(self, ticket: Ticket) -> StepResult:  # type: ignore[override]
+        """Block until a launched step is done. Returns its result, which is empty in all stages but
+        the last, and sends it to rank 0 unless it was sent."""
+        if ticket.result is None:
+            self._finish(ticket)
+        assert ticket.result is not None
+        return ticket.result
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._links.close()
+
+    @property
+    def collectives(self) -> Stoppable | None:
+        """Those of the ranks of this stage, if there are several."""
+        return self._links.collectives
+
+    # -- helpers
+
+    def _make_driver(self, machine: Machine, model: Model) -> Driver:
+        assert isinstance(model, NativeDecoder)
+        source = self._links.entering
+        if source is not None:
+            self._entering = Entering(machine, model.spec.hidden_size, source)
+            machine = machine._replace(entering=self._entering)
+        if self.is_last:
+            return super()._make_driver(machine, model)
+        longest = self.config.scheduler.max_model_len
+        return LowerDriver(LowerRunner(machine, longest), self._failures)
+
+    def _graph_sizes(self) -> tuple[list[int], list[int]]:
+        return [], []  # what enters a stage would have to be recorded, too
+
+    def _follow(self, plan: StepPlan, brought: Column | None) -> None:
+        """Take from a plan what this stage does not know from its own steps."""
+        slots = self.driver.runner.machine.slots
+        if self._entering is not None:
+            self._entering.begin(plan)
+        if self.is_last:
+            return
+        upload = self.platform.upload
+        self._has_drafts |= plan.drafts is not None
+        if self._has_drafts:
+            follow_starts(slots, plan, upload)
+        if self.is_first and brought is not None and plan.new_token_ids is not None:
+            columns = plan.slots, plan.starts, plan.new_token_ids
+            slots.remember(*(upload(column[brought]) for column in columns))
+
+    def _send_hidden(self, plan: StepPlan, pending: Pending) -> None:
+        target = self._links.leaving
+        if target is not None and isinstance(pending, Passed) and pending.hidden is not None:
+            target.send(plan.step, bytes_of(pending.hidden))
+            pending.hidden = None
+
+    def _send_result(self, ticket: Ticket) -> None:
+        """Send the result of a step that is sampled, if it is done already, as on a CPU."""
+        if self.is_last and self.platform.shares_memory:
+            self._finish(ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        ticket.result = self.driver.collect(ticket.pending)
+        if self._links.results is not None:
+            data = np.frombuffer(encode(ticket.result), np.uint8)
+            self._links.results.send(ticket.result.step, data)
+
+
+def follow_starts(
+    slots: Slots, plan: StepPlan, upload: Callable[[NDArray[np.generic]], torch.Tensor]
+) -> None:
+    """Let slots begin where the rows of a plan do. A stage that does not sample has advanced them
+    as if no draft was accepted, and the states of accepted drafts are in the next copies."""
+    is_old = ~np.isin(plan.slots, [seq.slot for seq in plan.new])
+    rows, starts = upload(plan.slots[is_old].astype(np.int64)), upload(plan.starts[is_old])
+    state = slots.state
+    if state.copy is not None:
+        num_accepted = starts - state.num_computed[rows]
+        state.copy[rows] = (state.copy[rows] + num_accepted).remainder(state.num_copies)
+    state.num_computed[rows] = starts
+
+
+def bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor [n, H], on the host."""
+    found: NDArray[np.uint8] = values.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
+    return found

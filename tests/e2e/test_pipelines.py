@@ -1,0 +1,131 @@
+"""Stages in processes of their own, each with some layers, answer as one worker does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.box_engine import EXACT
+from e2e.test_ngram import ASKED, BOX, NGRAM, answers
+from e2e.test_tensor_parallel import OTHERS, assert_close
+from e2e.tiny_models import TinyModels
+from support.processes import nothing_left, ranks_of
+
+from engine import LLM, EngineArgs, LLMEngine, SamplingParams
+from engine.core.replay import replay
+from engine.errors import ConfigError, EngineDeadError
+
+TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
+FEW = {"max_num_batched_tokens": 24, "num_kv_blocks": 40}
+"""Prompts are chunked, and running requests preempt each other."""
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages") / "steps"
+
+
+@pytest.fixture(scope="module")
+def engines(logged: Path) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+    args = {**BOX, **EXACT}
+    with (
+        nothing_left() as started,
+        LLMEngine.from_engine_args(EngineArgs(**args)) as alone,
+        LLMEngine.from_engine_args(
+            EngineArgs(**{**args, **TWO, **FEW, **NGRAM}, step_log=str(logged))
+        ) as staged,
+    ):
+        started.update(ranks_of(os.getpid()))
+        assert len(started) == 1
+        yield alone, staged
+    assert replay(logged, allow_truncated=True).difference is None  # of the core that died
+
+
+def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> None:
+    params = [*(make() for make in ASKED.values()), *OTHERS]
+    alone, staged = engines
+    wanted, _ = answers(alone, params)
+    for _ in range(2):  # the second time prompts are in the prefix cache
+        found, _ = answers(staged, params)
+        assert [each[:2] + each[3:] for each in found] == [each[:2] + each[3:] for each in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one.logprobs, other.logprobs)
+    counters = staged.stats().counters
+    assert counters["drafts.num_drafts"] > 0
+
+
+def test_a_request_that_is_aborted_changes_nothing_for_others(
+    engines: tuple[LLMEngine, LLMEngine],
+) -> None:
+    found = []
+    for engine in engines:
+        for number in range(4):
+            engine.add_request(str(number), "one two three one two three", LONG)
+        last: dict[str, list[int]] = {}
+        for _ in range(12):
+            engine.step()
+        engine.abort_request(["1", "3"])
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                last[out.request_id] = list(out.outputs[0].token_ids)
+        found.append([last["0"], last["2"]])
+    assert found[0] == found[1]
+
+
+def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
+    engines: tuple[LLMEngine, LLMEngine],
+) -> None:
+    """The last test with these engines."""
+    _, staged = engines
+    staged.add_request("last", "one two three", LONG)
+    for _ in range(5):
+        staged.step()
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
+        while staged.has_unfinished_requests():
+            staged.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": True}, "pipeline_parallel_size is 2, and enable_lora needs each layer on"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size needs each layer on the same rank: leav"),
+        ({"runner": "pooling"}, "runner='pooling' needs each layer on the same rank"),
+        ({"pipeline_parallel_size": 33}, r"pipeline_parallel_size is 33, must be in 1\.\.32"),
+        ({"tensor_parallel_size": 17}, "17 and pipeline_parallel_size is 2: 34 ranks, at most 32"),
+        ({"pipeline_layer_split": [30]}, r"pipeline_layer_split is \[30\] and pipeline_parallel_s"),
+        ({"pipeline_layer_split": [0, 30]}, "pipeline_layer_split has 0, must be at least 1"),
+        ({"pipeline_layer_split": [1, 1]}, "pipeline_layer_split is 1, 1, and the model has"),
+    ],
+)
+def test_mistakes_are_named_and_leave_no_process(options: dict[str, Any], message: str) -> None:
+    with nothing_left(), pytest.raises(ConfigError, match=message):
+        LLMEngine.from_engine_args(EngineArgs(**{**BOX, **TWO, **options}))
+
+
+SIZES = [{"pipeline_parallel_size": 3}, {**TWO, "tensor_parallel_size": 2}, TWO]
+FAMILIES = ("smollm3-window", "gemma2", "mixtral-window", "qwen3-next", "bamba", "lfm2-moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_experts_and_states_are_in_stages(tiny_models: TinyModels, name: str) -> None:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 60}
+    options = {"max_model_len": 96, "num_threads": 1, "skip_tokenizer_init": True, **sizes}
+    prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 20, 33, 33, 40)]
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
+    found = []
+    for size in ({}, *SIZES):
+        path = str(tiny_models.path(name))
+        with LLM(path, dtype="float32", **size, **options) as model:
+            outputs = [model.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        found.append([each.outputs[0].token_ids for run in outputs for each in run])
+    for each in found[1:]:
+        assert each == found[0]
