@@ -90,7 +90,17 @@ FEATURES = tuple(
     f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer", "states")
 )
 COMPUTES = (
-    *("compute", "device_slots", "dora", "files", "parts", "placing", "products", "reading"),
+    *(
+        "compute",
+        "device_slots",
+        "dora",
+        "files",
+        "kept",
+        "parts",
+        "placing",
+        "products",
+        "reading",
+    ),
     *("attention", "encoding", "tower"),
     *("link", "peer_store", "server", "pool_blocks", "connector", "opening"),
 )

@@ -142,7 +142,6 @@ class EngineConfig(EngineOptions):
         names = {
             **{name: getattr(cache, name) is not None for name in TIERS},
             "prefill_cores": self.core.prefill_cores > 0,
-            "enable_lora": self.lora.enable_lora,
             "data_parallel_backend": self.core.data_parallel_backend == "ray",
         }
         for name in [name for name, is_used in names.items() if is_used and size > 1]:

@@ -42,6 +42,7 @@ from engine.kv_transfer.halves import (
 from engine.lora.halves import (
     adapter_halves,
     adapter_names,
+    adapters_of_rank,
     load_modules,
     with_adapters,
     with_recorded_adapters,
@@ -143,7 +144,7 @@ def build_core(
             media=store,
         )
         client.loads = copies
-        connect(worker, client.fail, store)
+        connect(worker, client.fail, (adapters, store))
         with ended_by_errors(client):
             if copies is not None:
                 copies.open(decided.num_kv_blocks, resolved, facts, drafting)
@@ -319,14 +320,15 @@ def halves_of_rank(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None, *, pools: bool
 ) -> list[Feature]:
     """The features to add to the worker of a further rank, in its process, in the order of those of
-    rank 0. Pixels come through the ring, wherever clients put them."""
+    rank 0. Pixels come through the ring, wherever clients put them, and each rank reads adapters
+    itself."""
     config = replace(config, media=replace(config.media, mm_tensor_transport="default"))
     _, store, encoding = media_halves(config, info, pools=pools, open_memory=None)
     if store is not None:
         from engine.mm.compute import KeptPixels
 
         encoding = [*encoding, KeptPixels(store)]
-    return [*encoding, *computing_halves(config, info, drafting)]
+    return [*adapters_of_rank(config), *encoding, *computing_halves(config, info, drafting)]
 
 
 def encoder_sizes(resources: Iterable[Resource]) -> list[int]:

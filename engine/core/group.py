@@ -37,6 +37,7 @@ from engine.worker.rank import (
     PREVIEW,
     RESULTS,
     SAMPLE,
+    TELL,
     RankReport,
     checksum,
     is_of,
@@ -66,6 +67,20 @@ class LocalWorker(Executor[Any], Protocol):
     def allocate(self, num_blocks: int) -> None: ...
 
 
+class Answers(Protocol):
+    """What ranks 1, 2, ... report of a call."""
+
+    @property
+    def are_there(self) -> bool:
+        """True if ``wait`` would not wait."""
+        ...
+
+    def wait(self) -> list[RankReport]:
+        """Wait for the reports of all ranks, in their order. To be called once. Raises
+        ``RankError`` if a rank fails meanwhile."""
+        ...
+
+
 class OtherRanks(Protocol):
     """Ranks 1, 2, ... of a group."""
 
@@ -86,9 +101,9 @@ class OtherRanks(Protocol):
         stopped."""
         ...
 
-    def call(self, name: str, *args: Any, is_start: bool = False) -> Callable[[], list[RankReport]]:
-        """Let all of these ranks call a method of their workers. Returns a function that waits for
-        their reports, in order of ranks. is_start: it may take as long as a start."""
+    def call(self, name: str, *args: Any, is_start: bool = False) -> Answers:
+        """Let all of these ranks call a method of their workers. is_start: it may take as long as a
+        start."""
         ...
 
     def started(self) -> None:
@@ -257,7 +272,7 @@ class WorkerGroup:
             raise
         except Exception as error:
             failed = error
-        for rank, report in enumerate(answers(), 1):
+        for rank, report in enumerate(answers.wait(), 1):
             if bool(report.kind) == (failed is None):
                 self._ranks.fail(differing(name, rank, report, failed))
                 self._ranks.raise_failure()
@@ -265,13 +280,15 @@ class WorkerGroup:
             raise failed
         return value
 
-    def call_others(self, name: str, *args: Any) -> None:
-        """Run a method of the workers of all ranks but rank 0. Raises ``RankError`` if one of them
-        raises."""
-        for rank, report in enumerate(self._ranks.call("call", name, *args)(), 1):
-            if report.kind:
-                self._ranks.fail(differing(name, rank, report, None))
-                self._ranks.raise_failure()
+    def tell_others(self, name: str, *args: Any) -> None:
+        """Let the workers of all ranks but rank 0 run a method, between the plans before and those
+        after. An error in it ends the rank. Raises ``RankError`` if the group has stopped."""
+        self._ranks.send(TELL, msgspec.msgpack.encode([name, args]))
+
+    def ask_others(self, name: str, *args: Any) -> Answers:
+        """The same for a method that returns something, perhaps as a ``Future``: then the ranks
+        compute plans meanwhile. Returns what they report, errors among them."""
+        return self._ranks.call("call", name, *args, is_start=True)
 
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         """Call ``notify``, in any thread, if a rank fails; at once if one has."""
@@ -307,7 +324,7 @@ class WorkerGroup:
         the others. Raises the error of the lowest rank that has one."""
         answers = self._ranks.call(name, *args, is_start=True)
         own = self._own(getattr(self._worker, name), *args)
-        reports = answers()
+        reports = answers.wait()
         for rank, report in enumerate(reports, 1):
             if report.kind:
                 raise self._ranks.start_error_of(rank, report)

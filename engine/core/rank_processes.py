@@ -6,8 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -34,6 +33,22 @@ class GroupOptions:
     """How long a rank looks for the next plan before it sleeps."""
     environments: Sequence[Mapping[str, str]] = ()
     """Variables for the processes of ranks 1, 2, ...; (): none."""
+
+
+class Answers(NamedTuple):
+    """What ranks 1, 2, ... report of a call."""
+
+    watch: RankWatch
+    number: int  # of the call
+    name: str
+    limit: float  # seconds
+
+    @property
+    def are_there(self) -> bool:
+        return self.watch.has_answers(self.number)
+
+    def wait(self) -> list[RankReport]:
+        return self.watch.answers(self.number, self.name, self.limit)
 
 
 class Ranks:
@@ -96,12 +111,12 @@ class Ranks:
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         self.watch.on_failure(notify)
 
-    def call(self, name: str, *args: Any, is_start: bool = False) -> Callable[[], list[RankReport]]:
+    def call(self, name: str, *args: Any, is_start: bool = False) -> Answers:
         self.send(CALL, msgspec.msgpack.encode([name, args]))
         number = self._num_calls
         self._num_calls += 1
         limit = self.options.ready_timeout if is_start else self.options.hang_timeout
-        return partial(self.watch.answers, number, name, limit)
+        return Answers(self.watch, number, name, limit)
 
     def check(self) -> None:
         """Raise ``RankError`` if the group has stopped."""

@@ -41,6 +41,7 @@ class RankWatch:
         """What ends the waits of ranks for each other."""
         self._ring = ring
         self._children = children
+        self._ranks = range(1, len(children) + 1)
         self._hang_timeout = hang_timeout
         self._look_seconds = min(LOOK_SECONDS, hang_timeout / 8)
         self.limits_steps = False
@@ -59,10 +60,15 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
 
+    def has_answers(self, number: int) -> bool:
+        """True if all ranks have reported of a call."""
+        with self._changed:
+            return all((rank, number) in self._reports for rank in self._ranks)
+
     def answers(self, number: int, name: str, timeout: float) -> list[RankReport]:
         """Wait for what all ranks report of a call. Raises ``RankError`` if one fails, or reports
         nothing within ``timeout`` seconds."""
-        wanted = [(rank, number) for rank in range(1, len(self._children) + 1)]
+        wanted = [(rank, number) for rank in self._ranks]
 
         def late() -> list[int]:
             return [rank for rank, _ in wanted if (rank, number) not in self._reports]

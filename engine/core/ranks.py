@@ -153,22 +153,23 @@ def make_rank(
 class Shared(Protocol):
     """What the process of rank 0 keeps for all ranks."""
 
-    def share(self, call: Callable[..., object]) -> None:
-        """Let other ranks keep the same. call: calls a method of their workers."""
+    def share(self, group: WorkerGroup) -> None:
+        """Let the other ranks of the group keep the same."""
         ...
 
 
 def connect(
     worker: ModelWorker | WorkerGroup,
     notify: Callable[[RankError], object],
-    store: Shared | None,
+    kept: Sequence[Shared | None],
 ) -> None:
     """Connect a group of workers with its core: call ``notify``, in any thread, if a process fails,
-    and bring what ``store`` keeps to all ranks."""
+    and bring what is in ``kept`` to all ranks."""
     if isinstance(worker, WorkerGroup):
         worker.on_failure(notify)
-        if store is not None:
-            store.share(worker.call_others)
+        for one in kept:
+            if one is not None:
+                one.share(worker)
 
 
 def threads_of_rank(config: EngineConfig) -> int:

@@ -106,16 +106,19 @@ class Adapters(Feature):
             found = products_of(placed, model.adapted, model.dtype, platform.device)
             packed = self._device.pack(found.linears)
         num_bytes = packed.num_bytes
-        return replace(found, num_bytes=num_bytes, linears={}, records={}, packed=packed)
+        share = num_bytes / self._device.num_bytes
+        return replace(
+            found, num_bytes=num_bytes, share=share, linears={}, records={}, packed=packed
+        )
 
     def fits(self, digests: Collection[str]) -> bool:
-        """True if adapters fit into the device's memory together. They must be in the store, or in
-        slots."""
+        """True if adapters fit into the memory of each rank's device together. They must be in the
+        store, or in slots."""
         if self._device is None:
             return True
         in_slots = {one.digest: one for one in self._loaded.values()}
         copies = (in_slots.get(one) or self._store.copy_of(one) for one in digests)
-        return sum(copy.num_bytes for copy in copies) <= self._device.num_bytes
+        return sum(copy.share for copy in copies) <= 1.0
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         if not (plan.freed_slots and self._num_users) and plan.adapters is None:

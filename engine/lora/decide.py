@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.lora.library import AdapterLibrary, Version
+from engine.lora.sharing import OtherRanks
 from engine.messages.requests import AddRequest
 from engine.messages.stats import AdapterUse
 from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
@@ -146,6 +147,11 @@ class AdapterSlots(Resource):
             counts["num_failed_reads"] = self.library.num_failed
             counts["num_dropped"] = self.library.num_dropped
         return counts
+
+    def share(self, group: OtherRanks) -> None:
+        """Let the other ranks of a group keep the same adapters."""
+        if self.library is not None:
+            self.library.share(group)
 
     def shutdown(self) -> None:
         if self.library is not None:

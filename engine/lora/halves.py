@@ -16,6 +16,7 @@ from engine.sched.plugins.find import Chosen
 from engine.sched.resource import Resource
 
 if TYPE_CHECKING:
+    from engine.lora.compute import Adapters
     from engine.worker.feature import Feature
 
 HOST_SHARE = 0.125  # of the machine's memory, for adapters
@@ -27,25 +28,50 @@ def adapter_halves(config: EngineConfig) -> tuple[AdapterSlots | None, list[Feat
     options = config.lora
     if not options.enable_lora:
         return None, []
-    from engine.lora.compute import Adapters
-    from engine.lora.files import Limits
-    from engine.lora.reading import read_order
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    num_bytes, cache = int(memory * HOST_SHARE), config.model.download_dir
-    limits = Limits(options.max_lora_rank, num_bytes)
-    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, num_bytes)
-    computing = Adapters(
-        options.max_loras, store, options.max_lora_rank, model_name=str(config.model.model)
-    )
+    store: AdapterStore[Any] = AdapterStore(options.max_cpu_loras, most_bytes())
+    computing, reader = computing_half(config, store, str(config.model.model))
     library = AdapterLibrary(
-        ThreadedReader(lambda order: computing.prepared(read_order(order, limits, cache))),
+        reader,
         store,
         most_pinned=options.max_loras - 1,
         directory=None if options.adapter_dir is None else str(options.adapter_dir),
         waits=config.step_log is not None,
     )
     return AdapterSlots(options.max_loras, library, computing.fits), [computing]
+
+
+def adapters_of_rank(config: EngineConfig) -> list[Feature]:
+    """Make the worker's half of LoRA for a further rank, which keeps what rank 0 orders; [] without
+    ``enable_lora``."""
+    if not config.lora.enable_lora:
+        return []
+    from engine.lora.kept import KeptAdapters
+
+    store: AdapterStore[Any] = AdapterStore()
+    computing, reader = computing_half(config, store)
+    return [computing, KeptAdapters(reader, store)]
+
+
+def computing_half(
+    config: EngineConfig, store: AdapterStore[Any], model_name: str = ""
+) -> tuple[Adapters, ThreadedReader]:
+    """Make the worker's half of LoRA, and what reads adapters for it. model_name: to warn of
+    adapters of other models."""
+    from engine.lora.compute import Adapters
+    from engine.lora.files import Limits
+    from engine.lora.reading import read_order
+
+    options, cache = config.lora, config.model.download_dir
+    limits = Limits(options.max_lora_rank, most_bytes())
+    computing = Adapters(options.max_loras, store, options.max_lora_rank, model_name=model_name)
+    return computing, ThreadedReader(
+        lambda order: computing.prepared(read_order(order, limits, cache))
+    )
+
+
+def most_bytes() -> int:
+    """Bytes of the machine's memory that adapters may take."""
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * HOST_SHARE)
 
 
 def with_adapters(chosen: Chosen, adapters: AdapterSlots | None) -> Chosen:

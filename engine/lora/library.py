@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import msgspec
 from engine.config.near import did_you_mean_of_many
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.lora.loading import AdapterReader, Order, Reading
-from engine.lora.store import AdapterStore
+from engine.lora.sharing import DROP, OtherRanks, SharedReader
+from engine.lora.store import AdapterStore, HostCopy
 from engine.messages.adapters import AdapterSource, check_name
 from engine.messages.requests import AddRequest
 
@@ -175,6 +177,12 @@ class AdapterLibrary:
     def is_pinned(self, digest: str) -> bool:
         """True if the adapter with this digest must stay in its slot."""
         return digest in self._pinned
+
+    def share(self, group: OtherRanks) -> None:
+        """Let the other ranks of a group read and keep the same adapters. To be called before any
+        is read."""
+        self._reader = SharedReader(self._reader, group)
+        self.store.on_drop = partial(group.tell_others, DROP)
 
     def shutdown(self) -> None:
         self._reader.shutdown()
@@ -457,8 +465,7 @@ class AdapterLibrary:
         """Read a version now. Raises ``RequestError`` if it cannot be used."""
         if not self.is_there(version):
             reading = version.reading = self._reader.submit(version.order)
-            with suppress(Exception):  # ``_has_ended`` reads the reason
-                reading.wait()
+            reading.wait()
             self._has_ended(version)
         if version.fault:
             raise RequestError(version.fault, param="adapter", code="adapter_failed")
@@ -473,6 +480,7 @@ class AdapterLibrary:
             if copy is None:
                 return False
             if version.digest not in ("", copy.digest):
+                self._keep(copy)
                 raise ConfigError(
                     f"the files of adapter {version.name!r:.80} at {version.order.path} have "
                     "changed since it was loaded: send the request again to use them as they are"
@@ -486,14 +494,17 @@ class AdapterLibrary:
         version.digest, version.rank = copy.digest, copy.rank
         version.num_bytes = copy.num_bytes
         self.num_read += 1
-        self.store.add(copy)
-        self.num_dropped += self.store.trim(self._is_needed)
+        self._keep(copy)
         if self.store.is_over and not self._waits:  # others have become needed meanwhile
             self.store.drop(version.digest)
             self._to_read.append(version)
         if self._next.get(version.name) is version:
             self._name(version)
         return True
+
+    def _keep(self, copy: HostCopy) -> None:
+        self.store.add(copy)
+        self.num_dropped += self.store.trim(self._is_needed)
 
     def _fail(self, version: Version, error: Exception) -> None:
         is_ours = isinstance(error, EngineError)

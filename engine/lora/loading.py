@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent import futures
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -29,10 +29,11 @@ class Reading(Protocol):
 
     def poll(self) -> HostCopy | None:
         """Return the adapter, read and checked, or ``None`` while it is being read. Raises the
-        reason why it cannot be used."""
+        reason why it cannot be used. Once it has returned or raised, it is not called again, and
+        what it has returned is added to the ``AdapterStore``."""
 
-    def wait(self) -> HostCopy:
-        """Block until the adapter is read. Returns it, or raises as ``poll`` does."""
+    def wait(self) -> None:
+        """Block until ``poll`` can return the adapter or raise."""
 
     def hurry(self, is_alone: bool) -> None:
         """Set whether nothing else is computed until the next call, so that no step is held up."""
@@ -52,16 +53,16 @@ class FutureReading:
     """A ``Reading`` in a thread."""
 
     def __init__(self) -> None:
-        self.future: Future[HostCopy] = Future()
+        self.future: futures.Future[HostCopy] = futures.Future()
         self.is_urgent = Event()
         """Set while nothing is done but to wait for it."""
 
     def poll(self) -> HostCopy | None:
         return self.future.result() if self.future.done() else None
 
-    def wait(self) -> HostCopy:
+    def wait(self) -> None:
         self.is_urgent.set()
-        return self.future.result()
+        futures.wait([self.future])
 
     def hurry(self, is_alone: bool) -> None:
         if is_alone:
@@ -80,7 +81,7 @@ class ThreadedReader:
         self._orders: SimpleQueue[tuple[Order, FutureReading] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
-    def submit(self, order: Order) -> Reading:
+    def submit(self, order: Order) -> FutureReading:
         reading = FutureReading()
         self._orders.put((order, reading))
         if len(self._threads) < NUM_THREADS:

@@ -1,8 +1,4 @@
-"""The part of an adapter that belongs to a rank's part of a decoder.
-
-Not used by engines yet: other ranks have no copy of an adapter, so ``EngineConfig`` refuses
-``enable_lora`` with several ranks.
-"""
+"""The part of an adapter that belongs to a rank's part of a decoder."""
 
 from __future__ import annotations
 

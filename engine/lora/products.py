@@ -28,6 +28,7 @@ class AdapterProducts:
     digest: str
     rank: int
     num_bytes: int
+    share: float = 0.0  # of a GPU's memory for adapters
     linears: dict[str, tuple[LowRankProduct, ...]]
     records: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """The tables of ``linears`` that kernels read; the thread that reads the adapter makes them."""

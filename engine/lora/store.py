@@ -40,6 +40,7 @@ class AdapterStore(Generic[C]):
                 raise ConfigError(f"{name} is {limit}, must be at least 1")
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
+        self.on_drop: Callable[[str], object] = lambda digest: None
         self._copies: dict[str, C] = {}  # least recently used first
         self.num_bytes = 0
 
@@ -90,6 +91,7 @@ class AdapterStore(Generic[C]):
 
     def drop(self, digest: str) -> None:
         self.num_bytes -= self._copies.pop(digest).num_bytes
+        self.on_drop(digest)
 
     @property
     def is_over(self) -> bool:

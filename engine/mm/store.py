@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,6 +23,14 @@ logger = logging.getLogger("engine.core")
 KEEP, DROP = "keep_pixels", "drop_pixels"  # methods of the workers of other ranks
 
 
+class OtherRanks(Protocol):
+    """The workers of further ranks."""
+
+    def tell_others(self, name: str, *args: Any) -> None:
+        """Let them run a method, before the plans that come after."""
+        ...
+
+
 class PixelStore:
     """The content of media by hash. Only the thread of the core uses it."""
 
@@ -30,7 +38,7 @@ class PixelStore:
         """kinds: of the arrays that the model's image processor makes; ``None``: not known."""
         self.reader: DeviceReader | None = None
         """Reads the memory of the core's device, if clients may copy pixels there."""
-        self._call: Callable[..., object] | None = None  # a method of other ranks
+        self._others: OtherRanks | None = None
         self._kinds = kinds
         self._counts: Counter[str] = Counter()
         self._on_device: dict[str, DevicePixels] = {}
@@ -54,12 +62,12 @@ class PixelStore:
     def keep(self, key: str, pixels: Pixels) -> None:
         """Keep checked content until ``drop``."""
         self._pixels[key] = pixels
-        if self._call is not None:
-            self._call(KEEP, key, msgspec.msgpack.encode(pixels))
+        if self._others is not None:
+            self._others.tell_others(KEEP, key, msgspec.msgpack.encode(pixels))
 
-    def share(self, call: Callable[..., object]) -> None:
-        """Let other ranks keep what this store keeps. call: calls a method of their workers."""
-        self._call = call
+    def share(self, group: OtherRanks) -> None:
+        """Let the other ranks of a group keep what this store keeps."""
+        self._others = group
 
     def get(self, key: str) -> Pixels | None:
         """The content with this hash; ``None`` if no unfinished request has brought it."""
@@ -102,8 +110,8 @@ class PixelStore:
 
     def drop(self, key: str) -> None:
         """Drop content that no unfinished request uses, if there is any."""
-        if self._pixels.pop(key, None) is not None and self._call is not None:
-            self._call(DROP, key)
+        if self._pixels.pop(key, None) is not None and self._others is not None:
+            self._others.tell_others(DROP, key)
         self.encoded(key)
 
     # -- helpers

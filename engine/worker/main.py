@@ -21,9 +21,9 @@ END_SECONDS = 1.5  # to end by itself, once the core has requested it
 ORPHANED = 70  # exit status after the death of the core
 
 
-def send_report(line: Line, report: RankReport) -> None:
-    """Send a report to the core. Does nothing if the core has ended."""
-    with suppress(OSError):
+def send_report(line: Line, lock: threading.Lock, report: RankReport) -> None:
+    """Send a report to the core, one at a time. Does nothing if the core has ended."""
+    with lock, suppress(OSError):
         line.send_bytes(msgspec.msgpack.encode(report))
 
 
@@ -51,14 +51,15 @@ def serve_rank(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the core decides when its ranks end
     set_up_logging(log_level, name)
     ring = RingReader(handle, rank - 1, spin_seconds=spin_seconds)
+    report = partial(send_report, line, threading.Lock())
     try:
-        one = Rank(make(), ring.report, partial(send_report, line))
+        one = Rank(make(), ring.report, report)
         while not one.is_over:
             one.carry_out(ring.receive())
     except Stopped:
         pass  # another rank has failed, which the core knows
     except Exception as error:
-        send_report(line, report_of(error))
+        report(report_of(error))
         ring.stop()
         raise SystemExit(1) from None
     is_done.set()

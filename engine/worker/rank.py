@@ -1,7 +1,7 @@
 """A rank other than 0: it does what rank 0 does, in the same order.
 
     ring   calls of the core, from one writer to all ranks but rank 0, which is in the core
-    line   what calls return, and the error that ends the rank
+    line   what calls return, at once or, if it is a ``Future``, later; the error that ends the rank
 
 Results of steps are not sent: all ranks compute the same tokens. Each shows a checksum of them in
 the ring's memory, where the core compares it with that of its own.
@@ -14,6 +14,8 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +27,7 @@ from engine.ipc.plans import decode
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 
 # What a message in the ring begins with.
-LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL = b"L", b"P", b"S", b"N", b"C", b"F"
+LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL, TELL = b"L", b"P", b"S", b"N", b"C", b"F", b"T"
 
 NUM_DONE = 0  # the word in which a rank counts the messages that it has carried out
 RESULTS = 1  # the first of the words with checksums of results, by number of the step
@@ -43,6 +45,8 @@ class RankWorker(Protocol):
     def sample(self, ticket: Any, masks: Masks | None) -> None: ...
 
     def collect(self, ticket: Any) -> StepResult: ...
+
+    def call(self, name: str, *args: Any) -> Any: ...
 
     def check(self) -> None: ...
 
@@ -83,7 +87,8 @@ class Rank:
         show: Callable[[int, int], object],
         report: Callable[[RankReport], object],
     ) -> None:
-        """show: makes a word, given by its index, visible to the core; report: sends a report."""
+        """show: makes a word, given by its index, visible to the core; report: sends a report, in
+        any thread."""
         self._worker = worker
         self._show = show
         self._report = report
@@ -100,6 +105,7 @@ class Rank:
             ord(NO_MASKS): self._sample,
             ord(COLLECT): self._collect,
             ord(CALL): self._call,
+            ord(TELL): self._tell,
         }
 
     @property
@@ -142,16 +148,31 @@ class Rank:
             if name == "allocate":
                 gc.freeze()  # objects made so far live as long as the process
                 value = resident_bytes()
+            if isinstance(value, Future):
+                value.add_done_callback(partial(self._answer, number))
+                return
             report = RankReport(number, msgspec.msgpack.encode(value))
         except Exception as error:
             report = report_of(error, number)
         self._report(report)
 
+    def _answer(self, number: int, later: Future[Any]) -> None:
+        """Report what a call has returned later, in the thread that has found it."""
+        error = later.exception()
+        if error is None:
+            self._report(RankReport(number, msgspec.msgpack.encode(later.result())))
+        else:
+            self._report(report_of(error, number))
 
-def report_of(error: Exception, number: int = NO_CALL) -> RankReport:
-    """The report of an error that was just raised."""
+    def _tell(self, message: bytes) -> None:
+        name, args = msgspec.msgpack.decode(message[1:])
+        self._worker.call(name, *args)
+
+
+def report_of(error: BaseException, number: int = NO_CALL) -> RankReport:
+    """The report of an error that was raised."""
     name = next(kind.__name__ for kind in type(error).__mro__ if _is_known(kind))
-    return RankReport(number, b"", name, str(error), traceback.format_exc())
+    return RankReport(number, b"", name, str(error), "".join(traceback.format_exception(error)))
 
 
 def _is_known(kind: type) -> bool:

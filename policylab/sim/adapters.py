@@ -37,8 +37,8 @@ class SimulatedReading:
     def poll(self) -> SimulatedCopy | None:
         return self._copy if self._clock() >= self.ready_at else None
 
-    def wait(self) -> SimulatedCopy:
-        return self._copy
+    def wait(self) -> None:
+        self.ready_at = self._clock()
 
     def hurry(self, is_alone: bool) -> None:
         """Reading takes the same time in any case."""

@@ -46,9 +46,8 @@ class DiskReading:
     content: str = ""
 
     def poll(self) -> ContentCopy | None:
-        return None if self.disk.now < self.ready_at else self.wait()
-
-    def wait(self) -> ContentCopy:
+        if self.disk.now < self.ready_at:
+            return None
         self.content = self.content or self.disk.contents[self.order.path]
         given = self.disk.given.setdefault(id(self.order), [])
         given.append(self.content)
@@ -57,6 +56,9 @@ class DiskReading:
         if self.content.endswith(BROKEN):
             raise ConfigError(f"{self.order.path} is broken")
         return ContentCopy(self.content)
+
+    def wait(self) -> None:
+        self.ready_at = self.disk.now
 
     def hurry(self, is_alone: bool) -> None:
         """Reading takes as many ticks in any case."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -46,6 +46,9 @@ class FaultyWorker:
             self.num_lies += 1
         return result
 
+    def call(self, name: str, *args: Any) -> Any:
+        return self._worker.call(name, *args)
+
     def check(self) -> None:
         """Nothing to notice."""
 
@@ -55,6 +58,16 @@ class FaultyWorker:
     def _is_due(self, kind: str) -> bool:
         fault = self._fault
         return fault is not None and fault.kind == kind and self._num_plans >= fault.plan
+
+
+class LocalAnswers(NamedTuple):
+    """What the ranks have reported of their last call."""
+
+    reports: Sequence[Sequence[RankReport]]  # of each rank
+    are_there: bool = True
+
+    def wait(self) -> list[RankReport]:
+        return [each[-1] for each in self.reports]
 
 
 class LocalRanks:
@@ -101,10 +114,10 @@ class LocalRanks:
             if self._rng.random() >= LATE:
                 self._carry_out(rank)
 
-    def call(self, name: str, *args: Any, is_start: bool = False) -> Callable[[], list[RankReport]]:
+    def call(self, name: str, *args: Any, is_start: bool = False) -> LocalAnswers:
         self.send(CALL, msgspec.msgpack.encode([name, args]))
         self.check()
-        return lambda: [reports[-1] for reports in self._reports]
+        return LocalAnswers(self._reports)
 
     def reported(self, index: int, word: int) -> int:
         return self._words[index][word]

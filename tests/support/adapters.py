@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -31,17 +30,19 @@ class FakeReading:
         self._content: str | Exception | None = None
         self.is_alone = False
 
-    def wait(self) -> Copy:
-        """What is on the disk at that time."""
+    def wait(self) -> None:
+        """Find what is on the disk at that time."""
         if self._content is None:
             missing = FileNotFoundError(f"no directory {self.order.path}")
             self._content = self._reader.disk.get(self.order.path, missing)
-        if isinstance(self._content, Exception):
-            raise self._content
-        return Copy(digest_of(self._content))
 
     def poll(self) -> Copy | None:
-        return None if self._content is None and self._reader.is_slow else self.wait()
+        if self._content is None and self._reader.is_slow:
+            return None
+        self.wait()
+        if isinstance(self._content, Exception):
+            raise self._content
+        return Copy(digest_of(self._content or ""))
 
     def hurry(self, is_alone: bool) -> None:
         self.is_alone = is_alone
@@ -68,8 +69,7 @@ class FakeReader:
     def finish(self, path: str) -> None:
         for reading in self.readings:
             if reading.order.path == path:
-                with suppress(Exception):
-                    reading.wait()
+                reading.wait()
 
     def shutdown(self) -> None:
         pass
