@@ -101,8 +101,8 @@ class LLMEngine:
         return bool(self.session.client.call("reset_prefix_cache", reset_running))
 
     def reset_encoder_cache(self) -> None:
-        """Drop encoder outputs of pictures that no request uses. Later requests use none of the
-        others, and encode their pictures again."""
+        """Drop the encoder outputs that no request uses now. Later requests encode their pictures
+        again, also where an output is still in use."""
         self.session.client.call("reset_encoder_cache")
 
     def reset_mm_cache(self) -> None:

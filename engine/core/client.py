@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # clients in other processes import little
 
 class NumCores(NamedTuple):
     """The number of living cores of a client, the number of cores that it was created with, and
-    how often a core has died. ``num_prefill``: the first ones compute only prompts;
-    ``prefill_alive``: those of them that live."""
+    how often a core has died. ``num_prefill``: number of cores, the first ones,
+    that compute only prompts; ``prefill_alive``: how many of these live."""
 
     alive: int
     total: int

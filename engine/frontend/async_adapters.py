@@ -26,8 +26,8 @@ class AsyncAdapters:
         return await self._load_adapter(make) is not None
 
     async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> AdapterInfo:
-        """Load a LoRA adapter whose number the cores choose, and whose path must be in
-        ``adapter_dir``, if there is one. Raises as ``add_lora`` does."""
+        """Load a LoRA adapter under a number that the cores choose. The path must be in
+        ``adapter_dir``, if that is set. Raises as ``add_lora`` does."""
         self._session.adapters.check_enabled()
         load = AdapterLoad(self._session.client, name, path, replaces=replaces, is_confined=True)
         return await self._run_load(load)

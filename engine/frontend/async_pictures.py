@@ -57,8 +57,8 @@ class AsyncPictures:
         return cast(P, {**parts, "multi_modal_data": {KIND: found}})
 
     async def token_ids(self, prompt: TextPrompt) -> list[int]:
-        """The token ids of a prompt that has them, with those of its pictures, of which only the
-        headers are read. Raises ``RequestError``."""
+        """The token ids of a prompt of token ids, with those of its pictures, whose headers are
+        read. Raises ``RequestError``."""
         if not has_media(prompt):
             return prompt["prompt_token_ids"]
         return await self._inputs.texts.elsewhere(self._inputs.token_ids, prompt)

@@ -26,7 +26,7 @@ class LiveRequest(NamedTuple):
 
 
 class AsyncWatching:
-    """The methods of ``AsyncLLMEngine`` for those who watch it."""
+    """Methods of ``AsyncLLMEngine`` that report what it does now."""
 
     _session: Session
     _live: dict[str, Stream]

@@ -103,8 +103,7 @@ def whole(header: GgufHeader, key: str, default: int) -> int:
 
 
 def part_files(path: Path) -> list[Path]:
-    """All files of the model of which ``path`` is the file or the first part. Raises
-    ``ModelError``."""
+    """All files of a model. path: its file, or the first of its parts. Raises ``ModelError``."""
     found = SPLIT_NAME.fullmatch(path.name)
     if found is None:
         return [path]

@@ -150,7 +150,7 @@ def check_weights(repository: Repository, endpoint: str, names: Collection[str])
 
 
 def only_gguf(repository: Repository, names: list[str]) -> ModelError:
-    """Make the error for a repository with GGUF files alone, of which none was chosen."""
+    """Make the error for a repository of GGUF files from which the name chooses none."""
     return ModelError(
         f"{spelled(repository)} has weights only as GGUF: choose one with "
         f"{gguf_files.options(repository, names)}"

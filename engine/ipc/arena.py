@@ -83,8 +83,8 @@ def share_arena(cache: CacheConfig, num_cores: int) -> ArenaFile | NoArenaFile:
 
 
 class Arena:
-    """An arena that this process has opened: ``regions`` [their number] of bytes, of which number
-    ``own`` is this process's."""
+    """An arena that this process has opened. ``regions``: the bytes of each region; ``own``: the
+    index of the one that this process writes."""
 
     def __init__(
         self, memory: mmap.mmap, num_regions: int, own: int = 0, fd: int | None = None

@@ -57,7 +57,7 @@ class Segment:
         return self._close.alive
 
     def close(self) -> None:
-        """Invalidate the handle; who has read it keeps the content. May be repeated."""
+        """Invalidate the handle. Processes that have read it keep the content. May be repeated."""
         self._close()
 
 

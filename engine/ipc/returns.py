@@ -1,4 +1,4 @@
-"""Returns: by which the readers of shared memory tell its owner that they no longer read it.
+"""Readers of shared memory report to its owner that they no longer read it.
 
 The owner shares a file of slots, one for each loan. The reader writes the loan's ticket, a number
 that is never used again, to its slot. So nobody waits for anybody, no message is needed, and what a

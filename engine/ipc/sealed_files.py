@@ -77,7 +77,7 @@ def create(name: str, size: int) -> int:
 
 
 def seal(fd: int, *, can_be_written: bool = False) -> SealedFile:
-    """Fix a file's size and, by default, its content. Nobody may have it mapped for writing then.
+    """Fix a file's size and, by default, its content, which must not be mapped for writing then.
     Returns its handle."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS if can_be_written else ALL_SEALS)
     found = os.fstat(fd)

@@ -20,8 +20,9 @@ def block_ids(hashes: Iterable[bytes]) -> bytes:
 class CacheChanges:
     """Collects the blocks that enter or leave a prefix cache.
 
-    Blocks of one ``group`` of layers are reported, whose number ends their keys if it is not 0.
-    ``hash_bytes``: length of a hash. ``secret``: what another process needs for equal hashes."""
+    Only blocks of one ``group`` of layers are reported; their keys end with the group's number,
+    unless that is 0. ``hash_bytes``: length of a hash. ``secret``: what another process needs for
+    equal hashes."""
 
     def __init__(
         self, cache: PrefixCache, hash_bytes: int, *, secret: bytes = b"", group: int = 0

@@ -297,8 +297,8 @@ class KVManager:
         return self._promotions.cached(chain, self._prefix_index.snapshots)
 
     def wanted(self, req: KVRequest, outside: Container[bytes], upto: int | None = None) -> Wanted:
-        """What to load for a request, given the keys of the blocks of which there are copies.
-        ``upto``: the most tokens that its prefix hit may have after that."""
+        """What to load for a request. ``outside``: keys of blocks with copies outside the pool;
+        ``upto``: the most tokens that the request's prefix hit may have afterwards."""
         hashes, tail = self._prefix_of(req), self._tails.wanted(req, self._allocation(req))
         if upto is not None:
             hashes = hashes[: upto // self.block_size]

@@ -56,7 +56,7 @@ class Promotion:
 
 
 class Union:
-    """The prefix cache and the keys of which there are copies elsewhere, seen as one cache."""
+    """The prefix cache, and the keys of blocks with copies outside the pool, as one cache."""
 
     def __init__(self, find: Callable[[bytes], int | None], outside: Container[bytes]) -> None:
         self._find = find

@@ -41,8 +41,8 @@ class Keep(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """The blocks that one call of ``ShelvedPool.keep`` has placed, those to be taken first first.
-    Blocks that lose their content, or that a later call places, leave it; those that a request
+    """The blocks that one call of ``ShelvedPool.keep`` has placed, in the order of their reuse.
+    Blocks that lose their content, or that a later call places, are removed; blocks that a request
     holds meanwhile stay."""
 
     keep: Keep
@@ -86,10 +86,10 @@ class ShelvedPool(BlockPool):
         return self._shelf.get(block, ORDINARY)
 
     def keep(self, blocks: Sequence[int], keep: Keep) -> None:
-        """Keep the blocks of a request that has just given them back. ``blocks``: in the order of a
-        block table, of which the end is taken before the start. Blocks without content are left
-        out. Blocks that other requests hold are placed when these give them back. If not all may be
-        pinned, the first ones are."""
+        """Keep the blocks that a request has just given back. ``blocks``: in the order of a block
+        table, whose end is reused before its start. Blocks without content are left out. Blocks
+        that other requests hold are placed when these give them back. If not all may be pinned, the
+        first ones are."""
         mine = [block for block in blocks if self._may_place(block, keep)]
         for block in mine:
             self._drop(block)

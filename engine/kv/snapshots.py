@@ -104,7 +104,7 @@ class Snapshots:
         return self._cache.num_hashes / self._pool.num_blocks
 
     def count_cached(self) -> int:
-        """Count the snapshots of which all blocks are cached at present."""
+        """Count the snapshots whose blocks are all cached now."""
         find = self.find
         self._published = {key: kept for key, kept in self._published.items() if find(key)}
         self._num_cached = len(self._published)

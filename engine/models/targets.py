@@ -89,8 +89,8 @@ def len_of(rows: tuple[range, ...] | None, count: int) -> int:
 
 
 def cut_way(way: tuple[TargetPart, ...], width: int, cut: Cut) -> tuple[TargetPart, ...]:
-    """The parts of ``way`` that fill some rows and columns of a target. width: elements of one of
-    its rows."""
+    """The parts of ``way`` that fill some rows and columns of a target. width: elements of a
+    row of the target."""
     if cut.rows is not None:
         found = list[TargetPart]()
         for rows in cut.rows:

@@ -258,7 +258,7 @@ def rows_of(part: TargetPart) -> range:
 
 
 def merged(parts: Iterable[range]) -> list[range]:
-    """Ranges with the same members, of which none are adjacent."""
+    """Join adjacent and overlapping ranges. Returns ranges with the same members."""
     found: list[range] = []
     for part in sorted(parts, key=lambda one: one.start):
         if found and part.start <= found[-1].stop:

@@ -53,8 +53,9 @@ class PixelRoute:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Pictures that were copied to the device, to the pool (``pooled``) or not (``copied``),
-        steps down by their causes, and pictures without shared memory (``in_messages``)."""
+        """Numbers of pictures by their way to the core: copied to the device, into the pool
+        (``pooled``) or outside of it (``copied``); in messages, without shared memory
+        (``in_messages``). The other names are causes of a slower way."""
         return {PREFIX + name: num for name, num in self._counts.items()}
 
     @property

@@ -125,8 +125,8 @@ class SchedulerInterface(ABC):
         return False
 
     def reset_encoder_cache(self) -> None:
-        """Drop encoder outputs of media that no request uses. Later requests use none of the
-        others, and encode their media again."""
+        """Drop the encoder outputs that no request uses now. Later requests encode their media
+        again, also where an output is still in use."""
 
     def follow_cache(self) -> CacheChanges | None:
         """Begin to collect which blocks enter and leave the prefix cache, for clients of several

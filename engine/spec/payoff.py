@@ -156,8 +156,8 @@ class Payoff:
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
-        """Record the end of a step that is not measured, as it computed prompts or failed. is_busy:
-        a step follows."""
+        """Record the end of a step that is not measured because it computed prompts or failed.
+        is_busy: a step follows."""
         self._last = now if is_busy else None
 
     # -- helpers

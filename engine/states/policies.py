@@ -120,8 +120,8 @@ class Marconi(SnapshotPolicy):
 
 
 class Interval(SnapshotPolicy):
-    """Takes a snapshot every ``tokens`` tokens, of which those used least recently are evicted, as
-    vLLM does with ``mamba_cache_mode="all"`` at the ends of its large blocks.
+    """Takes a snapshot every ``tokens`` tokens. The least recently used ones are evicted, as in
+    vLLM with ``mamba_cache_mode="all"``.
 
     ``tokens``: rounded up to full blocks; by default the option ``state_snapshot_interval`` or,
     without it, 512."""

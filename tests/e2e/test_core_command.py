@@ -38,7 +38,7 @@ def texts(llm: LLM) -> list[str]:
 
 
 def test_several_programs_use_one_core_and_the_texts_are_those_of_a_core_of_ones_own(
-    core: tuple[subprocess.Popen[str], str],
+    core: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, address = core
     with (
@@ -50,13 +50,8 @@ def test_several_programs_use_one_core_and_the_texts_are_those_of_a_core_of_ones
         assert texts(one) == wanted and texts(two) == wanted
         long = one.generate(PROMPTS[:1], SamplingParams(max_tokens=3, n=2), use_tqdm=False)
         assert [len(c.token_ids) for c in long[0].outputs] == [3, 3]
-    command = [sys.executable, "-m", "engine.cli.main", "generate", "--max-tokens", "12"]
-    done = subprocess.run(
-        [*command, "--core-address", address, PROMPTS[0]],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith(PROMPTS[0] + wanted[0]), done.stderr
+    assert main(["generate", "--max-tokens", "12", "--core-address", address, PROMPTS[0]]) == 0
+    assert capsys.readouterr().out.startswith(PROMPTS[0] + wanted[0])
 
 
 def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], str]) -> None:

@@ -1,7 +1,5 @@
 """A package of somebody else's, installed with pip, is found by its names and runs in an engine."""
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,28 +9,14 @@ from typing import Any
 import pytest
 from e2e.box_engine import PROMPTS, SIZES, greedy
 
-from engine import LLMEngine
+from engine import LLM, LLMEngine, RequestOutput
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
+from engine.messages.stats import SchedulerStats
 from engine.sched.plugins.find import choose
 from policylab.verify.testing import check_policy
 
 PLUGIN = Path(__file__).parent.parent / "plugin"
-RUN = """
-import json, sys
-from engine import LLM, SamplingParams
-options, prompts = json.loads(sys.argv[1])
-with LLM(**options) as llm:
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    stats = llm.llm_engine.stats()
-print(json.dumps({
-    "tokens": [o.outputs[0].token_ids for o in outputs],
-    "waits": [o.metrics.waits for o in outputs],
-    "hooks": sorted(stats.hook_seconds),
-    "faults": stats.num_policy_faults,
-}))
-"""
 
 
 @pytest.fixture(scope="session")
@@ -53,36 +37,32 @@ def on_path(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(installed))
 
 
-def run(installed: Path, **options: Any) -> dict[str, Any]:
-    """Generate in a fresh process that has the package on its path."""
-    arguments = json.dumps([{**SIZES, **options}, PROMPTS])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+def run(**options: Any) -> tuple[list[RequestOutput], SchedulerStats]:
+    """The outputs and statistics of an engine with these options."""
+    with LLM(**{**SIZES, **options}) as llm:
+        outputs = llm.generate(PROMPTS, greedy(), use_tqdm=False)
+        stats = llm.llm_engine.stats()
+    assert stats is not None
+    return outputs, stats
 
 
-def test_a_policy_and_a_resource_run_by_name(installed: Path, llm_engine: LLMEngine) -> None:
-    found = run(
-        installed,
+@pytest.mark.usefixtures("on_path")
+def test_a_policy_and_a_resource_run_by_name(llm_engine: LLMEngine) -> None:
+    outputs, stats = run(
         scheduling_policy="pace",
         policy_options={"chunk_tokens": 2},
         resources=["one-long-prompt"],
     )
-    assert {"Pace.rank", "Pace.chunk", "OneLongPrompt.fit"} <= set(found["hooks"])
-    assert found["faults"] == 0
-    assert found["tokens"] == default_tokens(llm_engine)
+    assert {"Pace.rank", "Pace.chunk", "OneLongPrompt.fit"} <= set(stats.hook_seconds)
+    assert stats.num_policy_faults == 0
+    assert [output.outputs[0].token_ids for output in outputs] == default_tokens(llm_engine)
 
 
-def test_a_loop_of_its_own_runs_by_name(installed: Path, llm_engine: LLMEngine) -> None:
-    found = run(installed, scheduler_cls="oldest-half", max_num_seqs=2)
-    assert any("seats" in waits for waits in found["waits"])
-    assert found["tokens"] == default_tokens(llm_engine)
+@pytest.mark.usefixtures("on_path")
+def test_a_loop_of_its_own_runs_by_name(llm_engine: LLMEngine) -> None:
+    outputs, _ = run(scheduler_cls="oldest-half", max_num_seqs=2)
+    assert any("seats" in output.metrics.waits for output in outputs)
+    assert [output.outputs[0].token_ids for output in outputs] == default_tokens(llm_engine)
 
 
 def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:

@@ -69,7 +69,7 @@ class Mxfp4:
 
 
 class StackedExperts:
-    """The stacked matrices of experts in a checkpoint, of which each is read by itself."""
+    """The stacked matrices of experts in a checkpoint. Each matrix is read by itself."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Raises ``ModelError`` for tensors that do not belong together."""

@@ -218,8 +218,8 @@ def begin_look(
     live: list[LiveRequest],
 ) -> Callable[[], Found | None]:
     """Begin to read the cores, in the engine's thread: the requests that these viewers may see, and
-    the steps of each core after those in ``after`` (``None``: none). The function that is returned
-    has what was found, and ``None`` before all cores have answered."""
+    the steps of each core after those in ``after`` (``None``: none). Returns a function that
+    gives what was found, or ``None`` until all cores have answered."""
     own: dict[bytes, list[str]] = {viewer: [] for viewer in viewers if viewer is not None}
     for request in live:
         http = request.context.get(HTTP_REQUEST)
