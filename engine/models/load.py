@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm, prod
 
@@ -32,7 +33,7 @@ from engine.models.seeing_families import SEEING_FAMILIES
 from engine.models.sharding import DecoderSlice, Shard, check_size
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Pipeline, Stage
-from engine.models.targets import targets
+from engine.models.targets import Target, targets
 from engine.models.weights import (
     HEAD,
     PACKED_AHEAD,
@@ -48,6 +49,9 @@ from engine.parallel.collectives import Alone, Collectives
 logger = logging.getLogger("engine.models")
 
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
+PACKED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
+"""Bytes of a number, without scales, in matrices of layers that are quantised while they are read.
+"""
 UNREAD_OR_SCORE = re.compile(rf"{UNREAD.pattern}|^score\.(weight|bias)$")
 """Tensors that decoders with a classifier do not use: ``engine.models.pooling`` reads it."""
 
@@ -277,7 +281,7 @@ def load_decoder(
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
-        stage = placement.pipeline.stage(spec, lambda target: prod(target.shape))
+        stage = placement.pipeline.stage(spec, sizes_in_memory(dtype, placement))
         mine = DecoderSlice(spec, shard, only=stage)
         decoder = _build(mine, made_up, dtype, placement)
     else:
@@ -288,7 +292,7 @@ def load_decoder(
             dtype = compute_dtype(config, info, placement.device, main)
             unread = UNREAD if info.architecture.endswith(GENERATORS) else UNREAD_OR_SCORE
             stored = StoredWeights(checkpoint, targets(spec), form, unread)
-            stage = placement.pipeline.stage(spec, stored.num_bytes)
+            stage = placement.pipeline.stage(spec, sizes_in_memory(dtype, placement, stored))
             mine = replace(slice_of(spec, shard, stored), only=stage)
             ahead = PACKED_AHEAD if form is not None else None
             decoder = _build(mine, stored, dtype, placement, ahead)
@@ -305,6 +309,22 @@ def load_decoder(
         time.perf_counter() - started,
     )
     return decoder
+
+
+def sizes_in_memory(
+    dtype: torch.dtype, placement: Placement, stored: StoredWeights | None = None
+) -> Callable[[Target], float]:
+    """Returns a function that estimates the bytes of a target in memory."""
+    narrow = PACKED_BYTES.get(placement.quantization or "")
+
+    def num_bytes(target: Target) -> float:
+        if narrow is not None and target.name[0].isdigit() and len(target.shape) == 2:
+            return narrow * prod(target.shape)
+        if stored is None:
+            return prod(target.shape) * dtype.itemsize
+        return stored.num_bytes(target, dtype)
+
+    return num_bytes
 
 
 def layers_of(stage: Stage, spec: DecoderSpec) -> str:

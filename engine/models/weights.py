@@ -126,13 +126,16 @@ class StoredWeights:
         """Number of adjacent columns of a target that are stored together."""
         return lcm(*map(self._unit, self._parts[target.name]))
 
-    def num_bytes(self, target: Target) -> float:
-        """Size of a target in the checkpoint, without any cut."""
-        stored = self._checkpoint.tensors
+    def num_bytes(self, target: Target, dtype: torch.dtype) -> float:
+        """Bytes of a whole target in memory: as stored if it is quantised, or else in ``dtype``."""
         return sum(
-            sum(stored[name].num_bytes for name in self._names(part)) * part.size / prod(part.shape)
+            self._packed_bytes(part) if self._is_quantized(part) else part.size * dtype.itemsize
             for part in self._parts[target.name]
         )
+
+    def _packed_bytes(self, part: TargetPart) -> float:
+        stored = [self._checkpoint.tensors[name].num_bytes for name in self._names(part)]
+        return sum(stored) * part.size / prod(part.shape)
 
     def _unit(self, part: TargetPart) -> int:
         if self._modules is not None and self._modules.holds(part):

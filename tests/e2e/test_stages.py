@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from e2e.paged import PagedRun
 from e2e.test_recorded_ranks import placed
 from e2e.test_slices import FEW, LONGEST, NEW, TOKENS
-from e2e.tiny_models import CASES, VOCAB, TinyModels
+from e2e.tiny_models import CASES, VOCAB, Case, TinyModels, config_of
 from support.rank_threads import run_ranks
 
 from engine.config.model import ModelConfig, read_model_info
@@ -26,6 +28,7 @@ from engine.parallel.collectives import Alone, Collectives
 from kernels.cpu.recording import Recorder, Recording
 from kernels.meta import AttentionMeta
 
+CLASS = {"architectures": ["LlamaForCausalLM"]}
 Split = tuple[int, ...]
 
 
@@ -214,3 +217,15 @@ def test_replayed_steps_of_stages_compute_the_same(
     for records in (False, True):
         staged = outputs(stages_of(path, Alone(), splits_of(path)[1]), records)
         assert all(map(torch.equal, staged, alone))
+
+
+def test_stages_between_the_ends_have_more_layers_if_these_are_packed(tmp_path: Path) -> None:
+    """Embedding and output layer are as large as some layers, and as more of them in 4 bits."""
+    config = config_of(Case("Llama", {"num_hidden_layers": 16, "vocab_size": 1200}))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | CLASS))
+    made_up = {"load_format": "dummy", "dtype": "bfloat16"}
+    num_layers = [
+        len(load(tmp_path, Alone(), Pipeline(1, 3), **made_up, **narrow).blocks)
+        for narrow in ({}, {"quantization": "int4"})
+    ]
+    assert 16 // 3 < num_layers[0] < num_layers[1]
