@@ -25,6 +25,7 @@ POLICIES = (
     "examples.policies.level_fair.LevelFair",
     "examples.policies.cautious_srpt.CautiousSRPT",
     "examples.policies.pressure_chunk.PressureChunk",
+    "examples.policies.longest_out.LongestOut",
 )
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
