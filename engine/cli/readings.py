@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import address_of
-from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats, StoreUse
+from engine.messages.stats import AdapterUse, GroupUse, RankUse, SchedulerStats, StoreUse
 from engine.rpc.zmq_client import EngineCoreClient
 
 HANG_SECONDS = 60.0  # in one step or without an answer, after which the core counts as dead
@@ -250,6 +250,7 @@ def stats_of(page: Page) -> SchedulerStats:
             cause: int(num) for cause, num in page.by("requests_waiting_by_cause", "cause").items()
         },
         stores=_stores(page),
+        ranks=_ranks(page),
     )
 
 
@@ -266,6 +267,15 @@ def _stores(page: Page) -> dict[str, StoreUse]:
         name: StoreUse(int(num), int(sizes.get(name, 0)), int(cores.get(name, 0)))
         for name, num in page.by("kv_store_blocks", "store").items()
     }
+
+
+def _ranks(page: Page) -> list[RankUse]:
+    found: dict[tuple[int, int], list[float]] = {}
+    for place, name in enumerate(("step", "wait", "stage_wait")):
+        for value in page.values(f"rank_{name}_seconds_total"):
+            key = int(value.labels.get("core", 0)), int(value.labels.get("rank", 0))
+            found.setdefault(key, [0.0] * 3)[place] = value.number
+    return [RankUse(*key, *seconds) for key, seconds in found.items()]
 
 
 def _adapters(page: Page) -> AdapterUse:

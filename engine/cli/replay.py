@@ -62,6 +62,15 @@ def run(parsed: argparse.Namespace) -> int:
     return 0 if all(are_equal) else DIFFERENT
 
 
+def waits_of(steps: float, waited: float, waited_for_stages: float) -> str:
+    """A text about a rank: the seconds of its steps, and what share of them it waited."""
+    text = f"{steps:.2f} s in steps"
+    for seconds, others in ((waited, "ranks"), (waited_for_stages, "stages")):
+        if steps and (seconds or others == "ranks"):
+            text += f", {100 * seconds / steps:.1f} % waiting for other {others}"
+    return text
+
+
 def _replay(
     log: Path, parsed: argparse.Namespace, changes: dict[str, Any], *, is_named: bool
 ) -> bool:
@@ -69,6 +78,8 @@ def _replay(
     all plans were equal."""
     outcome = replay(log, policy=parsed.policy, allow_truncated=parsed.allow_truncated, **changes)
     print(f"{log}: {outcome}" if is_named else outcome)
+    for rank, times in enumerate(outcome.ranks):
+        print(f"rank {rank}: {waits_of(*times)}")
     groups = groups_of(StepLog(log, allow_truncated=parsed.allow_truncated).header)
     if groups != (FULL,):
         print(f"KV groups by attention: {kinds_of(groups)}")

@@ -21,7 +21,7 @@ from rich.text import Text
 from engine.cli.readings import CoreSource, EngineReading, ReadingSource, ServerSource
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
-from engine.messages.stats import AdapterUse, SchedulerStats, StoreUse
+from engine.messages.stats import AdapterUse, RankUse, SchedulerStats, StoreUse
 from engine.observe.stats_log import roofline_share
 
 INTERVAL = 1.0
@@ -238,6 +238,13 @@ class LiveFigures(NamedTuple):
         return _difference(self.last.prompts, self.first.prompts)
 
     @property
+    def ranks(self) -> list[RankUse]:
+        """What each rank has spent its time with in the window, or since its core was started
+        again."""
+        before = {(use.core, use.rank): use for use in self.first.stats.ranks}
+        return [since(use, before.get((use.core, use.rank))) for use in self.stats.ranks]
+
+    @property
     def hits(self) -> float | None:
         """The fraction (0 to 1) of looked-up prompt tokens that were in the prefix cache."""
         return _share(self.growth("prefix_hits"), self.growth("prefix_queries"))
@@ -260,6 +267,7 @@ class LiveFigures(NamedTuple):
             "kv_groups": [msgspec.structs.asdict(group) for group in stats.kv_groups],
             "cores": self.last.cores,
             "stores": {name: msgspec.structs.asdict(use) for name, use in stats.stores.items()},
+            "ranks": [msgspec.structs.asdict(use) for use in self.ranks],
             "adapters": None if stats.adapters is None else msgspec.structs.asdict(stats.adapters),
             "state_snapshots": stats.num_snapshots,
             "state_snapshot_usage": stats.snapshot_usage,
@@ -282,12 +290,23 @@ class LiveFigures(NamedTuple):
                 "prefix_hit_ratio": self.hits_in_all,
                 "prefix_missed": dict(stats.prefix_missed),
                 "preemptions": stats.num_preemptions,
+                "ranks": [msgspec.structs.asdict(use) for use in stats.ranks],
                 "wait_seconds": dict(stats.wait_seconds),
                 "hook_seconds": dict(stats.hook_seconds),
                 "counters": dict(stats.counters),
                 **{name.removeprefix("num_"): getattr(stats, name) for name in RARE},
             },
         }
+
+
+def since(use: RankUse, before: RankUse | None) -> RankUse:
+    """What a rank has spent its time with after ``before``. Counts that are smaller now are those
+    of a core that was started again."""
+    if before is None or before.step_seconds > use.step_seconds:
+        return use
+    names = ("step_seconds", "wait_seconds", "stage_wait_seconds")
+    news = (getattr(use, name) - getattr(before, name) for name in names)
+    return RankUse(use.core, use.rank, *news)
 
 
 def _difference(now: int | None, before: int | None) -> int | None:
@@ -305,6 +324,7 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
     """Yield the table's rows: name, value now or in the window, total since the start."""
     stats = figures.stats
     yield from _cores(figures.last.cores)
+    yield from _ranks(figures)
     yield "requests running", str(stats.num_running), ""
     yield "requests waiting", str(stats.num_waiting), ""
     yield "requests parked", str(stats.num_parked), ""
@@ -359,6 +379,20 @@ def _cores(cores: Mapping[str, tuple[int, int]]) -> Iterator[Row]:
     for role, (alive, total) in cores.items():
         if role or total > 1:
             yield f"{role} cores".strip(), f"{alive} of {total}", ""
+
+
+def _ranks(figures: LiveFigures) -> Iterator[Row]:
+    """Yield a row for each rank: the share of its steps in which it waited for other ranks, and a
+    row for each stage of a pipeline that waited for another one."""
+    has_many = len({use.core for use in figures.stats.ranks}) > 1
+    for now, total in zip(figures.ranks, figures.stats.ranks, strict=True):
+        name = f"core {total.core}, rank {total.rank}" if has_many else f"rank {total.rank}"
+        for waited, others in (("wait_seconds", "ranks"), ("stage_wait_seconds", "stages")):
+            if others == "ranks" or getattr(total, waited):
+                in_window, in_all = (
+                    _percent(_share(getattr(use, waited), use.step_seconds)) for use in (now, total)
+                )
+                yield f"{name} waits for other {others}", in_window, in_all
 
 
 def _stores(uses: Mapping[str, StoreUse]) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.inproc_client import InprocClient
+from engine.core.rank_use import rank_uses
 from engine.core.recording import describe, record
 from engine.core.starting import log_pool, not_collecting, read_ahead
 from engine.core.watching import CoreWatch
@@ -134,17 +135,21 @@ def build_core(
         log_pool(decided, facts)
         worker.allocate(decided.num_kv_blocks)
         core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
+        uses = rank_uses(worker, config.rank, failures)
         client = InprocClient(
             core,
             decided,
             clock=clock,
             failures=failures,
             adapters=adapters,
-            methods={**CoreWatch(core, clock).methods, **tier_methods(chosen.resources)},
+            methods={
+                **CoreWatch(core, clock, ranks=uses).methods,
+                **tier_methods(chosen.resources),
+            },
             media=store,
         )
         client.loads = copies
-        connect(worker, client.fail, (adapters, store))
+        connect(worker, client, (adapters, store), uses)
         with ended_by_errors(client):
             if copies is not None:
                 copies.open(decided.num_kv_blocks, resolved, facts, drafting)

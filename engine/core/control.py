@@ -10,7 +10,7 @@ from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
 from engine.messages.media import MediaContent
 from engine.messages.requests import AddRequest, Arrival, check_plain
-from engine.messages.stats import AdapterUse, SchedulerStats, StoreUse
+from engine.messages.stats import AdapterUse, RankUse, SchedulerStats, StoreUse
 from engine.observe.guard import Failures, with_failures
 from engine.sched.interface import PauseState, SchedulerInterface
 
@@ -64,12 +64,14 @@ class Utilities:
         adapters: AdapterDoor | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
         stores: Callable[[], dict[str, StoreUse]] = dict,
+        ranks: Callable[[], list[RankUse]] = list,
     ) -> None:
         """methods: further functions of features, by name. stores: returns what the stores of KV
-        blocks have, by name."""
+        blocks have, by name; ranks: what the ranks of the core do."""
         self._scheduler = scheduler
         self._adapters = adapters
         self._stores = stores
+        self._ranks = ranks
         self._failures = failures
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
@@ -138,6 +140,7 @@ class Utilities:
         if stats is not None:
             stats.adapters = None if self._adapters is None else self._adapters.use()
             stats.stores = self._stores()
+            stats.ranks = self._ranks()
         return stats
 
 

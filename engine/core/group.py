@@ -12,9 +12,8 @@ has the methods of ``engine.worker.worker.ModelWorker``.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -24,7 +23,6 @@ from engine.config.decide import ModelFacts
 from engine.config.gpu_memory import GIB
 from engine.core.engine_core import Executor
 from engine.errors import RankError
-from engine.ipc.host_memory import resident_bytes
 from engine.ipc.plan_stream import PlanWriter
 from engine.ipc.plans import encode
 from engine.ipc.ring import NAP_SECONDS
@@ -38,10 +36,13 @@ from engine.worker.rank import (
     RESULTS,
     SAMPLE,
     TELL,
+    TIMES,
+    RankPlace,
     RankReport,
     checksum,
     is_of,
 )
+from engine.worker.rank_times import StepClock, StepTimes, Waited
 
 MOST_LATE = NUM_RESULTS - 2  # steps by which another rank may be late
 
@@ -58,6 +59,14 @@ class LocalWorker(Executor[Any], Protocol):
 
     def check(self) -> None:
         """Raise ``RankError`` if this rank has noticed that another one has failed."""
+        ...
+
+    def waited(self) -> Waited:
+        """What this rank has waited for others."""
+        ...
+
+    def place(self) -> RankPlace:
+        """Where it computes."""
         ...
 
     def load(self) -> ModelFacts: ...
@@ -85,11 +94,6 @@ class OtherRanks(Protocol):
     """Ranks 1, 2, ... of a group."""
 
     def __len__(self) -> int: ...
-
-    @property
-    def pids(self) -> list[int]:
-        """Their processes."""
-        ...
 
     @property
     def is_stopped(self) -> bool:
@@ -191,6 +195,8 @@ class WorkerGroup:
         self._ranks = ranks
         self._plans = PlanWriter()
         self._results = ResultCheck(ranks)
+        self._times = StepClock(self._waited)
+        self._last_times: list[StepTimes] = []
         self._is_closed = False
 
     # -- the start
@@ -211,15 +217,12 @@ class WorkerGroup:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
-        _, of_others = self._on_all("allocate", num_blocks)
+        self._on_all("allocate", num_blocks)
+        own, of_others = self._on_all("place")
         self._ranks.started()
-        memory = [resident_bytes(), *map(msgspec.msgpack.decode, of_others)]
-        pids = [os.getpid(), *self._ranks.pids]
-        places = [
-            f"rank {rank} (process {pid}) {size / GIB:.2f} GiB"
-            for rank, (pid, size) in enumerate(zip(pids, memory, strict=True))
-        ]
-        logger.info("%d ranks, by memory of the host: %s", len(places), ", ".join(places))
+        self._times.begin()
+        others = [msgspec.msgpack.decode(each, type=RankPlace) for each in of_others]
+        logger.info("%d ranks: %s", 1 + len(others), "; ".join(described([own, *others])))
 
     # -- steps
 
@@ -252,6 +255,7 @@ class WorkerGroup:
         self._ranks.send(COLLECT)
         result: StepResult = self._own(self._worker.collect, ticket)
         self._results.add(result)
+        self._times.add(result.seconds)
         return result
 
     # -- methods
@@ -290,6 +294,19 @@ class WorkerGroup:
         compute plans meanwhile. Returns what they report, errors among them."""
         return self._ranks.call("call", name, *args, is_start=True)
 
+    def rank_times(self) -> list[StepTimes]:
+        """What each rank has spent the time of its steps with, in order of ranks."""
+        if self._is_closed:
+            return self._last_times
+        words = range(TIMES, TIMES + len(StepTimes._fields))
+        return [
+            self._times.read(),
+            *(
+                StepTimes(*(self._ranks.reported(index, word) for word in words))
+                for index in range(len(self._ranks))
+            ),
+        ]
+
     def on_failure(self, notify: Callable[[RankError], object]) -> None:
         """Call ``notify``, in any thread, if a rank fails; at once if one has."""
         self._ranks.on_failure(notify)
@@ -298,6 +315,8 @@ class WorkerGroup:
         """Free the models and end the processes. A second call does nothing."""
         if self._is_closed:
             return
+        with suppress(Exception):  # who watches may not hinder the end
+            self._last_times = self.rank_times()
         self._is_closed = True
         with suppress(RankError):
             self._ranks.call("shutdown")  # the end of the processes is awaited below
@@ -319,6 +338,10 @@ class WorkerGroup:
         self._ranks.check()
         return found
 
+    def _waited(self) -> Waited:
+        """What rank 0 has waited for others."""
+        return self._worker.waited()
+
     def _on_all(self, name: str, *args: Any) -> tuple[Any, list[bytes]]:
         """Call a method on all ranks, during the start. Returns the value of rank 0 and those of
         the others. Raises the error of the lowest rank that has one."""
@@ -329,6 +352,17 @@ class WorkerGroup:
             if report.kind:
                 raise self._ranks.start_error_of(rank, report)
         return own, [report.value for report in reports]
+
+
+def described(places: Sequence[RankPlace]) -> list[str]:
+    """A text about each rank, for the log; hosts are named if there are several."""
+    several = len({place.host for place in places}) > 1
+    return [
+        f"rank {rank} (process {place.process}{f' on {place.host}' if several else ''}, "
+        f"{place.device}) {place.host_bytes / GIB:.2f} GiB of the host's memory"
+        + (f", {place.device_bytes / GIB:.2f} GiB of the GPU's" if place.device_bytes else "")
+        for rank, place in enumerate(places)
+    ]
 
 
 def differing(name: str, rank: int, report: RankReport, failed: Exception | None) -> RankError:

@@ -28,7 +28,7 @@ from engine.messages.requests import (
     in_use,
     with_ends,
 )
-from engine.messages.stats import SchedulerStats, StoreUse
+from engine.messages.stats import RankUse, SchedulerStats, StoreUse
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
 
@@ -79,6 +79,8 @@ class InprocClient(CoreClient):
         self._media = media
         self.loads: Loads | None = None
         """Knows which loads of KV blocks have ended, if blocks are kept outside the pool."""
+        self.rank_uses: Callable[[], list[RankUse]] = list
+        """Returns what the ranks of the core do, if several compute its model."""
         self._woken = threading.Event()
         self.wake_loop: Callable[[], object] = lambda: None
         """Wakes whoever calls ``turn`` in a loop and sleeps."""
@@ -90,6 +92,7 @@ class InprocClient(CoreClient):
             adapters,
             methods,
             stores=lambda: {} if self.loads is None else self.loads.uses(),
+            ranks=lambda: self.rank_uses(),
         )
 
     def add(self, request: AddRequest) -> None:

@@ -38,6 +38,7 @@ from engine.parallel.meeting import Meeting
 from engine.parallel.stages import Junction, StagesMeeting
 from engine.worker.feature import Feature
 from engine.worker.rank import COLLECT
+from engine.worker.rank_times import Waited
 from engine.worker.stages import StageWorker
 
 WIDEST = 4  # bytes of an element of hidden states, at most
@@ -88,10 +89,17 @@ class PipelineGroup(WorkerGroup):
 
         Raises ``RankError`` if a rank has failed."""
         self._ranks.send(COLLECT)
-        step = self._own(self._worker.collect, ticket).step
-        result = decode(self._own(self._source.receive, step).tobytes(), StepResult)
+        own: StepResult = self._own(self._worker.collect, ticket)
+        before = self._source.waited_seconds
+        result = decode(self._own(self._source.receive, own.step).tobytes(), StepResult)
         self._results.add(result)
+        self._times.add(own.seconds + self._source.waited_seconds - before)
         return result
+
+    def _waited(self) -> Waited:
+        """What rank 0 has waited for others: in the first stage, for the results of the last."""
+        operations, stages = super()._waited()
+        return Waited(operations, stages + round(self._source.waited_seconds * 1e9))
 
 
 def common_facts(found: Sequence[ModelFacts], stage_size: int) -> ModelFacts:

@@ -89,10 +89,6 @@ class Ranks:
             self.raise_failure()
 
     @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self.children]
-
-    @property
     def is_stopped(self) -> bool:
         return self.ring.is_stopped
 

@@ -16,15 +16,20 @@ from engine.config.env import VISIBLE_GPUS, default_num_threads, interprets_cuda
 from engine.config.model import ModelInfo
 from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.group import WorkerGroup
+from engine.core.inproc_client import InprocClient
 from engine.core.pipeline import start_pipeline
 from engine.core.rank_processes import GroupOptions, Ranks
-from engine.errors import ConfigError, RankError
+from engine.core.rank_use import RankUses
+from engine.core.recording import RecordingScheduler
+from engine.errors import ConfigError
 from engine.ipc.ring import SPIN_SECONDS
 from engine.observe.guard import Failures
 from engine.parallel.meeting import Meeting, Place, Stoppable
 from engine.pictures.families import sees
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature
+from engine.worker.rank_report import log_sums
+from engine.worker.rank_times import Waited
 from engine.worker.worker import ModelWorker, make_worker
 
 EARLY = 0.8  # of a client's limit: a rank that hangs is named before the client gives up the core
@@ -48,11 +53,16 @@ class RankOfModel(ModelWorker):
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
+        log_sums(self._ranks, self.platform)
         self._ranks.limit(EARLY * self.config.core.core_hang_timeout)
 
     def shutdown(self) -> None:
         super().shutdown()
         self._ranks.close()
+
+    def waited(self) -> Waited:
+        """What this rank has waited for others."""
+        return Waited(operations=self._ranks.waited_ns)
 
 
 def make_workers(
@@ -144,7 +154,7 @@ def make_rank(
     make_features: Callable[[], Sequence[Feature]],
     place: Place,
     rank: int,
-) -> ModelWorker:
+) -> RankOfModel:
     """Create the worker of another rank, in its process."""
     pooling = read_pooling(info, config.model)
     return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
@@ -160,13 +170,17 @@ class Shared(Protocol):
 
 def connect(
     worker: ModelWorker | WorkerGroup,
-    notify: Callable[[RankError], object],
+    client: InprocClient,
     kept: Sequence[Shared | None],
+    uses: RankUses,
 ) -> None:
-    """Connect a group of workers with its core: call ``notify``, in any thread, if a process fails,
-    and bring what is in ``kept`` to all ranks."""
+    """Connect a group of workers with its core: the client hears, in any thread, if a process
+    fails, and reports and records what ranks do; what is in ``kept`` is brought to all ranks."""
     if isinstance(worker, WorkerGroup):
-        worker.on_failure(notify)
+        client.rank_uses = uses
+        if isinstance(scheduler := client.core.scheduler, RecordingScheduler):
+            scheduler.rank_uses = uses
+        worker.on_failure(client.fail)
         for one in kept:
             if one is not None:
                 one.share(worker)

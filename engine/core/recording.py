@@ -16,7 +16,7 @@ from engine.kv.changes import CacheChanges
 from engine.kv.manager import KVManager
 from engine.messages.kv_orders import Loaded
 from engine.messages.requests import AddRequest, Arrival, FinishReason
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import RankUse, SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
 from engine.observe.guard import Failures, ObserverGuard
@@ -32,6 +32,7 @@ from engine.sched.predict.headroom import Judgement
 from engine.sched.predict.loads import LoadChoice
 
 Clock = Callable[[], float]
+RANK_SECONDS = 1.0  # of steps, between two records of ranks
 STEP_LOG = "step_log"  # name in the counters
 OBJECT = "object of "  # marks an option given as an object, which a replay cannot create
 
@@ -138,6 +139,9 @@ class RecordingScheduler(SchedulerInterface):
         self._log = log
         self._guard = guard
         self._plans = PlanCoder()
+        self.rank_uses: Callable[[], Sequence[RankUse]] = tuple
+        """Returns what the ranks of the core do, which is recorded about once a second."""
+        self._unrecorded = 0.0  # seconds of steps since then
         atexit.register(self._close)  # runs before the log's own handler, which may raise
 
     def add_request(self, add: AddRequest) -> object:
@@ -167,6 +171,9 @@ class RecordingScheduler(SchedulerInterface):
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         outputs = self.inner.update_from_output(plan, result)
         self._record(lambda times: steplog.settled(plan, result, times))
+        self._unrecorded += result.seconds
+        if self._unrecorded >= RANK_SECONDS:
+            self._record_ranks()
         return outputs
 
     def take_outputs(self) -> StepOutputs:
@@ -213,6 +220,7 @@ class RecordingScheduler(SchedulerInterface):
         self._record(lambda times: steplog.PauseCall(times, state.value))
 
     def shutdown(self) -> None:
+        self._record_ranks()
         self._close()
         self.inner.shutdown()
 
@@ -228,6 +236,12 @@ class RecordingScheduler(SchedulerInterface):
                 self._log.write(record)
             except OSError as error:
                 self._guard.fail(error)
+
+    def _record_ranks(self) -> None:
+        self._unrecorded = 0.0
+        if uses := self.rank_uses():
+            ranks = [(use.step_seconds, use.wait_seconds, use.stage_wait_seconds) for use in uses]
+            self._guard.run(self._log.write, steplog.RanksRecord([], ranks))
 
     def _close(self) -> None:
         atexit.unregister(self._close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,9 @@ class Replayed(NamedTuple):
     num_steps: int  # number of equal plans
     num_requests: int
     difference: PlanDifference | None
+    ranks: Sequence[tuple[float, float, float]] = ()
+    """For each rank the seconds of its steps, and those in which it waited for other ranks and for
+    other stages; (): one worker computed the model, or the log is an older one."""
 
     def __str__(self) -> str:
         if self.difference is None:
@@ -181,6 +184,7 @@ class Replay:
         self._num_steps = 0
         self._num_requests = 0
         self._step = 0  # number of the last plan
+        self.ranks: Sequence[tuple[float, float, float]] = ()
         self.last_plan: StepPlan
 
     def run(self, records: StepLog) -> Replayed:
@@ -198,7 +202,7 @@ class Replay:
                 difference = self._repeat(record)
             if difference is not None:
                 break
-        return Replayed(self._num_steps, self._num_requests, difference)
+        return Replayed(self._num_steps, self._num_requests, difference, self.ranks)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
         """Repeat one recorded call. Returns how the new plan differs from the recorded one;
@@ -222,10 +226,10 @@ class Replay:
                 scheduler.wake(record.request_id)
             case steplog.ArrivalCall() | steplog.LoadedCall():
                 self._come(record)
-            case steplog.PauseCall():
-                scheduler.set_pause_state(PauseState(record.state))
-            case steplog.ResetCall() | steplog.EncoderResetCall():
-                self._reset(record)
+            case steplog.RanksRecord():
+                self.ranks = record.ranks
+            case steplog.PauseCall() | steplog.ResetCall() | steplog.EncoderResetCall():
+                self._control(record)
         return None
 
     def _come(self, record: steplog.ArrivalCall | steplog.LoadedCall) -> None:
@@ -234,8 +238,12 @@ class Replay:
         else:
             self.scheduler.transferred(record.report)
 
-    def _reset(self, record: steplog.ResetCall | steplog.EncoderResetCall) -> None:
-        if isinstance(record, steplog.ResetCall):
+    def _control(
+        self, record: steplog.PauseCall | steplog.ResetCall | steplog.EncoderResetCall
+    ) -> None:
+        if isinstance(record, steplog.PauseCall):
+            self.scheduler.set_pause_state(PauseState(record.state))
+        elif isinstance(record, steplog.ResetCall):
             self.scheduler.reset_prefix_cache(record.reset_running)
         else:
             self.scheduler.reset_encoder_cache()

@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import Any
 
 from engine.core.engine_core import EngineCore, Executor
+from engine.messages.stats import RankUse
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.messages.watch import State, WatchedCore, WatchedRequest, WatchedStep
 from engine.sched.request import Request, Status
@@ -84,10 +85,13 @@ class CoreWatch:
         clock: Callable[[], float],
         *,
         watch_seconds: float = WATCH_SECONDS,
+        ranks: Callable[[], list[RankUse]] = list,
     ) -> None:
+        """ranks: returns what the ranks of the core do."""
         self._core = core
         self._clock = clock
         self._seconds = watch_seconds
+        self._ranks = ranks
         inner = getattr(core.scheduler, "inner", core.scheduler)  # a step log wraps the scheduler
         self._scheduler = inner if isinstance(inner, Scheduler) else None
         self._core_id = secrets.token_hex(8)
@@ -121,6 +125,8 @@ class CoreWatch:
             self._request(req, now, last_rows) for req in self._wanted(num_oldest, request_ids)
         ]
         stats = self._core.scheduler.make_stats()
+        if stats is not None:
+            stats.ranks = self._ranks()
         num_blocks = 0 if self._scheduler is None else self._scheduler.kv.num_usable
         return WatchedCore(self._core_id, num_blocks, stats, found, list(names), steps)
 

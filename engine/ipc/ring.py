@@ -1,8 +1,8 @@
 """Ring: shared memory through which one process sends messages to several others, in order.
 
-    page 0    state    whether the group has stopped; the number of bytes written; a bell
-              readers  for each: the bytes read, and what it reports (``NUM_WORDS`` words)
-    page 1-   the bytes, as a ring: pieces of messages, each with a header
+    pages 0-1  state    whether the group has stopped; the number of bytes written; a bell
+               readers  for each: the bytes read, and what it reports (``NUM_WORDS`` words)
+    page 2-    the bytes, as a ring: pieces of messages, each with a header
 
 Each word has one writer, except that any process may stop the group. A reader sleeps on the bell,
 which the writer changes after each piece. The file has no name: its memory is freed when the last
@@ -25,17 +25,18 @@ from engine.errors import EngineError, WireError
 from engine.ipc.sealed_files import SealedFile, SharedFile, open_sealed
 
 NAME = "metronome-ring"
-FORMAT = int.from_bytes(b"ring0001", "little")
+FORMAT = int.from_bytes(b"ring0002", "little")
 PAGE = 4096
+STATE_BYTES = 2 * PAGE
 NUM_BYTES = 1 << 20
 MOST_READERS = 60
-NUM_WORDS = 7  # that a reader reports, besides how far it has read: a cache line together
+NUM_WORDS = 15  # that a reader reports, besides how far it has read: two cache lines together
 SPIN_SECONDS = 500e-6  # of a wait, before it sleeps
 TORN_SECONDS = 1.0  # in which a piece must have arrived as a whole
 NAP_SECONDS = 0.5e-3  # of the writer, while a reader is a whole ring late
 
-_FORMAT, _SIZE, _STOPPED, _WRITTEN, _BELL = 0, 1, 8, 16, 24  # indices of 64-bit words of page 0
-_READERS, _LINE = 32, 8  # index of the first reader's words, and words of each reader
+_FORMAT, _SIZE, _STOPPED, _WRITTEN, _BELL = 0, 1, 8, 16, 24  # indices of 64-bit words of the state
+_READERS, _LINE = 32, 16  # index of the first reader's words, and words of each reader
 _HEADER = struct.Struct("<QIIII")  # number, bytes, checksum, whether the message goes on, unused
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # between processes
@@ -52,13 +53,13 @@ class RingError(EngineError):
 
 
 class _Memory:
-    """The mapped memory of a ring: words of page 0, and the bytes of the ring."""
+    """The mapped memory of a ring: words of the state, and the bytes of the ring."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._map = mmap.mmap(fd, size)
         with memoryview(self._map) as view:
-            self.words = view[:PAGE].cast("q")
-            self.ring = view[PAGE:]
+            self.words = view[:STATE_BYTES].cast("q")
+            self.ring = view[STATE_BYTES:]
         self._bell = 8 * _BELL + ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._futex = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL
 
@@ -98,10 +99,10 @@ class RingWriter(SharedFile):
             raise OSError(f"processes on {platform.machine()} cannot wait for each other")
         self.num_readers = num_readers
         self._size = num_bytes
-        super().__init__(NAME, PAGE + num_bytes)
+        super().__init__(NAME, STATE_BYTES + num_bytes)
         assert self._fd is not None
         try:
-            self._memory = _Memory(self._fd, PAGE + num_bytes)
+            self._memory = _Memory(self._fd, STATE_BYTES + num_bytes)
         except BaseException:
             super().close()
             raise
@@ -148,7 +149,7 @@ class RingWriter(SharedFile):
         if self._fd is not None:
             super().close()
             self._memory.close()
-            self._memory = _Memory(-1, PAGE)
+            self._memory = _Memory(-1, STATE_BYTES)
             self._memory.stop()
 
     # -- helpers

@@ -42,6 +42,16 @@ class StoreUse(msgspec.Struct, array_like=True, frozen=True):
     is_common: bool = False
 
 
+class RankUse(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank of core ``core`` has spent the time of its steps with since its start."""
+
+    core: int
+    rank: int
+    step_seconds: float  # in steps
+    wait_seconds: float  # of these, waiting for other ranks in operations that all do together
+    stage_wait_seconds: float = 0.0  # waiting for hidden states of another stage of a pipeline
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Current gauges, and counters since the start."""
 
@@ -76,6 +86,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     adapters: AdapterUse | None = None  # ``None`` if the core takes no adapters
     waiting_by_cause: dict[str, int] = {}  # waiting and parked requests, by why they wait now
     stores: dict[str, StoreUse] = {}  # of KV blocks outside the pool, by name
+    ranks: list[RankUse] = []  # of cores whose model several ranks compute
 
     @property
     def has_snapshots(self) -> bool:

@@ -178,6 +178,16 @@ class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
     pooled: bytes | None = None  # rows with results, which are not recorded themselves
 
 
+class RanksRecord(msgspec.Struct, array_like=True, tag="ranks"):
+    """What the ranks of the core have spent their time with so far. A replay does not need it.
+
+    ``ranks``: for each the seconds of its steps, and those in which it waited for other ranks and
+    for other stages."""
+
+    times: list[float]  # none
+    ranks: list[tuple[float, float, float]]
+
+
 Record = (
     AddCall
     | AddResult
@@ -191,6 +201,7 @@ Record = (
     | OutputsCall
     | TimedDecision
     | LoadDecision
+    | RanksRecord
     | PlanRecord
     | ResultRecord
 )

@@ -6,6 +6,7 @@ that uses the engine.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +54,8 @@ class TorchCollectives:
         self.rank = rank
         self.size = size
         self._failed: Exception | None = None
+        self.waited_ns = 0
+        """Nanoseconds in operations so far, those of computing included."""
         gloo: Any = dist.ProcessGroupGloo  # torch describes a part of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
@@ -96,8 +99,10 @@ class TorchCollectives:
 
     def _finish(self, name: str, start: Any) -> None:
         self.check()
+        began = time.perf_counter_ns()
         try:
             start().wait()
+            self.waited_ns += time.perf_counter_ns() - began
         except RuntimeError as error:
             self._failed = RankError(f"rank {self.rank} failed in {name}: {first_line(error)}")
             raise self._failed from error

@@ -15,6 +15,11 @@ HOST = "127.0.0.1"
 class Stoppable(Collectives, Protocol):
     """Operations of a rank that can be stopped."""
 
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds in which this rank has waited for others so far."""
+        ...
+
     def limit(self, wait_seconds: float) -> None:
         """Set how long this rank waits for another one, if that can be changed."""
         ...

@@ -34,6 +34,9 @@ class NcclCollectives:
     captured in CUDA graphs. Numbers are added in their own type; all ranks get the same bits. The
     first operation waits until all ranks have called one."""
 
+    waited_ns = 0
+    """Nobody knows: kernels of NCCL wait on the device."""
+
     def __init__(
         self,
         store: Store,

@@ -77,6 +77,11 @@ class SharedCollectives:
         if self._ranks.has_failed:
             raise RankError(self._reason())
 
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds in which this rank has waited for others so far."""
+        return self._ranks.waited_ns
+
     def limit(self, wait_seconds: float) -> None:
         """Set how long this rank waits for another one, from the next operation on."""
         self._wait_seconds = wait_seconds

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ConfigError
-from engine.messages.stats import AdapterUse, GroupUse, SchedulerStats, StoreUse
+from engine.messages.stats import AdapterUse, GroupUse, RankUse, SchedulerStats, StoreUse
 
 GAUGES: dict[str, Any] = {
     "num_running": 0,
@@ -23,6 +23,7 @@ GAUGES: dict[str, Any] = {
     "adapters": None,
     "waiting_by_cause": {},
     "stores": {},
+    "ranks": [],
 }
 """The gauges of the statistics, each with its value for a core that has died."""
 
@@ -71,6 +72,8 @@ def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], str):
         return "; ".join(filter(None, values))
     if isinstance(values[0], list):
+        if any(isinstance(one, RankUse) for each in values for one in each):
+            return [one for each in values for one in each]
         return _sum_of_groups(values)
     if not isinstance(values[0], dict):
         return sum(values)

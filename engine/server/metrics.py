@@ -37,6 +37,7 @@ from engine.observe.histograms import (
     Histogram,
 )
 from engine.server.families import Kind, labelled, single
+from engine.server.rank_metrics import rank_metrics
 from engine.server.store_metrics import apart_metrics, store_metrics
 from engine.server.traffic import Traffic
 
@@ -306,6 +307,7 @@ class Metrics(Collector):
             yield from self._drafts(self._stats)
             yield from store_metrics(self._model, self._stats)
             yield from apart_metrics(self._model, self._stats)
+            yield from rank_metrics(self._model, self._stats)
 
     def describe(self) -> Iterable[Metric]:
         """Return no metrics: their names are only known once the engine has reported them."""

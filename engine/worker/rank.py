@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.errors import EngineError
-from engine.ipc.host_memory import resident_bytes
 from engine.ipc.plan_stream import PlanReader
 from engine.ipc.plans import decode
 from engine.messages.step import Column, Masks, StepPlan, StepResult
+from engine.observe.guard import Failures, ObserverGuard
+from engine.worker.rank_times import StepClock, Waited
 
 # What a message in the ring begins with.
 LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL, TELL = b"L", b"P", b"S", b"N", b"C", b"F", b"T"
@@ -32,6 +33,7 @@ LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL, TELL = b"L", b"P", b"S", b"N",
 NUM_DONE = 0  # the word in which a rank counts the messages that it has carried out
 RESULTS = 1  # the first of the words with checksums of results, by number of the step
 NUM_RESULTS = 6
+TIMES = RESULTS + NUM_RESULTS  # the first of the words of ``StepTimes``
 NO_CALL = -1  # number of a report that answers no call
 
 
@@ -50,7 +52,19 @@ class RankWorker(Protocol):
 
     def check(self) -> None: ...
 
+    def waited(self) -> Waited: ...
+
     def shutdown(self) -> None: ...
+
+
+class RankPlace(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank computes. ``device``: such as CPUs 0-3, or the name of a GPU."""
+
+    host: str
+    process: int
+    device: str
+    host_bytes: int  # of the host's memory
+    device_bytes: int = 0  # of a GPU's
 
 
 class RankReport(msgspec.Struct, array_like=True, frozen=True):
@@ -97,6 +111,9 @@ class Rank:
         self._num_collected = 0
         self._num_calls = 0
         self._num_done = 0
+        self._times = StepClock(worker.waited)
+        effect = "the waits of this rank are no longer reported"
+        self._watching = ObserverGuard(Failures(), "rank_times", effect, stops=True)
         self._is_over = False
         self._by_kind: dict[int, Callable[[bytes], None]] = {
             ord(LAUNCH): self._launch,
@@ -137,6 +154,12 @@ class Rank:
         self._num_collected += 1
         number = self._num_collected
         self._show(RESULTS + number % NUM_RESULTS, checksum(result, number))
+        self._watching.run(self._show_times, result)
+
+    def _show_times(self, result: StepResult) -> None:
+        self._times.add(result.seconds)
+        for word, value in enumerate(self._times.read(), TIMES):
+            self._show(word, value)
 
     def _call(self, message: bytes) -> None:
         name, args = msgspec.msgpack.decode(message[1:])
@@ -147,7 +170,7 @@ class Rank:
             value = getattr(self._worker, name)(*args)
             if name == "allocate":
                 gc.freeze()  # objects made so far live as long as the process
-                value = resident_bytes()
+                self._watching.run(self._times.begin)
             if isinstance(value, Future):
                 value.add_done_callback(partial(self._answer, number))
                 return

@@ -33,6 +33,8 @@ from engine.sample.edits import SamplingSpec
 from engine.worker.batches import PlanRows, Staged
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature, Machine
+from engine.worker.rank_report import log_sums
+from engine.worker.rank_times import Waited
 from engine.worker.runner import Driver, Runner, follow
 from engine.worker.slots import Slots
 from engine.worker.steps import EagerStep, FailedStep, Pending, StepPart
@@ -230,6 +232,8 @@ class StageWorker(ModelWorker):
         super().allocate(num_blocks)
         if not self.is_last:
             self.driver.roofline = None  # only the last stage reports
+        if self.collectives is not None:
+            log_sums(self.collectives, self.platform)
         self._links.limit(self.step_seconds)
 
     def launch(self, plan: StepPlan) -> Ticket:  # type: ignore[override]
@@ -266,6 +270,14 @@ class StageWorker(ModelWorker):
     def shutdown(self) -> None:
         super().shutdown()
         self._links.close()
+
+    def waited(self) -> Waited:
+        """What this rank has waited for the others of its stage, and for the stage before."""
+        ranks, source = self._links.collectives, self._links.entering
+        return Waited(
+            0 if ranks is None else ranks.waited_ns,
+            0 if source is None else round(source.waited_seconds * 1e9),
+        )
 
     @property
     def collectives(self) -> Stoppable | None:

@@ -62,6 +62,9 @@ from engine.worker.memory import (
 from engine.worker.platform import Platform
 from engine.worker.pooling import PoolingRunner
 from engine.worker.profiler import TorchProfiler
+from engine.worker.rank import RankPlace
+from engine.worker.rank_report import place_of
+from engine.worker.rank_times import Waited
 from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
@@ -286,6 +289,14 @@ class ModelWorker:
             self._collectives.check()
             if self._driver is not None:
                 self._driver.runner.machine.sampler.vocabulary.check()
+
+    def waited(self) -> Waited:
+        """What this worker has waited for other ranks."""
+        return Waited()
+
+    def place(self) -> RankPlace:
+        """Where this worker computes, and the memory that it uses."""
+        return place_of(self.platform)
 
     def preview(self, ticket: Pending) -> Column | None:
         """Sample a step before its grammar masks are ready; ``None`` if impossible."""

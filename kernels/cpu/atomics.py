@@ -21,12 +21,18 @@ _CALLS = {"x86_64": (202, 24), "aarch64": (98, 124)}
 FUTEX, YIELD = _CALLS.get(platform.machine(), (0, 0))
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # the private variants, for threads of one process
 SHARED_WAIT, SHARED_WAKE = 0, 1  # for processes that share memory
+_CLOCK_MONOTONIC = 1
 IS_SUPPORTED = sys.platform == "linux" and FUTEX != 0
 
 
 def syscall_address() -> int:
     """Address of libc's ``syscall``."""
     return ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
+
+
+def clock_address() -> int:
+    """Address of libc's ``clock_gettime``, which makes no system call."""
+    return ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
 
 
 @intrinsic
@@ -105,6 +111,23 @@ def timed_wait(typing_context, function, address, seen, timeout):
         return builder.call(target, call)
 
     return types.int64(*[types.int64] * 4), build
+
+
+@intrinsic
+def monotonic_ns(typing_context, function, room):
+    """Nanoseconds of the monotonic clock. function: libc's ``clock_gettime``; room: address of two
+    words that it may overwrite."""
+
+    def build(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _I64])
+        target = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(target, [ir.IntType(32)(_CLOCK_MONOTONIC), args[1]])
+        words = builder.inttoptr(args[1], _WORD)
+        seconds = builder.load(words)
+        rest = builder.load(builder.gep(words, [ir.IntType(32)(1)]))
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), rest)
+
+    return types.int64(*[types.int64] * 2), build
 
 
 @intrinsic

@@ -64,7 +64,7 @@ _BLOCK = 512  # elements that are added at a time
 
 # Words of a rank's own memory.
 _COUNT, _CODE, _OTHER, _MINE, _THEIRS, _SHARED, _RANK, _SIZE, _SPINS, _NAPS, _SYSCALL = range(11)
-_TIME, _SCRATCH, _WORDS = 11, 14, 16
+_TIME, _CLOCK, _WAITED, _SCRATCH, _NOW, _WORDS = 11, 12, 13, 14, 15, 16
 
 STOPPED, LATE, DIFFERENT = 1, 2, 3
 ALL_REDUCE, ALL_GATHER, BARRIER = 1, 2, 3
@@ -123,7 +123,18 @@ def _fail(c, code, other):
 
 @njit(**EXACT)
 def _wait(c, other, number):
-    """Wait for a rank's flag. Returns False if the group has stopped, or the wait is too long."""
+    """Wait for a rank's flag. Returns False if the group has stopped, or the wait is too long. The
+    clock is read only if the flag is not there yet."""
+    if atomics.load(_line(c, other)) >= number:
+        return True
+    began = atomics.monotonic_ns(c[_CLOCK], c[_NOW])
+    has_come = _wait_long(c, other, number)
+    c[_WAITED] += atomics.monotonic_ns(c[_CLOCK], c[_NOW]) - began
+    return has_come
+
+
+@njit(**EXACT)
+def _wait_long(c, other, number):
     flag = _line(c, other)
     spins, naps = 0, 0
     while atomics.load(flag) < number:
@@ -364,8 +375,11 @@ class SharedRanks:
         self.limit(wait_seconds)
         words[_SYSCALL] = atomics.syscall_address()
         words[_TIME], words[_SCRATCH] = self._time.ctypes.data, self._scratch.ctypes.data
+        self._now = np.zeros(2, np.int64)
+        words[_CLOCK], words[_NOW] = atomics.clock_address(), self._now.ctypes.data
         self._address = words.ctypes.data
         self._code = words.data[_CODE : _CODE + 1]
+        self._waited = words.data[_WAITED : _WAITED + 1]
 
     def limit(self, wait_seconds: float) -> None:
         """Set how long this rank waits for another one."""
@@ -397,6 +411,11 @@ class SharedRanks:
             flag = self._memory.ctypes.data + _LINES + rank * _LINE
             number, address, most = atomics.FUTEX, ctypes.c_void_p(flag), self.size
             wake(number, address, SHARED_WAKE, most, None, None, 0)
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds in which this rank has waited for others so far."""
+        return self._waited[0]
 
     @property
     def has_failed(self) -> bool:

@@ -209,7 +209,7 @@ class _Again(LogReader):
         self._next: steplog.Record | None = None
 
     def run(self, records: StepLog) -> Replayed:
-        self._coming = iter(records)
+        self._coming = (each for each in records if not isinstance(each, steplog.RanksRecord))
         self._next = next(self._coming, None)
         difference = None
         try:

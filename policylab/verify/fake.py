@@ -30,6 +30,7 @@ from engine.messages.step import (
     check_parts,
 )
 from engine.messages.vectors import PooledPart, Vectors
+from engine.worker.rank_times import Waited
 from policylab.verify.fake_states import ZERO_STATE, FakeStates, StateStep
 
 MASK = (1 << 64) - 1
@@ -118,6 +119,10 @@ class FakeExecutor:
 
     def check(self) -> None:
         """Nothing to notice of other ranks."""
+
+    def waited(self) -> Waited:
+        """Nothing: it waits for nobody."""
+        return Waited()
 
     def shutdown(self) -> None:
         """Nothing to release."""

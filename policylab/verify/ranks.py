@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from engine.errors import RankError
+from engine.ipc.ring import NUM_WORDS
 from engine.messages.step import StepPlan, StepResult
 from engine.worker.rank import CALL, Rank, RankReport
 from policylab.verify.case import RankFault
@@ -32,6 +33,7 @@ class FaultyWorker:
         self.num_lies = 0
         self.preview = worker.preview
         self.sample = worker.sample
+        self.waited = worker.waited
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._num_plans += 1
@@ -79,7 +81,7 @@ class LocalRanks:
         self._rng = rng
         self._fault = fault
         self._error: RankError | None = None
-        self._words = [[0] * 8 for _ in workers]
+        self._words = [[0] * NUM_WORDS for _ in workers]
         self._queues: list[deque[bytes]] = [deque() for _ in workers]
         self._reports: list[list[RankReport]] = [[] for _ in workers]
         self._num_looks = 0
@@ -94,7 +96,6 @@ class LocalRanks:
                 self._workers, self._words, self._reports, strict=True
             )
         ]
-        self.pids = [0] * len(workers)
 
     def __len__(self) -> int:
         return len(self._ranks)

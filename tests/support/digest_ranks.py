@@ -17,10 +17,13 @@ from engine.core.inproc_client import InprocClient
 from engine.core.rank_processes import GroupOptions, Ranks
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
+from engine.worker.rank import RankPlace
+from engine.worker.rank_times import Waited
 from policylab.verify.fake import DigestWorker, LateWorker
 from support.live_core import SizedBuild
 
 VOCAB_SIZE = 1000
+WAITS_EACH = 1000  # nanoseconds that are added at each look
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class FaultyMethods:
         self._worker = worker
         self._fault = fault if fault.rank == rank else Fault()
         self._counts: dict[str, int] = {}
+        self._waited = 0
         self.capabilities = worker.capabilities
 
     def load(self) -> ModelFacts:
@@ -92,6 +96,13 @@ class FaultyMethods:
 
     def check(self) -> None:
         pass
+
+    def waited(self) -> Waited:
+        self._waited += WAITS_EACH
+        return Waited(operations=self._waited)
+
+    def place(self) -> RankPlace:
+        return RankPlace("here", os.getpid(), "CPUs 0-1", 1 << 20)
 
     def shutdown(self) -> None:
         self._count("shutdown")

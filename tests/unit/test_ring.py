@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 from support.patience import WAIT_SECONDS
 
-from engine.ipc.ring import NAME, PAGE, RingError, RingReader, RingWriter, Stopped
+from engine.ipc.ring import NAME, PAGE, STATE_BYTES, RingError, RingReader, RingWriter, Stopped
 from engine.ipc.sealed_files import SealedFile, open_sealed
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def test_a_message_that_is_lost_or_read_twice_is_found() -> None:
             reader = RingReader(writer.handle, 0)
             writer.send(b"first")
             assert reader.receive() == b"first"
-            place = PAGE + writer.num_written  # where the number of the next message will be
+            place = STATE_BYTES + writer.num_written  # where the number of the next message will be
             writer.send(b"second")
             overwrite(writer.handle, place, change.__add__)
             with pytest.raises(RingError, match=f"message 1 of the core is number {1 + change}"):
@@ -93,7 +93,7 @@ def test_a_damaged_message_is_found() -> None:
     with closing(RingWriter(1, PAGE)) as writer:
         reader = RingReader(writer.handle, 0)
         writer.send(b"a plan")
-        overwrite(writer.handle, PAGE + writer.num_written - 1, lambda byte: byte ^ 1)
+        overwrite(writer.handle, STATE_BYTES + writer.num_written - 1, lambda byte: byte ^ 1)
         with pytest.raises(RingError, match="is damaged"):
             reader.receive()
 

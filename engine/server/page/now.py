@@ -22,7 +22,7 @@ from engine.async_engine import AsyncLLMEngine
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RestartingError
 from engine.frontend.async_watching import LiveRequest
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import RankUse, SchedulerStats
 from engine.messages.watch import WatchedCore, WatchedRequest, WatchedStep
 from engine.server.callers import CALLER
 from engine.server.errors import ApiError
@@ -321,7 +321,14 @@ def _core(index: int, role: str, core: WatchedCore | None) -> Json:
         "waiting": 0 if stats is None else stats.num_waiting + stats.num_parked,
         "kv": kv,
         "prefix": prefix,
+        "ranks": [] if stats is None else [_rank(use) for use in stats.ranks],
     }
+
+
+def _rank(use: RankUse) -> Json:
+    """Seconds of a rank in steps, and waiting for other ranks and stages in them."""
+    waited = use.wait_seconds + use.stage_wait_seconds
+    return {"rank": use.rank, "steps": rounded(use.step_seconds), "waited": rounded(waited)}
 
 
 def _kv(stats: SchedulerStats, total: int) -> list[Json]:

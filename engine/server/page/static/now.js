@@ -29,12 +29,13 @@ export class Now {
     this._prefix = el("div", { class: "meters" });
     this._waits = el("div", { class: "meters" });
     this._cores = tableOf("Cores", ["Core", "State", "Running", "Waiting"], ["", "", "num", "num"]);
+    this._ranks = el("div", { class: "meters" });
     this._ofAll = [
       card("The last minute", this._picture.element, "wide-card"),
       card("Waited for, in total", this._waits),
       card("KV cache", this._kv),
       card("Prefix cache", this._prefix),
-      card("Cores", this._cores.element),
+      card("Cores", el("div", {}, this._cores.element, this._ranks)),
     ];
     root.replaceChildren(
       el("h2", { class: "unseen" }, "Now"),
@@ -168,6 +169,12 @@ export class Now {
       ]),
       "No core is known.",
     );
+    const ranks = cores.flatMap(({ core, ranks }) =>
+      ranks.map(({ rank, steps, waited }) =>
+        meter(`${cores.length > 1 ? `Core ${core}, rank` : "Rank"} ${rank} waits for others`, waited, steps, percent(waited, steps), "wait"),
+      ),
+    );
+    this._ranks.replaceChildren(...ranks);
     const dead = cores.filter((core) => !core.alive);
     if (!dead.length) return;
     const names = dead.map((core) => core.core).join(", ");
