@@ -51,7 +51,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngin
         started = children() - before
         assert sum(map(is_spawned, started)) == 1
         yield alone, together
-    assert replay(log).difference is None
+    replayed = replay(log)
+    assert replayed.difference is None and len(replayed.ranks) == 2
+    assert all(0.0 < waited < steps for steps, waited, _ in replayed.ranks)
 
 
 def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> None:
@@ -63,7 +65,11 @@ def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> No
         assert [each[:2] + each[3:] for each in found] == [each[:2] + each[3:] for each in wanted]
         for one, other in zip(found, wanted, strict=True):
             assert_close(one.logprobs, other.logprobs)
-    assert together.stats().counters["drafts.num_drafts"] > 0
+    stats = together.stats()
+    assert stats.counters["drafts.num_drafts"] > 0
+    assert [(use.core, use.rank) for use in stats.ranks] == [(0, 0), (0, 1)]
+    assert all(0.0 < use.wait_seconds < use.step_seconds for use in stats.ranks)
+    assert not alone.stats().ranks
 
 
 def assert_close(found: Any, wanted: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from engine.cli.main import main
 from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
 from engine.config.cache import CacheConfig
+from engine.core.group import described
 from engine.core.rank_use import rank_uses
 from engine.core.recording import describe, record
 from engine.core.replay import replay
@@ -33,7 +35,9 @@ from engine.parallel.collectives import Collectives
 from engine.rpc.joined import DeadCounters, sum_of
 from engine.sched.scheduler import Scheduler
 from engine.server.rank_metrics import rank_metrics
-from engine.worker.rank import CALL, COLLECT, LAUNCH, NUM_DONE, TIMES, Rank, RankReport
+from engine.worker.platform.host import CpuPlatform
+from engine.worker.rank import CALL, COLLECT, LAUNCH, NUM_DONE, TIMES, Rank, RankPlace, RankReport
+from engine.worker.rank_report import log_sums, name_of_device
 from engine.worker.rank_times import StepClock, StepTimes, Waited
 
 RANKS = [RankUse(0, 0, 10.0, 1.0), RankUse(0, 1, 10.0, 2.5)]
@@ -125,6 +129,24 @@ def test_a_rank_counts_how_long_it_waits_for_one_that_is_late() -> None:
 
     run_all(group, work)
     assert group[0].waited_ns >= 50e6
+
+
+def test_the_start_reports_where_ranks_are_and_what_a_sum_takes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "engine.core"):
+        run_all(shared_ranks(2), lambda ranks: log_sums(ranks, CpuPlatform()))
+    (message,) = caplog.messages
+    assert re.fullmatch(r"2 ranks add up 4 KiB in [\d.]+ us, 64 KiB in [\d.]+ us", message)
+    assert name_of_device(CpuPlatform()).startswith("CPUs ")
+    here = RankPlace("a", 7, "CPUs 0-1", 1 << 30)
+    gpu = RankPlace("b", 8, "GPU 3, H100", 1 << 29, 40 << 30)
+    assert described([here, here])[1] == (
+        "rank 1 (process 7, CPUs 0-1) 1.00 GiB of the host's memory"
+    )
+    assert described([here, gpu])[1] == (
+        "rank 1 (process 8 on b, GPU 3, H100) 0.50 GiB of the host's memory, 40.00 GiB of the GPU's"
+    )
 
 
 class Idle:
