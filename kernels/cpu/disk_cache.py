@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -31,6 +32,8 @@ logger = logging.getLogger("engine.kernels")
 
 PACKAGES = Path(__file__).parents[2]
 DIGEST_BYTES = 16
+MOST_SECONDS = 300.0  # that a process waits for another one that compiles the same
+POLL_SECONDS = 0.05
 NOWHERE = ""  # a path without files
 _TURN = threading.RLock()
 # A second lock: threads that hold _TURN wait for Numba's lock, and this one is taken within that.
@@ -323,10 +326,54 @@ def kept(function: Callable[..., Any]) -> Any:
 
 def is_kept(body: Callable[..., Any], signature: Any) -> bool:
     """True if the disk cache has this function's code for this signature."""
+    file, key = _entry(body, signature)
+    return file.has(key)
+
+
+def _entry(body: Callable[..., Any], signature: Any) -> tuple[OneSaverAtATime, Any]:
+    """The cache files of a function, and the key of its code for this signature."""
     with cache_of_these_sources():
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())
-        return bool(kept._cache_file.has(key))
+        return kept._cache_file, key
+
+
+@contextmanager
+def compiled_once(
+    body: Callable[..., Any], signature: Any, *, waits: bool = True
+) -> Iterator[bool]:
+    """Context in which to compile a function or load it from the disk cache: processes that start
+    together compile each function once. Waits while another process compiles it; yields False
+    instead if ``waits`` is false. Locks end with their process."""
+    file, key = _entry(body, signature)
+    if CURRENT.places.writable is None or file.has(key):
+        yield True
+        return
+    with ExitStack() as locks:
+        lock: BinaryIO | None = None
+        with suppress(OSError):
+            os.makedirs(file._cache_path, exist_ok=True)
+            lock = locks.enter_context(open(f"{file._index_path}.compiling", "ab"))
+        yield lock is None or _is_locked(lock, waits=waits)
+
+
+def _is_locked(lock: BinaryIO, *, waits: bool) -> bool:
+    """Lock a file until it is closed. Returns False if another process keeps it locked, and
+    ``waits`` is false; waits no longer than ``MOST_SECONDS``, or until this program ends."""
+    until = time.monotonic() + MOST_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waits:
+                return False
+            if time.monotonic() > until or not threading.main_thread().is_alive():
+                return True
+            time.sleep(POLL_SECONDS)
+        except OSError:  # some file systems have no locks
+            return True
+        else:
+            return True
 
 
 def kept_file(name: str) -> Path | None:

@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from kernels.cpu.disk_cache import cache_of_these_sources, is_kept
+from kernels.cpu.disk_cache import cache_of_these_sources, compiled_once, is_kept
 from kernels.cpu.team import TEAM, launch, launch_all, launch_nogil
 
 # Fast math without "no NaNs" and "no infinities", so that values that are not finite stay so.
@@ -235,18 +235,25 @@ class Kernel:
         self._compiled: Any = None
         self._address = 0
 
-    def prepare(self) -> None:
+    def prepare(self, *, waits: bool = True) -> bool:
         """Compile the body or load it from the disk cache. The first call in a process also loads
-        Numba."""
+        Numba. Returns False if another process compiles it and ``waits`` is false."""
         if self._address:
-            return
+            return True
         self._first()
         with self._lock:
             if self._compiled is None:
-                with cache_of_these_sources() as is_writable, _without_collections():
-                    options = {"cache": is_writable, "fastmath": self._fast, "error_model": "numpy"}
-                    self._compiled = cfunc(_SIGNATURE, **options)(self._body)
+                with compiled_once(self._body, _SIGNATURE, waits=waits) as is_mine:
+                    if not is_mine:
+                        return False
+                    self._compile()
             self._address = self._compiled.address
+        return True
+
+    def _compile(self) -> None:
+        with cache_of_these_sources() as is_writable, _without_collections():
+            options = {"cache": is_writable, "fastmath": self._fast, "error_model": "numpy"}
+            self._compiled = cfunc(_SIGNATURE, **options)(self._body)
 
     @property
     def is_kept(self) -> bool:

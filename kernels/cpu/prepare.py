@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -64,15 +64,11 @@ def prepare(
     if not has_blocks and not is_encoder:  # otherwise products apply activations
         others.append(pointwise.ACT_MUL[size])
     helper = None if first.is_kept else _start_helper(kind, tell)
-    for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
-        if (
-            not threading.main_thread().is_alive()
-        ):  # the program is ending and waits for this thread
-            break
-        load()
+    prepare_launches()
+    prepare_all([first, *others])
     if helper is not None:
         _wait_for(helper)
-    if threading.main_thread().is_alive():
+    if not _is_ending():
         prepare_rest(kind)
 
 
@@ -85,9 +81,21 @@ def _products(dtype: torch.dtype, *, has_blocks: bool) -> list[Kernel]:
 def prepare_rest(kind: AttentionKind | None) -> None:
     """Load or compile the kernels of the helper process: attention, operations on slots and edits
     of logits."""
-    for kernel in _rest(kind):
-        kernel.prepare()
+    prepare_all(_rest(kind))
     logits.prepare()
+
+
+def prepare_all(kernels: Sequence[Kernel]) -> None:
+    """Load or compile these kernels; those last that another process compiles, so that processes
+    that start together share the work. Stops if the program ends, which waits for this thread."""
+    late = [kernel for kernel in kernels if _is_ending() or not kernel.prepare(waits=False)]
+    for kernel in late:
+        if not _is_ending():
+            kernel.prepare()
+
+
+def _is_ending() -> bool:
+    return not threading.main_thread().is_alive()
 
 
 def help_with(kind: AttentionKind | None) -> None:
@@ -142,7 +150,7 @@ def _wait_for(helper: subprocess.Popen[bytes], kernel: Kernel | None = None) -> 
     helper is killed if it takes too long or if this program ends."""
     until = time.monotonic() + _MAX_SECONDS
     while helper.poll() is None and not (kernel and kernel.is_kept):
-        if time.monotonic() > until or not threading.main_thread().is_alive():
+        if time.monotonic() > until or _is_ending():
             helper.kill()
         time.sleep(_POLL_SECONDS)
 

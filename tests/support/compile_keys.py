@@ -66,9 +66,9 @@ def _described(launch: Launch) -> str:
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
+def recorded(monkeypatch: pytest.MonkeyPatch, keys: Keys | None = None) -> Iterator[Keys]:
     """Within it ``device="cuda"`` is the CPU in the place of an H100 that computes zeros."""
-    keys = Keys()
+    keys = Keys() if keys is None else keys
     monkeypatch.setenv(INTERPRET_CUDA, "1")
     monkeypatch.setattr(CPU_TENSORS, "are_interpreted", False)  # as it will be again
     monkeypatch.setattr(Launch, "run", lambda launch: keys.meet(launch))

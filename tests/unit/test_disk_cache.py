@@ -6,9 +6,12 @@ import threading
 from pathlib import Path
 
 import numba
+import pytest
 from numba.core.caching import IndexDataCacheFile
+from support.patience import WAIT_SECONDS
 
-from kernels.cpu.disk_cache import OneSaverAtATime, cache_of_these_sources
+from kernels.cpu.disk_cache import OneSaverAtATime, cache_of_these_sources, compiled_once
+from kernels.cpu.isa import KERNEL_CACHE
 from kernels.cpu.team import launch, launch_nogil
 
 STAMP = (1.0, 1)
@@ -65,3 +68,45 @@ def test_what_is_handed_over_is_kept_so_and_others_functions_as_ever() -> None:
 def test_launches_that_let_other_threads_run_are_kept_apart() -> None:
     """Numba's index does not know the option, only the function."""
     assert launch.py_func is not launch_nogil.py_func
+
+
+def body(x: int) -> int:
+    return x + 1
+
+
+SIGNATURE = numba.int64(numba.int64)
+
+
+def test_a_function_is_compiled_by_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of a file keeps threads apart as it does processes."""
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path))
+    order: list[str] = []
+
+    def compile_it() -> None:
+        with compiled_once(body, SIGNATURE) as is_mine:
+            order.append("second")
+            assert is_mine
+
+    with compiled_once(body, SIGNATURE) as is_mine:
+        assert is_mine
+        with compiled_once(body, SIGNATURE, waits=False) as is_mine:
+            assert not is_mine
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(WAIT_SECONDS)
+    assert order == ["first", "second"]
+
+
+def test_nobody_waits_for_a_function_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path))
+    with compiled_once(body, SIGNATURE):
+        with cache_of_these_sources() as is_writable:
+            numba.njit(SIGNATURE, cache=is_writable)(body)
+        with compiled_once(body, SIGNATURE, waits=False) as is_mine:
+            assert is_mine
