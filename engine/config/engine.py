@@ -138,10 +138,8 @@ class EngineConfig(EngineOptions):
 
     def _check_ranks(self) -> None:
         """Raise ``ConfigError`` for options that several ranks cannot have."""
-        size, cache = self.parallel.tensor_parallel_size, self.cache
+        size = self.parallel.tensor_parallel_size
         names = {
-            **{name: getattr(cache, name) is not None for name in TIERS},
-            "prefill_cores": self.core.prefill_cores > 0,
             "data_parallel_backend": self.core.data_parallel_backend == "ray",
         }
         for name in [name for name, is_used in names.items() if is_used and size > 1]:

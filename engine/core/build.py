@@ -34,8 +34,11 @@ from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
 from engine.kv_transfer.halves import (
     num_stores,
+    of_all_ranks,
+    open_tiers,
     planned_stores,
     tier_methods,
+    with_copies_of_rank,
     with_recorded_tiers,
     with_tier_copies,
     with_tiers,
@@ -120,9 +123,10 @@ def build_core(
     )
     chosen = chosen._replace(resources=(*chosen.resources, *media))
     features = [*added, *encoding, *computing_halves(resolved, info, drafting)]
-    copies, features = with_tier_copies(features, stores)
+    own_copies, features = with_tier_copies(features, stores)
     of_others = partial(halves_of_rank, resolved, info, drafting, pools=pooling is not None)
     worker = make_workers(resolved, info, features, failures, pooling, of_others)
+    copies = of_all_ranks(own_copies, worker)
     with ended_by_errors(worker):
         check_capabilities(chosen.resources, worker.capabilities)
         facts = worker.load()
@@ -151,8 +155,7 @@ def build_core(
         client.loads = copies
         connect(worker, client, (adapters, store), uses)
         with ended_by_errors(client):
-            if copies is not None:
-                copies.open(decided.num_kv_blocks, resolved, facts, drafting)
+            open_tiers(copies, decided.num_kv_blocks, resolved, facts, drafting)
             load_modules(config.lora, adapters)
     gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
@@ -322,7 +325,12 @@ def media_halves(
 
 
 def halves_of_rank(
-    config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None, *, pools: bool
+    config: ResolvedConfig,
+    info: ModelInfo,
+    drafting: ModelConfig | None,
+    rank: int,
+    *,
+    pools: bool,
 ) -> list[Feature]:
     """The features to add to the worker of a further rank, in its process, in the order of those of
     rank 0. Pixels come through the ring, wherever clients put them, and each rank reads adapters
@@ -333,7 +341,8 @@ def halves_of_rank(
         from engine.mm.compute import KeptPixels
 
         encoding = [*encoding, KeptPixels(store)]
-    return [*adapters_of_rank(config), *encoding, *computing_halves(config, info, drafting)]
+    features = [*adapters_of_rank(config), *encoding, *computing_halves(config, info, drafting)]
+    return with_copies_of_rank(features, planned_stores(config, rank))
 
 
 def encoder_sizes(resources: Iterable[Resource]) -> list[int]:

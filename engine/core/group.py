@@ -289,6 +289,28 @@ class WorkerGroup:
         after. An error in it ends the rank. Raises ``RankError`` if the group has stopped."""
         self._ranks.send(TELL, msgspec.msgpack.encode([name, args]))
 
+    def call_others(self, name: str, *args: Any) -> list[Any]:
+        """Run a method of the workers of all ranks but rank 0. Returns their values. Raises
+        ``RankError`` if one of them raises."""
+        reports = self._ranks.call("call", name, *args).wait()
+        for rank, report in enumerate(reports, 1):
+            if report.kind:
+                self._ranks.fail(differing(name, rank, report, None))
+                self._ranks.raise_failure()
+        return [msgspec.msgpack.decode(report.value) for report in reports]
+
+    def begin_others(self, name: str, *args: Any) -> Callable[[], None]:
+        """Let the workers of all ranks but rank 0 run a method during the start. Returns a function
+        that waits for the end, and raises the error of the lowest rank that has one."""
+        answers = self._ranks.call("call", name, *args, is_start=True)
+
+        def end() -> None:
+            for rank, report in enumerate(answers.wait(), 1):
+                if report.kind:
+                    raise self._ranks.start_error_of(rank, report)
+
+        return end
+
     def ask_others(self, name: str, *args: Any) -> Answers:
         """The same for a method that returns something, perhaps as a ``Future``: then the ranks
         compute plans meanwhile. Returns what they report, errors among them."""

@@ -125,7 +125,7 @@ def start_pipeline(
     info: ModelInfo,
     features: Sequence[Feature],
     failures: Failures,
-    make_features: Callable[[], Sequence[Feature]],
+    make_features: Callable[[int], Sequence[Feature]],
     options: GroupOptions,
     *,
     on_gpus: bool,
@@ -169,13 +169,13 @@ def start_pipeline(
 def make_stage(
     config: ResolvedConfig,
     info: ModelInfo,
-    make_features: Callable[[], Sequence[Feature]],
+    make_features: Callable[[int], Sequence[Feature]],
     junction: Junction,
     step_seconds: float,
     rank: int,
 ) -> StageWorker:
     """Create the worker of another rank, in its process."""
-    worker = stage_worker(config, info, make_features(), Failures(), junction, rank)
+    worker = stage_worker(config, info, make_features(rank), Failures(), junction, rank)
     worker.step_seconds = step_seconds
     return worker
 

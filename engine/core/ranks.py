@@ -71,12 +71,12 @@ def make_workers(
     features: Sequence[Feature],
     failures: Failures,
     pooling: PoolingSpec | None,
-    make_features: Callable[[], Sequence[Feature]],
+    make_features: Callable[[int], Sequence[Feature]],
 ) -> ModelWorker | WorkerGroup:
     """Create the worker of a core, and start the processes of further ranks.
 
-    features: of the worker in this process; make_features: makes those of another rank, in its
-    process. Raises ``ConfigError``."""
+    features: of the worker in this process; make_features: makes those of another rank, given by
+    its number, in its process. Raises ``ConfigError``."""
     if config.parallel.num_workers == 1:
         return make_worker(config, info, features, failures, pooling)
     config = replace(config, num_threads=threads_of_rank(config))
@@ -123,7 +123,7 @@ def start_group(
     features: Sequence[Feature],
     failures: Failures,
     pooling: PoolingSpec | None,
-    make_features: Callable[[], Sequence[Feature]],
+    make_features: Callable[[int], Sequence[Feature]],
     options: GroupOptions,
 ) -> WorkerGroup:
     """Start the processes of ranks 1, 2, ..., and create the worker of rank 0."""
@@ -151,13 +151,13 @@ def start_group(
 def make_rank(
     config: ResolvedConfig,
     info: ModelInfo,
-    make_features: Callable[[], Sequence[Feature]],
+    make_features: Callable[[int], Sequence[Feature]],
     place: Place,
     rank: int,
 ) -> RankOfModel:
     """Create the worker of another rank, in its process."""
     pooling = read_pooling(info, config.model)
-    return RankOfModel(config, info, make_features(), Failures(), pooling, place.open(rank))
+    return RankOfModel(config, info, make_features(rank), Failures(), pooling, place.open(rank))
 
 
 class Shared(Protocol):

@@ -1,7 +1,7 @@
 """Arena: memory that the cores of one machine share, in regions with one writer each.
 
     page 0     format, number of regions
-    regions    one for each core: only its process writes there, all processes read
+    regions    one for each rank of each core: only its process writes there, all processes read
 
 It is an anonymous file that the launcher of the cores holds open (``ArenaFile``), so its memory is
 freed when these processes have ended, however they ended. A core takes a region by a lock of the
@@ -65,14 +65,15 @@ class NoArenaFile:
         """Do nothing."""
 
 
-def share_arena(cache: CacheConfig, num_cores: int) -> ArenaFile | NoArenaFile:
-    """Make the memory that ``num_cores`` cores share, if the options want any and the system can.
+def share_arena(cache: CacheConfig, num_cores: int, num_ranks: int = 1) -> ArenaFile | NoArenaFile:
+    """Make the memory that ``num_cores`` cores of ``num_ranks`` ranks share, if the options want
+    any and the system can.
 
     Raises ``ConfigError`` if the machine lacks the memory."""
     if cache.kv_offloading_size is None:
         return NoArenaFile()
     try:
-        return ArenaFile(int(cache.kv_offloading_size * GIB), num_cores)
+        return ArenaFile(int(cache.kv_offloading_size * GIB), num_cores * num_ranks)
     except OSError as error:
         logger.warning(
             "kv_offloading_size: each core has its own share of the memory, since they cannot "
@@ -105,8 +106,11 @@ class Arena:
         return Arena(_mapped(-1, max(num_bytes, 2 * PAGE), flags), 1)
 
     @staticmethod
-    def shared(handle: SealedFile, *, claim_seconds: float = CLAIM_SECONDS) -> Arena:
-        """Open the arena of the cores of this machine and take a region of it.
+    def shared(
+        handle: SealedFile, first: int = 0, *, claim_seconds: float = CLAIM_SECONDS
+    ) -> Arena:
+        """Open the arena of the cores of this machine and take a region of it, number ``first`` if
+        that is free.
 
         Raises ``WireError`` if it cannot be opened, or if other processes use all regions."""
         fd = open_sealed(handle, NAME, to_write=True)
@@ -114,7 +118,7 @@ class Arena:
             found, num_regions = struct.unpack("<qq", os.pread(fd, 16, 0))
             if found != FORMAT:
                 raise WireError(f"{handle} is no arena for KV blocks of this version")
-            own = _claim(fd, num_regions, claim_seconds)
+            own = _claim(fd, num_regions, claim_seconds, first)
             return Arena(_mapped(fd, handle.size, mmap.MAP_SHARED), num_regions, own, fd)
         except BaseException:
             os.close(fd)
@@ -146,11 +150,11 @@ def _mapped(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
     return memory
 
 
-def _claim(fd: int, num_regions: int, seconds: float) -> int:
+def _claim(fd: int, num_regions: int, seconds: float, first: int) -> int:
     """Lock a region for this process. A process that was killed may still be ending."""
     until = time.monotonic() + seconds
     while True:
-        for index in range(num_regions):
+        for index in sorted(range(num_regions), key=lambda index: index != first):
             with suppress(BlockingIOError):
                 _lock(fd, index, fcntl.F_WRLCK)
                 return index

@@ -19,22 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.config.decide import ModelFacts
-from engine.config.engine import ResolvedConfig
-from engine.config.model import ModelConfig
 from engine.ipc.host_memory import free_host_bytes
-from engine.kv_transfer.opening import GIB, PlannedStores, namespace_of
+from engine.kv_transfer.group_copies import ANNOUNCE, OPEN, methods_of
+from engine.kv_transfer.opening import GIB, PlannedStores
 from engine.kv_transfer.pool_blocks import PoolBlocks
 from engine.kv_transfer.store_thread import BATCH_BYTES, Activity, Load, Loading, StoreThread
 from engine.kv_transfer.stores import Rows
 from engine.kv_transfer.tiers import NOWHERE
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
 from engine.messages.stats import StoreUse
-from engine.messages.step import StepPlan
+from engine.messages.step import StepPlan, StepResult
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import PagePrefault, pool_bytes, tensors_of
 from engine.worker.platform import Mark
@@ -85,7 +84,8 @@ class TierCopies(Feature):
 
     def attach(self, machine: Machine) -> None:
         self._machine, planned = machine, self.planned
-        if planned.own_bytes and not planned.is_shared and machine.platform.shares_memory:
+        is_alone = planned.num_ranks == 1 and not planned.is_shared
+        if planned.own_bytes and is_alone and machine.platform.shares_memory:
             logger.info(
                 "kv_offloading_size: with one core on a CPU, these %.2f GiB are better given to "
                 "the KV pool (kv_cache_memory_bytes), from which nothing must be copied",
@@ -96,24 +96,16 @@ class TierCopies(Feature):
     def own_bytes(self) -> int:
         return self.planned.own_bytes
 
-    def open(
-        self,
-        num_blocks: int,
-        config: ResolvedConfig,
-        facts: ModelFacts,
-        drafting: ModelConfig | None,
-    ) -> None:
-        """Open the stores, after all memory of the pool's ``num_blocks`` blocks is allocated.
-        ``drafting``: the draft model. Raises ``ConfigError``."""
+    def open(self, num_blocks: int, namespace: str) -> None:
+        """Open the stores for blocks of this namespace, after all memory of the pool's
+        ``num_blocks`` blocks is allocated. Raises ``ConfigError``."""
         pieces = [*pool_bytes(tensors_of(self._machine.kv), num_blocks)]
         for feature in self._machine.features:
             pieces += feature.block_memory(num_blocks)
         self._blocks = PoolBlocks(pieces, self._machine.platform)
-        by_content = self.planned.is_between_hosts
-        namespace = namespace_of(config, facts, drafting, by_content=by_content)
         block_bytes = self._blocks.num_bytes
         loading = Loading(block_bytes, self._blocks.rows, self._fill, self._end)
-        burst = self._most_pending(config.gpu.gpu_memory_utilization)
+        burst = self._most_pending()
         for opened in self.planned.open(namespace, block_bytes):
             self._threads.append(
                 StoreThread(
@@ -135,11 +127,16 @@ class TierCopies(Feature):
                 most = free_host_bytes() // PREFAULT_SHARE
                 self._pages = PagePrefault(([torch.from_numpy(opened.memory)], most))
                 self._pages.start()
-        logger.info(
-            "copies of KV blocks (%.2f MiB each) are kept in: %s",
-            block_bytes / (1 << 20),
-            ", ".join(self.names),
-        )
+        if self.planned.rank == 0:
+            logger.info(
+                "copies of KV blocks (%.2f MiB each) are kept in: %s",
+                self.planned.num_ranks * block_bytes / (1 << 20),
+                ", ".join(self.names),
+            )
+
+    def announce(self, host: str, port: int, keys: Sequence[bytes]) -> None:
+        """Expect blocks at another engine."""
+        self.planned.announce(host, port, keys)
 
     @property
     def names(self) -> Sequence[str]:
@@ -161,11 +158,15 @@ class TierCopies(Feature):
         """Called after each step of the engine."""
         self._activity.in_step, self._activity.last = False, time.monotonic()
 
-    def take_reports(self) -> list[Loaded]:
-        """The loads that have ended since the last call. Called before each step."""
+    def step_begun(self) -> None:
+        """Called before each step of the engine: ends what waits for stores that hang."""
         self._activity.in_step = True
         for thread in self._all_threads():
             thread.check()
+
+    def take_reports(self) -> list[Loaded]:
+        """The loads that have ended since the last call. Called before each step."""
+        self.step_begun()
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
@@ -228,16 +229,17 @@ class TierCopies(Feature):
 
     # -- helpers
 
-    def _most_pending(self, utilization: float) -> int:
+    def _most_pending(self) -> int:
         """Bytes of blocks that may wait to be kept in the host's memory; 0: no more than for other
-        stores, since steps on a CPU make the copies. utilization: the share of the device's memory
-        that this engine takes."""
-        platform = self._machine.platform
+        stores, since steps on a CPU make the copies."""
+        platform, planned = self._machine.platform, self.planned
         if platform.shares_memory:
             return 0
         free, total = platform.free_and_total()
-        spare = min(free, int(total * min(MOST_SPARE, 1 - utilization)))  # steps need the rest
-        return min(self.own_bytes // PENDING_SHARE, spare // DEVICE_SHARE)
+        share = min(MOST_SPARE, 1 - planned.gpu_share)  # steps need the rest
+        spare = min(free, int(total * share))
+        own_bytes = planned.own_bytes // planned.num_ranks
+        return min(own_bytes // PENDING_SHARE, spare // DEVICE_SHARE)
 
     def _all_threads(self) -> list[StoreThread]:
         return [*self._threads, *chain.from_iterable(self._helpers)]
@@ -271,14 +273,23 @@ class TierCopies(Feature):
 
     def _load(self, order: LoadOrder) -> None:
         by_store: dict[int, list[int]] = {}
-        for place, store in enumerate(order.stores):
-            by_store.setdefault(store, []).append(place)
+        for place, store in enumerate(self._stores_of(order)):
+            if store != NOWHERE:
+                by_store.setdefault(store, []).append(place)
         is_good = np.zeros(len(order.keys), dtype=np.uint8)
+        if not by_store:
+            self._reports.append(Loaded(order.number, is_good.tobytes(), 0.0))
+            return
         after = self._machine.platform.mark()
         with self._lock:
             self._progress[order.number] = Progress(len(by_store), is_good, after)
         for store, places in by_store.items():
             self._loader(store).add_load(Load(order, places))
+
+    def _stores_of(self, order: LoadOrder) -> Sequence[int]:
+        """The store of each block: of several ranks, each reads from the fastest that has its part,
+        which may have gone since the order."""
+        return order.stores if self.planned.num_ranks == 1 else self.find(order.keys)
 
     def _fill(self, order: LoadOrder, places: list[int], rows: Rows) -> None:
         """Copy rows into the blocks at these places of an order. Runs in the thread of a store."""
@@ -304,6 +315,28 @@ class TierCopies(Feature):
 
 def _some(rows: Callable[[], Rows], places: list[int]) -> Rows:
     return rows()[places]
+
+
+class CopiesOfRank(Feature):
+    """In a further rank, answers the core (``GroupCopies``), which cannot see its stores."""
+
+    part = "kv_transfer"
+    waits_for_part = True
+
+    def __init__(self, copies: TierCopies) -> None:
+        self._copies = copies
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        copies = self._copies
+        return {**methods_of(copies), OPEN: copies.open, ANNOUNCE: copies.announce}
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        self._copies.step_begun()
+        return None
+
+    def report(self, result: StepResult) -> None:
+        self._copies.step_ended()
 
 
 class TierLoads(Feature):

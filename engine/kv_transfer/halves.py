@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from engine.config.cache import CacheConfig
-from engine.config.engine import EngineConfig
+from engine.config.decide import ModelFacts
+from engine.config.engine import EngineConfig, ResolvedConfig
+from engine.config.model import ModelConfig
+from engine.kv_transfer.group_copies import Copies, GroupCopies, OtherWorkers
 from engine.kv_transfer.tiers import Tiers
 from engine.sched.plugins.find import Chosen
 from engine.sched.resource import Resource
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
     from engine.worker.feature import Feature
 
 
-def planned_stores(config: EngineConfig) -> PlannedStores | None:
-    """The stores of KV blocks that the options name; ``None`` if they name none. Raises
-    ``ConfigError``."""
+def planned_stores(config: EngineConfig, rank: int = 0) -> PlannedStores | None:
+    """The stores of KV blocks that the options name, for a worker of this rank; ``None`` if they
+    name none. Raises ``ConfigError``."""
     if not config.cache.has_tiers:
         return None
     from engine.kv_transfer.opening import PlannedStores
 
-    return PlannedStores(config)
+    return PlannedStores(config, rank)
 
 
 def with_tier_copies(
@@ -40,17 +43,55 @@ def with_tier_copies(
     return copies, [copies, *features, TierLoads(copies)]
 
 
-def with_tiers(chosen: Chosen, copies: TierCopies | None, block_bytes: int) -> Chosen:
-    """Add the resource for KV tiers, if there are stores."""
+def with_copies_of_rank(features: list[Feature], stores: PlannedStores | None) -> list[Feature]:
+    """Add the half of KV tiers of the worker of a further rank to its features."""
+    copies, features = with_tier_copies(features, stores)
+    if copies is None:
+        return features
+    from engine.kv_transfer.compute import CopiesOfRank
+
+    return [*features, CopiesOfRank(copies)]
+
+
+def of_all_ranks(copies: TierCopies | None, worker: object) -> Copies | None:
+    """The copies of all ranks together, if ``worker`` is a group of several."""
+    if copies is None or not isinstance(worker, OtherWorkers):
+        return copies
+    return GroupCopies(copies, worker)
+
+
+def open_tiers(
+    copies: Copies | None,
+    num_blocks: int,
+    config: ResolvedConfig,
+    facts: ModelFacts,
+    drafting: ModelConfig | None,
+) -> None:
+    """Open the stores, if there are any, after all memory of the pool's ``num_blocks`` blocks is
+    allocated. ``drafting``: the draft model. Raises ``ConfigError``."""
+    if copies is None:
+        return
+    from engine.kv_transfer.opening import namespace_of
+
+    by_content = copies.planned.is_between_hosts
+    copies.open(num_blocks, namespace_of(config, facts, drafting, by_content=by_content))
+
+
+def with_tiers(chosen: Chosen, copies: Copies | None, block_bytes: int) -> Chosen:
+    """Add the resource for KV tiers, if there are stores. ``block_bytes``: of a block in a rank."""
     if copies is None:
         return chosen
-    planned = copies.planned
+    planned, remote = copies.planned, None
+    if (options := planned.peer_options) is not None:
+        from engine.kv_transfer.remote import RemotePrefill
+
+        remote = RemotePrefill(options, copies.announce, planned.num_ranks)
     tiers = Tiers(
         copies,
-        block_bytes,
+        planned.num_ranks * block_bytes,
         speeds=planned.speeds,
         failure_policy=planned.failure_policy,
-        remote=planned.remote,
+        remote=remote,
     )
     return chosen._replace(resources=(*chosen.resources, tiers))
 

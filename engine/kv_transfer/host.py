@@ -45,13 +45,14 @@ Copy = Callable[[Bytes, Bytes], object]
 
 
 def open_host_store(
-    size_bytes: int, identity: StoreIdentity, shared: SealedFile | None = None
+    size_bytes: int, identity: StoreIdentity, shared: SealedFile | None = None, first: int = 0
 ) -> HostStore:
-    """Open a store in ``size_bytes`` of memory of this process, or in the arena ``shared``.
+    """Open a store in ``size_bytes`` of memory of this process, or in the arena ``shared``, in
+    its region number ``first`` if that is free.
 
     Raises ``ConfigError`` if the machine lacks the memory or no block fits, ``WireError`` if the
     arena cannot be opened or other processes use all its regions."""
-    arena = Arena.private(size_bytes) if shared is None else Arena.shared(shared)
+    arena = Arena.private(size_bytes) if shared is None else Arena.shared(shared, first)
     try:
         return HostStore(arena, identity)
     except BaseException:
@@ -63,10 +64,11 @@ def open_core_store(config: EngineConfig, identity: StoreIdentity) -> HostStore:
     """Open the store of a core with ``kv_offloading_size``: in memory that its launcher shares
     between cores, else in memory of its own. Raises ``ConfigError`` as ``open_host_store`` does."""
     assert config.cache.kv_offloading_size is not None
-    size_bytes = int(config.cache.kv_offloading_size * GIB)
+    size_bytes = int(config.cache.kv_offloading_size * GIB) // identity.num_ranks
     if config.kv_arena is not None:
+        first = config.rank * identity.num_ranks + identity.rank  # its own blocks are in this one
         try:
-            return open_host_store(size_bytes, identity, SealedFile(*config.kv_arena))
+            return open_host_store(size_bytes, identity, SealedFile(*config.kv_arena), first)
         except WireError as error:
             logger.warning("KV blocks in host memory are not shared with other cores: %s", error)
     return open_host_store(size_bytes, identity)
@@ -83,11 +85,14 @@ class HostStore:
         num_regions, size = len(arena.regions), identity.block_bytes
         regions = [Region(each, size, num_regions) for each in arena.regions]
         if not regions[0].num_slots:
-            least = math.ceil(1000 * least_bytes(size, num_regions) / GIB) / 1000
+            owner = "core" if identity.num_ranks == 1 else "rank"
+            least = least_bytes(size, num_regions)
+            least *= identity.num_ranks if num_regions == 1 else 1
+            least_gib = math.ceil(1000 * least / GIB) / 1000
             raise ConfigError(
-                "kv_offloading_size is too small: each core's share is "
+                f"kv_offloading_size is too small: each {owner}'s share is "
                 f"{len(arena.regions[0])} bytes, where not even one block of {size} bytes fits; "
-                f"set it to at least {least} (GiB), or leave it out"
+                f"set it to at least {least_gib} (GiB), or leave it out"
             )
         self._arena = arena
         self._identity = identity

@@ -24,8 +24,7 @@ from engine.errors import ConfigError
 from engine.kv_transfer.disk import open_disk_store
 from engine.kv_transfer.host import open_core_store
 from engine.kv_transfer.peers.connector import NUM_THREADS, PeerConnector
-from engine.kv_transfer.peers.options import ROLES, peer_options
-from engine.kv_transfer.remote import RemotePrefill
+from engine.kv_transfer.peers.options import ROLES, PeerOptions, peer_options
 from engine.kv_transfer.stores import BlockStore, StoreIdentity
 from engine.kv_transfer.tiers import FailurePolicy
 from engine.sched.plugins.find import find_named
@@ -83,11 +82,12 @@ class OpenStore(NamedTuple):
 class PlannedStores:
     """The stores that the options name, the fastest first. Raises ``ConfigError``."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        """rank: of the worker that opens them; each rank keeps its own part of every block."""
         config = with_shared_blocks(config)  # a core without a launcher has its options as given
         cache, plans = config.cache, []
         options = cache.kv_transfer_config
-        self._peers = _peer_connector(options or {}, config)
+        self._peers = _peer_connector(options or {}, config, rank)
         if cache.kv_offloading_size is not None:
             plans.append(PlannedStore("host", HOST_SPEED, partial(self._open_host, config)))
         if cache.kv_offload_dir is not None:
@@ -107,7 +107,12 @@ class PlannedStores:
         self._plans = plans
         self._memory: NDArray[np.uint8] | None = None  # of the store that was opened last
         self.own_bytes = int((cache.kv_offloading_size or 0.0) * GIB)
-        """This core's share of the host's memory that stores take; the options give the share."""
+        """Bytes of the host's memory that the stores of this core take, in all its ranks."""
+        self.rank = rank
+        self.num_ranks = config.parallel.tensor_parallel_size
+        """Ranks that compute the model together."""
+        self.gpu_share = config.gpu.gpu_memory_utilization
+        """Share of a GPU's memory that this engine takes."""
         self.is_shared = config.num_ranks > 1 or cache.serves_blocks
         """True if other cores or engines may use what this one stores in the host's memory."""
 
@@ -117,10 +122,15 @@ class PlannedStores:
         return self._peers is not None
 
     @property
-    def remote(self) -> RemotePrefill | None:
-        """For prompts that other engines compute, or that are computed for them."""
-        peers = self._peers
-        return None if peers is None else RemotePrefill(peers.options, peers.announce)
+    def peer_options(self) -> PeerOptions | None:
+        """Which engines compute prompts for each other; ``None`` without the connector between
+        them."""
+        return None if self._peers is None else self._peers.options
+
+    def announce(self, host: str, port: int, keys: Sequence[bytes]) -> None:
+        """Expect blocks of this rank at the engine whose rank 0 serves its own at this address."""
+        if self._peers is not None:
+            self._peers.announce(host, port + self.rank, keys)
 
     @property
     def speeds(self) -> list[float]:
@@ -129,7 +139,7 @@ class PlannedStores:
 
     def open(self, namespace: str, block_bytes: int) -> list[OpenStore]:
         """Open the stores for blocks of this namespace and size. Raises ``ConfigError``."""
-        identity = StoreIdentity(namespace, block_bytes)
+        identity = StoreIdentity(namespace, block_bytes, self.rank, self.num_ranks)
         opened: list[OpenStore] = []
         try:
             for plan in self._plans:
@@ -256,14 +266,16 @@ def _open_disk(directory: str, gib: float, identity: StoreIdentity) -> BlockStor
     return open_disk_store(directory, int(gib * GIB), identity)
 
 
-def _peer_connector(options: Mapping[str, Any], config: EngineConfig) -> PeerConnector | None:
+def _peer_connector(
+    options: Mapping[str, Any], config: EngineConfig, rank: int
+) -> PeerConnector | None:
     """The connector between engines, if the options name it. Raises ``ConfigError``."""
     if options.get("kv_connector") != PEERS:
         return None
     _check_options(options, PEER_KEYS)
-    return PeerConnector(
-        peer_options(options, config.rank, config.num_ranks), config.core.core_secret
-    )
+    size = config.parallel.tensor_parallel_size
+    numbered = peer_options(options, config.rank * size + rank, config.num_ranks * size)
+    return PeerConnector(numbered, config.core.core_secret)
 
 
 def _connector(options: Mapping[str, Any]) -> PlannedStore:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.config.cache import PEERS
-from engine.kv_transfer.peers.options import PeerOptions, as_ip, is_port, peer_address
+from engine.kv_transfer.peers.options import PeerOptions, as_ip, is_port
 
 FOREIGN = ("do_remote_", "remote_", "transfer_id", "tp_size")
 """How the names of such parameters begin. Those that are not used here are accepted."""
@@ -86,14 +86,18 @@ def without_peers(params: RemoteParams) -> str | None:
 
 class RemotePrefill:
     """The scheduler's part: checks such requests, says where their blocks are, and writes the
-    parameters for the engine that continues. ``announce(address, keys)``: blocks are expected
-    there."""
+    parameters for the engine that continues. ``announce(host, port, keys)``: blocks are
+    expected there. ``num_ranks``: that compute the model together."""
 
     def __init__(
-        self, options: PeerOptions, announce: Callable[[str, Sequence[bytes]], None]
+        self,
+        options: PeerOptions,
+        announce: Callable[[str, int, Sequence[bytes]], None],
+        num_ranks: int = 1,
     ) -> None:
         self._options = options
         self._announce = announce
+        self._num_ranks = num_ranks
         self._announced: dict[int, str | None] = {}  # by arrival number: its adapter at that time
 
     def objection(self, params: RemoteParams) -> str | None:
@@ -132,7 +136,7 @@ class RemotePrefill:
         if params.source is None or self._announced.get(arrival, "") == adapter:
             return
         self._announced[arrival] = adapter
-        self._announce(peer_address(*params.source), keys())
+        self._announce(*params.source, keys())
 
     def end(self, arrival: int) -> None:
         """Forget a request."""
@@ -150,5 +154,5 @@ class RemotePrefill:
             "remote_request_id": request_id,
             "remote_host": options.host,
             "remote_port": options.port,
-            "tp_size": 1,
+            "tp_size": self._num_ranks,
         }

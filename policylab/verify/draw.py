@@ -110,9 +110,9 @@ def with_states(case: Case, seed: int) -> Case:
 
 def with_ranks(case: Case, seed: int) -> Case:
     """The case, with several ranks for a part of the seeds, one of which may fail. Not with
-    simulated stores, adapters and pictures, which are of one worker."""
+    simulated adapters and pictures, which are of one worker."""
     rng = Random(f"ranks of {seed}")
-    is_simple = not {"tiers", "adapters", "pictures"} & case.setup.needs.keys()
+    is_simple = not {"adapters", "pictures"} & case.setup.needs.keys()
     if rng.random() >= PARALLEL or not is_simple:
         return case
     ranks, fault = rng.choice((2, 2, 3)), None

@@ -8,7 +8,7 @@ time, for measurements of the code around it."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -158,7 +158,8 @@ class DigestWorker(FakeExecutor):
     fail. With a token mask, the next allowed token is taken.
 
     ``carry_out``, called before a plan is computed, executes its orders to stores; ``begin_loads``
-    is called after the plan's snapshots of states were read; ``offer`` proposes draft tokens for
+    is called after the plan's snapshots of states were read; ``answers`` are further methods that
+    can be called by name; ``offer`` proposes draft tokens for
     the next step. ``keep_states`` gives the model recurrent states."""
 
     capabilities = frozenset([*PARTS, "pooling"])
@@ -182,6 +183,7 @@ class DigestWorker(FakeExecutor):
         self._new: dict[int, NewSeq] = {}
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
         self.begin_loads: Callable[[], None] = lambda: None
+        self.answers: Mapping[str, Callable[..., Any]] = {}
         self.offer: Callable[[StepPlan, Sequence[Computed]], DraftPart | None]
         self.offer = lambda plan, rows: None
         self._fail = fail
@@ -231,6 +233,10 @@ class DigestWorker(FakeExecutor):
     def collect(self, ticket: StepResult) -> StepResult:
         """The result of a launched step."""
         return ticket
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call one of ``answers``."""
+        return self.answers[name](*args)
 
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult

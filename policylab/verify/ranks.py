@@ -86,6 +86,7 @@ class LocalRanks:
         self._reports: list[list[RankReport]] = [[] for _ in workers]
         self._num_looks = 0
         self._num_plans = 0
+        self._num_calls = 0
         self._workers = [
             FaultyWorker(worker, fault if fault is not None and fault.rank == rank else None)
             for rank, worker in enumerate(workers, 1)
@@ -117,7 +118,9 @@ class LocalRanks:
 
     def call(self, name: str, *args: Any, is_start: bool = False) -> LocalAnswers:
         self.send(CALL, msgspec.msgpack.encode([name, args]))
-        self.check()
+        self._num_calls += 1
+        while min(map(len, self._reports)) < self._num_calls:
+            self.check()
         return LocalAnswers(self._reports)
 
     def reported(self, index: int, word: int) -> int:

@@ -147,19 +147,19 @@ class Simulation:
             fail=self._kept_by(self._fail),
         )
         if self.tiers is not None:
-            self.tiers.copies.kv = self.worker.kv
-            self.worker.carry_out = self.tiers.copies.carry_out
-            self.worker.begin_loads = self.tiers.copies.begin_loads
+            self.tiers.connect(0, self.worker)
         if setup.snapshot_blocks:
             self.worker.keep_states(most_drafts(setup), loses_some)
         self.ranks = LocalRanks(
-            [self._make_rank(setup) for _ in range(1, setup.ranks)],
+            [self._make_rank(setup, rank) for rank in range(1, setup.ranks)],
             Random(setup.seed),
             setup.rank_fault,
         )
         self.executor: Executor[Any] = self.worker
         if setup.ranks > 1:
-            self.executor = WorkerGroup(cast(Any, self.worker), self.ranks)
+            self.executor = group = WorkerGroup(cast(Any, self.worker), self.ranks)
+            if self.tiers is not None:
+                self.tiers.call_others = group.call_others
         if worker_proposes(setup):
             self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
         if setup.seed % 4 < 2:  # with defaults it would not decide within such short runs
@@ -323,7 +323,7 @@ class Simulation:
         loaded = {block for load in loads for block in (*load.blocks, *load.all_held)}
         is_free = scheduler.kv.num_free + len(loaded) == scheduler.kv.num_usable
         if done and self.tiers is not None:
-            self.tiers.copies.invalidate()
+            self.tiers.invalidate()
         assert done == is_free, f"cache reset: {done}; all blocks are free: {is_free}"
         if done:
             cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
@@ -419,7 +419,7 @@ class Simulation:
             self.pictures.check_over()
         if self.tiers is not None:
             self.tiers.check_over()
-            self.truth.check_stored(self.tiers.copies.stored)
+            self.truth.check_stored(self.tiers.stored)
         check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
@@ -448,8 +448,7 @@ class Simulation:
                 setup.needs[name], answers, cache_size=cache_size, whole_media=whole_media
             )
         if name == SimulatedTiers.name:
-            amount, stores = setup.needs[name], setup.stores
-            return SimulatedTiers(amount, answers, stores=stores, seed=setup.seed)
+            return SimulatedTiers(setup.needs[name], answers, setup)
         return KINDS[name](setup.needs[name], answers)
 
     def _fail(self, new: NewSeq, upto: int) -> str | None:
@@ -474,7 +473,7 @@ class Simulation:
 
         return kept
 
-    def _make_rank(self, setup: Setup) -> DigestWorker:
+    def _make_rank(self, setup: Setup, rank: int) -> DigestWorker:
         """The worker of a further rank. It reads what the first rank has read, even if it is late
         and the request has ended meanwhile."""
         worker = worker_class(setup)(
@@ -487,6 +486,8 @@ class Simulation:
         )
         if setup.snapshot_blocks:
             worker.keep_states(most_drafts(setup), loses_some)
+        if self.tiers is not None:
+            self.tiers.connect(rank, worker)
         return worker
 
     def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:

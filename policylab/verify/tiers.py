@@ -6,19 +6,22 @@ another write in between, or a read before the end, finds a wrong digest."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from engine.kv_transfer.awaited import AWAIT_BLOCKS as AWAIT_BLOCKS
+from engine.kv_transfer.group_copies import MergedCopies, methods_of
 from engine.kv_transfer.tiers import NOWHERE, FailurePolicy, Tiers
 from engine.messages.kv_orders import KVOrders, Loaded, LoadOrder
+from engine.messages.stats import StoreUse
 from engine.messages.step import StepPlan
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit
 from engine.sched.step_state import Step
-from policylab.verify.fake import RUBBISH
+from policylab.verify.case import Setup
+from policylab.verify.fake import RUBBISH, DigestWorker
 from policylab.verify.needs import Answers, Need
 
 PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE = (
@@ -26,6 +29,7 @@ PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE = (
 )
 TARDY = "tardy"
 STORES = (PLAIN, SLOW, LOSSY, SMALL, DEAD, DYING, LIAR, LATE, TARDY)
+KINDS_OF_RANKS = (PLAIN, *STORES)
 MOST_TARDY = 90  # ticks until a block is there; requests wait 64 for one that another core stores
 MOST_TICKS = 24  # of a load, unless its store is dead
 SMALL_SIZE = 5  # blocks
@@ -110,15 +114,19 @@ class FakeLoad:
 
 
 class FakeCopies:
-    """The worker's half of KV tiers: carries out the orders of plans, in the order of plans.
-    ``patience``: ticks after which a load ends whose store does not answer."""
+    """The worker's half of KV tiers in one rank: carries out the orders of plans, in the order of
+    plans. ``patience``: ticks after which a load ends whose store does not answer. ``is_alone``:
+    other ranks have no copies, so a block is in the store of its order."""
 
-    def __init__(self, kinds: Sequence[str], patience: int, seed: int) -> None:
+    def __init__(
+        self, kinds: Sequence[str], patience: int, seed: int, *, is_alone: bool = True
+    ) -> None:
         self.kv: list[list[int]] = []  # KV of the worker
         self.names = tuple(kinds)
         self.stored: list[tuple[bytes, list[int]]] = []  # all that stores were given
         self.num_loaded = 0  # blocks
         self._patience = patience
+        self._is_alone = is_alone
         self.stores = [FakeStore(kind) for kind in kinds]
         self._rng = Random(seed)
         self._planned: list[LoadOrder] = []
@@ -151,9 +159,13 @@ class FakeCopies:
     def begin_loads(self) -> None:
         """Begin the loads of the newest plan, whose snapshots of states have been read."""
         for order in self._planned:
-            stores = [self.stores[index] for index in order.stores]
-            digests = [store.read(key) for store, key in zip(stores, order.keys, strict=True)]
-            ends = [store.ticks(self._rng) for store in stores]
+            places = order.stores if self._is_alone else self.find(order.keys)
+            stores = [None if index == NOWHERE else self.stores[index] for index in places]
+            digests = [
+                None if store is None else store.read(key)
+                for store, key in zip(stores, order.keys, strict=True)
+            ]
+            ends = [0 if store is None else store.ticks(self._rng) for store in stores]
             longest = max(each for each in (*ends, 0) if each is not None)
             is_hung = None in ends
             load = FakeLoad(order, digests, self._patience if is_hung else longest, is_hung)
@@ -175,9 +187,16 @@ class FakeCopies:
         self._loads = [load for load in self._loads if load.left]
 
     def take_reports(self) -> list[Loaded]:
-        """The loads that have ended since the last call, some of them twice."""
+        """The loads that have ended since the last call."""
         reports, self._reports = self._reports, []
-        return [*reports, *reports[:1]]
+        return reports
+
+    def step_ended(self) -> None:
+        """Nothing to do."""
+
+    def uses(self) -> dict[str, StoreUse]:
+        """Nothing that is of interest."""
+        return {}
 
     def invalidate(self) -> None:
         """The cache was reset: what stores have and loads bring is wrong from now on."""
@@ -209,14 +228,22 @@ class FakeCopies:
 
 
 class SimulatedTiers(Tiers, Need):
-    """The engine's resource for KV tiers. ``amount``: see ``FakeCopies``, ``patience``."""
+    """The engine's resource for KV tiers. ``amount``: see ``FakeCopies``, ``patience``. Each of
+    several ranks has stores of its own, which have other faults."""
 
     name = "tiers"
     needs = ("kv_transfer",)
 
-    def __init__(self, amount: int, answers: Answers, *, stores: Sequence[str], seed: int) -> None:
+    def __init__(self, amount: int, answers: Answers, setup: Setup) -> None:
         Need.__init__(self, amount, answers)
-        self.copies = FakeCopies(stores, amount, seed)
+        stores, seed, ranks = setup.stores, setup.seed, setup.ranks
+        self.copies = FakeCopies(stores, amount, seed, is_alone=ranks == 1)
+        self.of_ranks = [self.copies]
+        for rank in range(1, ranks):
+            kinds = Random(f"stores of {seed}, rank {rank}").choices(KINDS_OF_RANKS, k=len(stores))
+            self.of_ranks.append(FakeCopies(kinds, amount, seed + rank, is_alone=False))
+        self.call_others: Callable[..., list[Any]] = lambda name, *args: []
+        self._merged = MergedCopies(self.copies, lambda *given: self.call_others(*given))
         self.may_fail = seed % 8 == 5  # requests end in error after a load that fails
         self._is_eager = seed % 4 > 0  # with few tokens, computing rarely takes longer
         speeds = [SPEEDS[(seed + index) % len(SPEEDS)] for index in range(len(stores))]
@@ -224,7 +251,23 @@ class SimulatedTiers(Tiers, Need):
         self.loaded_for: Counter[str] = Counter()  # loads by request id
         self._num_withdrawn = 0
         self._begun: dict[int, tuple[int, str | None]] = {}  # by number of the load
-        Tiers.__init__(self, self.copies, 1, speeds=speeds, failure_policy=policy)
+        Tiers.__init__(self, self._merged, 1, speeds=speeds, failure_policy=policy)
+
+    def connect(self, rank: int, worker: DigestWorker) -> None:
+        """Let the worker of a rank carry out orders."""
+        copies = self.of_ranks[rank]
+        copies.kv, worker.answers = worker.kv, methods_of(copies)
+        worker.carry_out, worker.begin_loads = copies.carry_out, copies.begin_loads
+
+    @property
+    def stored(self) -> list[tuple[bytes, list[int]]]:
+        """All that the stores of all ranks were given."""
+        return [each for copies in self.of_ranks for each in copies.stored]
+
+    def invalidate(self) -> None:
+        """The cache was reset: what stores have and loads bring is wrong from now on."""
+        for copies in self.of_ranks:
+            copies.invalidate()
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         Need.attach(self, scheduler)
@@ -278,8 +321,10 @@ class SimulatedTiers(Tiers, Need):
         assert hit >= wanted, f"tiers: {req} has {hit} cached tokens after a load, not {wanted}"
 
     def tick(self) -> None:
-        self.copies.tick()
-        for report in self.copies.take_reports():
+        for copies in self.of_ranks:
+            copies.tick()
+        reports = self._merged.take_reports()
+        for report in [*reports, *reports[:1]]:  # one of them twice
             self.scheduler.transferred(report)
 
     def check(self, running: Iterable[Request]) -> None:
@@ -299,6 +344,7 @@ class SimulatedTiers(Tiers, Need):
             "begun": self._begun,
             "failed": self._failed,
             "awaited": self._awaited._waits,
+            "ended on some ranks": self._merged.kept,
         }
         left = {name: value for name, value in left.items() if value}
         assert not left, f"tiers: kept at the end: {left}"

@@ -29,6 +29,7 @@ SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
 GROUP, RANK = "core/group.py", "worker/rank.py"
 TIERS, PROMOTIONS = "kv_transfer/tiers.py", "kv/promotions.py"
+GROUP_COPIES = "kv_transfer/group_copies.py"
 APART = "rpc/apart.py"
 WORKER, COPIES = "../policylab/verify/fake.py", "../policylab/verify/fake_states.py"
 
@@ -701,6 +702,18 @@ CANARIES = (
         PROMOTIONS,
         "if good[place] and not promotion.is_void and",
         "if good[place] and",
+    ),
+    Canary(
+        "fill a block that one rank lacks",
+        GROUP_COPIES,
+        "bytes(map(min, zip(",
+        "bytes(map(max, zip(",
+    ),
+    Canary(
+        "publish blocks when rank 0 has loaded them",
+        GROUP_COPIES,
+        "if len(self._others.get(n, ())) == num_others]",
+        "if self._others.setdefault(n, []) is not None]",
     ),
     Canary(
         "lose the blocks of a load whose request has ended",

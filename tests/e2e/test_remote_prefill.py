@@ -22,7 +22,7 @@ from support.kv_stores import slow_profile
 from support.live_core import wait_until
 from support.relays import relay
 from support.remote_prefill import SECRET, counters, decode, finish, is_idle, peers, prefill
-from support.served import free_port
+from support.served import free_port, free_ports
 
 from engine import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from engine.core.replay import replay
@@ -91,6 +91,25 @@ def test_tokens_are_the_same_as_with_one_engine(
     outs = decode(consumer, PROMPTS, given, GREEDY)
     assert tokens_of(outs) == right
     assert [out.num_cached_tokens for out in outs] == WHOLES
+    assert is_idle(producer) and is_idle(consumer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_each_rank_reads_from_the_same_rank_of_an_engine_with_as_many(
+    size: int, shares_memory: bool, start: Callable[..., LLMEngine], right: list[list[int]]
+) -> None:
+    port = free_ports(2)
+    exact = {"dtype": "float32", "num_threads": 1}
+    producer = start("producer", port=port, tensor_parallel_size=2, **exact)
+    extra = {"shares_memory": shares_memory}
+    consumer = start("consumer", extra=extra, tensor_parallel_size=size, **exact)
+    given = prefill(producer, PROMPTS)
+    assert [(each["remote_port"], each["tp_size"]) for each in given] == [(port, 2)] * len(PROMPTS)
+    outs = decode(consumer, PROMPTS, given, GREEDY)
+    assert tokens_of(outs) == right
+    assert [out.num_cached_tokens for out in outs] == (WHOLES if size == 2 else [0] * len(PROMPTS))
     assert is_idle(producer) and is_idle(consumer)
 
 

@@ -113,7 +113,6 @@ def test_pooled_requests_have_the_same_vectors(tiny_models: TinyModels) -> None:
 def test_mistakes_are_named_and_leave_no_process() -> None:
     before = children()
     for options, message in (
-        ({"kv_offloading_size": 0.1}, "is 2, and kv_offloading_size needs a model on one device"),
         ({"tensor_parallel_size": 33}, r"tensor_parallel_size is 33, must be in 1\.\.32"),
         ({"enable_expert_parallel": True}, "pipeline_parallel_size and data_parallel_size; leave"),
         ({"tensor_parallel_size": 7}, "tensor_parallel_size is 7"),

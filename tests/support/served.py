@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from email.message import Message
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -24,6 +24,19 @@ from support.patience import WAIT_SECONDS
 
 # A server that is forked from a process that has imported these is ready in a quarter of the time.
 IMPORTED = ("engine.server.run", "engine.worker.worker", "kernels.cpu.prepare", "transformers")
+
+
+def free_ports(num: int) -> int:
+    """The first of ``num`` ports in a row at which nobody listens."""
+    while True:
+        first = free_port()
+        try:
+            with ExitStack() as held:
+                for port in range(first, first + num):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+        except OSError:
+            continue
 
 
 def free_port() -> int:

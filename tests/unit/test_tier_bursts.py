@@ -46,7 +46,6 @@ def opened(
     platform: HostPlatform, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TierCopies, torch.Tensor]]:
     """The copies of a pool, with memory of the host for them; and the pool's blocks."""
-    monkeypatch.setattr(compute, "namespace_of", lambda *_, **__: "aa" * 32)
     pool = torch.randint(0, 256, (NUM_BLOCKS, SIZE), dtype=torch.uint8)
     feature: Any = SimpleNamespace(block_memory=lambda num: [pool[:, :40], pool[:, 40:]])
     machine: Any = SimpleNamespace(kv=(), platform=platform, features=(feature,))
@@ -54,8 +53,7 @@ def opened(
     copies = TierCopies(PlannedStores(config))
     copies.attach(machine)
     try:
-        about: Any = SimpleNamespace(gpu=SimpleNamespace(gpu_memory_utilization=0.9))
-        copies.open(NUM_BLOCKS, about, *[None] * 2)  # type: ignore[arg-type]
+        copies.open(NUM_BLOCKS, "aa" * 32)
         yield copies, pool
     finally:
         copies.shutdown()

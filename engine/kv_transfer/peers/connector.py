@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from engine.ipc.address import tcp_address
 from engine.kv_transfer.peers.messages import Pace
 from engine.kv_transfer.peers.mooncake import MooncakeTransport
-from engine.kv_transfer.peers.options import PeerOptions, check_secret
+from engine.kv_transfer.peers.options import PeerOptions, check_secret, peer_address
 from engine.kv_transfer.peers.peer_store import PeerLimits, PeerStore
 from engine.kv_transfer.peers.server import BlockServer
 from engine.kv_transfer.peers.transports import Transport
@@ -53,10 +53,10 @@ class PeerConnector:
         )
         return self._store
 
-    def announce(self, address: str, keys: Sequence[bytes]) -> None:
-        """Expect these blocks at an address."""
+    def announce(self, host: str, port: int, keys: Sequence[bytes]) -> None:
+        """Expect these blocks there."""
         if self._store is not None and keys:
-            self._store.announce(address, keys, self.options.timeout)
+            self._store.announce(peer_address(host, port), keys, self.options.timeout)
 
     def _open_transport(self) -> Transport | None:
         options = self.options

@@ -73,9 +73,9 @@ def peer_address(host: str, port: int) -> str:
     return f"{TCP}{host}:{port}"
 
 
-def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerOptions:
-    """Read the options of ``kv_transfer_config``. The core number ``rank`` of ``num_ranks`` uses
-    the port ``kv_port + rank``. Raises ``ConfigError``."""
+def peer_options(options: Mapping[str, Any], number: int, num_servers: int) -> PeerOptions:
+    """Read the options of ``kv_transfer_config``. Of ``num_servers``, one for each rank of each
+    core, this one uses the port ``kv_port + number``. Raises ``ConfigError``."""
     host, port = options.get("kv_ip", DEFAULT_HOST), options.get("kv_port", DEFAULT_PORT)
     ip = as_ip(host)
     if ip is None or ip == IPv4Address(0):
@@ -83,16 +83,16 @@ def peer_options(options: Mapping[str, Any], rank: int, num_ranks: int) -> PeerO
             f"{OPTION}: kv_ip is {host!r:.80}, must be the IPv4 address by which other engines "
             "reach this machine"
         )
-    most = MOST_PORT + 1 - num_ranks
+    most = MOST_PORT + 1 - num_servers
     if not is_port(port) or port > most:
         raise ConfigError(
-            f"{OPTION}: kv_port is {port!r:.80}, must be in 1..{most}; each core of a start uses "
-            "the next port"
+            f"{OPTION}: kv_port is {port!r:.80}, must be in 1..{most}; each rank of each core "
+            "uses the next port"
         )
-    engine_id = options.get("engine_id") or f"{ip}:{port + rank}"
+    engine_id = options.get("engine_id") or f"{ip}:{port + number}"
     if not isinstance(engine_id, str):
         raise ConfigError(f"{OPTION}: engine_id is {engine_id!r:.80}, must be a string")
-    own = PeerOptions(options.get("kv_role", "kv_both"), str(ip), port + rank, engine_id)
+    own = PeerOptions(options.get("kv_role", "kv_both"), str(ip), port + number, engine_id)
     return _with_extra(own, options.get("kv_connector_extra_config") or {})
 
 
