@@ -38,9 +38,10 @@ HOLDERS = ("engine", "engine.verify", "policylab")
 # Modules that may import inside functions, and why.
 LAZY_IMPORTS = {
     "engine.cluster": "Ray, which is optional, is imported only for a deployment",
-    "engine.cluster.cores.node": "Ray sends it to nodes, which may lack the engine",
+    "engine.cluster.nodes.node": "Ray sends it to nodes, which may lack the engine",
     "engine.frontend.session": "Ray and Pillow are imported only for clusters and pictures",
     "engine.frontend.text_worker_main": "transformers is imported only by processes that decode",
+    "engine.core.ranks": "Ray is imported only by ranks on the nodes of a cluster",
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.structured.guidance": "llguidance is imported only for a grammar",
@@ -333,7 +334,7 @@ def test_only_one_module_reads_the_environment() -> None:
         and name
         not in (
             "engine.config.env",
-            "engine.cluster.cores.node",
+            "engine.cluster.nodes.node",
             "kernels.cpu.isa",
             "policylab.verify.otherwise",
         )

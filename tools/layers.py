@@ -17,8 +17,8 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "sockets, processes; tokenizers; model downloads; tensor operations",
     ),
     (
-        ("kv", "parallel", "observe", "pictures"),
-        "KV blocks; operations of ranks; logs and step logs; pictures in prompts",
+        ("kv", "parallel", "observe", "pictures", "cluster.nodes"),
+        "KV blocks; operations of ranks; logs; pictures in prompts; nodes of a Ray cluster",
     ),
     (("sched", "layers"), "the scheduler; layers of models"),
     (("models", "sample"), "the decoder and model families; sampling"),

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
-from engine.cluster.cores.spawn import forget_main_module
+from engine.cluster.nodes.order import forget_main_module
 from engine.config.args import EngineArgs
 from engine.config.env import admin_api_key, api_keys
 from engine.errors import ConfigError

@@ -109,7 +109,8 @@ class EngineConfig(EngineOptions):
                 "True: text processes need a tokenizer; set only one of the two"
             )
         cores = os.cpu_count() or 1
-        if self.core.data_parallel_backend == "ray":  # nodes may have more
+        if "ray" in (self.core.data_parallel_backend, self.parallel.distributed_executor_backend):
+            # nodes may have more
             cores = max(cores, MAX_THREADS)
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
             raise ConfigError(
@@ -119,6 +120,8 @@ class EngineConfig(EngineOptions):
         self._check_events()
         self._check_ranks()
         self._check_stages()
+        if self.parallel.distributed_executor_backend == "ray":
+            self._check_placed_ranks()
         if self.core.prefill_cores:
             self._check_prefill()
 
@@ -165,6 +168,26 @@ class EngineConfig(EngineOptions):
             raise ConfigError(
                 f"pipeline_parallel_size is {count}, and {name} needs each layer on the same rank: "
                 "leave one of the two out"
+            )
+
+    def _check_placed_ranks(self) -> None:
+        """Raise ``ConfigError`` for options that ranks on several nodes cannot have."""
+        parallel, core = self.parallel, self.core
+        if parallel.tensor_parallel_size == 1:
+            raise ConfigError(
+                "distributed_executor_backend is 'ray', but tensor_parallel_size is 1, so there "
+                "are no ranks to place: set it, or place whole cores with "
+                "data_parallel_backend='ray'"
+            )
+        names = {
+            "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+            core.sizes.replace(" is ", "="): core.num_cores > 1,
+            **{name: getattr(self.cache, name) is not None for name in TIERS},
+        }
+        for name in [name for name, is_used in names.items() if is_used]:
+            raise ConfigError(
+                f"distributed_executor_backend is 'ray', and {name} needs all ranks on one "
+                "machine: leave one of the two out"
             )
 
     def _check_events(self) -> None:

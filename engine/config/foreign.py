@@ -71,8 +71,8 @@ FOREIGN |= {
 }
 
 _ONE_DEVICE = (
-    "a model runs on the devices of one machine, by tensor_parallel_size, "
-    "pipeline_parallel_size and data_parallel_size; leave it out"
+    "tensor_parallel_size, pipeline_parallel_size and data_parallel_size are the ways to several "
+    "devices; leave it out"
 )
 _LORA = "adapters keep their type and rank, and tokens of their own are refused; leave it out"
 _NO_MEDIA = "pictures come with the request, and have no such option; leave it out"
@@ -94,7 +94,7 @@ _SERVER = "the server is one process without this switch; leave it out"
 # Names that share a reason.
 for _reason, _names in {
     _ONE_DEVICE: "enable_expert_parallel "
-    "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend "
+    "decode_context_parallel_size prefill_context_parallel_size "
     "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
     "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
     "data_parallel_address data_parallel_rpc_port enable_eplb enable_dbo "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.config.check import check_kind, check_range, check_types
 from engine.config.option import SHORT
 from engine.errors import ConfigError
 
 MOST_RANKS = 32
+ExecutorBackend = Literal["mp", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class ParallelConfig:
     that many ranks. -pp is short for it."""
     pipeline_layer_split: list[int] | tuple[int, ...] | None = None
     """Layers of each stage, such as 15 17. Default: about the same bytes of weights in each."""
+    distributed_executor_backend: ExecutorBackend = "mp"
+    """Where these ranks run. mp: on this machine. ray: on the nodes of the Ray cluster that this
+    machine belongs to, as few as possible, with rank 0 here."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -190,7 +190,13 @@ class ResultCheck:
 class WorkerGroup:
     """The worker of rank 0 and those of the other ranks, as one worker."""
 
-    def __init__(self, worker: LocalWorker, ranks: OtherRanks) -> None:
+    def __init__(
+        self, worker: LocalWorker, ranks: OtherRanks, num_sharing: Sequence[int] = ()
+    ) -> None:
+        """num_sharing: for each rank, how many are on its machine; (): all are on this one."""
+        self.at_end: Callable[[], object] = lambda: None
+        """Called at the end of the shutdown."""
+        self._num_sharing = num_sharing or [1 + len(ranks)] * (1 + len(ranks))
         self._worker = worker
         self._ranks = ranks
         self._plans = PlanWriter()
@@ -212,8 +218,10 @@ class WorkerGroup:
     def measure(self) -> int:
         """Bytes that each rank has for its part of the KV pool. Raises ``ConfigError``."""
         own, of_others = self._on_all("measure")
-        smallest: int = min([own, *map(msgspec.msgpack.decode, of_others)])
-        return smallest // (1 + len(self._ranks)) if self._worker.shares_memory else smallest
+        sizes: list[int] = [own, *map(msgspec.msgpack.decode, of_others)]
+        if self._worker.shares_memory:
+            sizes = [size // num for size, num in zip(sizes, self._num_sharing, strict=True)]
+        return min(sizes)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate this many KV blocks on each rank, run steps of all shapes, and record graphs."""
@@ -344,6 +352,7 @@ class WorkerGroup:
             self._ranks.call("shutdown")  # the end of the processes is awaited below
         self._worker.shutdown()
         self._ranks.close()
+        self.at_end()
 
     # -- helpers
 

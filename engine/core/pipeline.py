@@ -26,7 +26,7 @@ from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelInfo
 from engine.core.group import LocalWorker, OtherRanks, ResultCheck, WorkerGroup
-from engine.core.rank_processes import GroupOptions, Ranks
+from engine.core.rank_processes import GroupOptions, start_ranks
 from engine.errors import ConfigError, RankError
 from engine.ipc.plans import decode
 from engine.messages.step import Column, StepResult
@@ -153,7 +153,7 @@ def start_pipeline(
         failing.callback(meeting.close)
         arguments = config, info, make_features, meeting.junction, options.hang_timeout
         makes = [partial(make_stage, *arguments, rank) for rank in range(1, sizes.num_workers)]
-        ranks = Ranks(makes, options)
+        ranks = start_ranks(makes, options)
         failing.callback(ranks.close)
         own = stage_worker(config, info, features, failures, meeting.junction, 0)
         own.step_seconds = options.hang_timeout

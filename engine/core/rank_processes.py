@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from engine.core.rank_watch import RankWatch
+from engine.core.rank_watch import Calls, RankProcess, RankWatch
 from engine.errors import RankError
 from engine.ipc.process import NO_VALUES, Child
 from engine.ipc.ring import SPIN_SECONDS, RingWriter, Stopped
@@ -51,26 +52,39 @@ class Answers(NamedTuple):
         return self.watch.answers(self.number, self.name, self.limit)
 
 
-class Ranks:
-    """The processes of ranks 1, 2, ..., the ring to them, and the thread that watches them.
+def start_ranks(makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> Ranks:
+    """Start the processes of ranks 1, 2, ... on this machine.
 
     makes: a function for each, which makes its worker in its process. Raises ``OSError`` on a
     system without anonymous shared memory, ``EngineDeadError`` if a process cannot be started."""
+    environments = options.environments or [NO_VALUES] * len(makes)
+    with ExitStack() as failing:
+        ring = RingWriter(len(makes))
+        failing.callback(ring.close)
+        children: list[Child] = []
+        for rank, (make, values) in enumerate(zip(makes, environments, strict=True), 1):
+            name = f"{options.name} rank {rank}".strip()
+            arguments = (ring.handle, rank, options.spin_seconds, make, options.log_level, name)
+            children.append(Child(name, serve_rank, *arguments, environment=values))
+            failing.callback(children[-1].close)
+        ranks = Ranks(ring, children, options)
+        failing.pop_all()
+    return ranks
 
-    def __init__(self, makes: Sequence[Callable[[], RankWorker]], options: GroupOptions) -> None:
+
+class Ranks:
+    """The processes of ranks 1, 2, ..., what carries messages to them, and the thread that watches
+    them."""
+
+    def __init__(
+        self, calls: Calls, children: Sequence[RankProcess], options: GroupOptions
+    ) -> None:
         self.options = options
         self.at_end: Callable[[], object] = lambda: None
         """Called when the processes have ended."""
-        self.ring = RingWriter(len(makes))
-        self.children: list[Child] = []
-        environments = options.environments or [NO_VALUES] * len(makes)
-        try:
-            for index, (make, values) in enumerate(zip(makes, environments, strict=True)):
-                self.children.append(self._start(index + 1, make, values))
-        except BaseException:
-            self._end()
-            raise
-        self.watch = RankWatch(self.ring, self.children, options.hang_timeout)
+        self.calls = calls
+        self.children = children
+        self.watch = RankWatch(calls, children, options.hang_timeout)
         self._num_calls = 0
         # At exit the thread must end before the children, whose lines it reads.
         self._unwatch = weakref.finalize(self, self.watch.close)
@@ -84,16 +98,16 @@ class Ranks:
         """Let all of these ranks carry out something. Raises ``RankError`` if the group has
         stopped."""
         try:
-            self.ring.send(*parts)
+            self.calls.send(*parts)
         except Stopped:
             self.raise_failure()
 
     @property
     def is_stopped(self) -> bool:
-        return self.ring.is_stopped
+        return self.calls.is_stopped
 
     def reported(self, index: int, word: int) -> int:
-        return self.ring.reported(index, word)
+        return self.calls.reported(index, word)
 
     def started(self) -> None:
         self.watch.limits_steps = True
@@ -116,7 +130,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise ``RankError`` if the group has stopped."""
-        if self.ring.is_stopped:
+        if self.calls.is_stopped:
             self.raise_failure()
 
     def raise_failure(self, error: Exception | None = None) -> NoReturn:
@@ -135,16 +149,10 @@ class Ranks:
 
     def _end(self) -> None:
         for child in self.children:
-            if self.ring.is_stopped:
+            if self.calls.is_stopped:
                 child.kill()
             child.request_end()
         for child in self.children:
             child.close()
-        self.ring.close()
+        self.calls.close()
         self.at_end()
-
-    def _start(self, rank: int, make: Callable[[], RankWorker], values: Mapping[str, str]) -> Child:
-        options = self.options
-        name = f"{options.name} rank {rank}".strip()
-        arguments = (self.ring.handle, rank, options.spin_seconds, make, options.log_level, name)
-        return Child(name, serve_rank, *arguments, environment=values)

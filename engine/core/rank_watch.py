@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 
 from engine.errors import ConfigError, EngineError, ModelError, RankError
-from engine.ipc.process import Child
-from engine.ipc.ring import RingWriter
+from engine.ipc.process import CoreProcess
 from engine.ipc.sockets import Waker
 from engine.worker.rank import NO_CALL, NUM_DONE, RankReport
 
@@ -22,6 +23,45 @@ MORE_LOOKS = 1  # than the limit allows
 CAUSE_SECONDS = 0.3  # in which the rank that failed first reports, after another one
 KNOWN_SECONDS = 2.0  # in which this thread knows why the group has stopped
 KINDS: dict[str, type[EngineError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
+
+
+class Calls(Protocol):
+    """Carries the core's messages to the ranks: ``RingWriter``, or ``RankSockets``."""
+
+    num_sent: int
+    """Messages sent so far, or about to be."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def send(self, *parts: bytes) -> None:
+        """Send a message, the concatenation of ``parts``, to all ranks. Raises ``Stopped``."""
+        ...
+
+    def stop(self) -> None:
+        """End all waits, now and later. Any thread may call it."""
+        ...
+
+    def reported(self, reader: int, index: int) -> int:
+        """The word that a rank has shown last, by its index."""
+        ...
+
+    def num_begun(self, reader: int) -> int:
+        """The operations with others that a rank has begun, as far as is known."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. May be repeated."""
+        ...
+
+
+class RankProcess(CoreProcess, Protocol):
+    """The process of a rank: a ``Child``, or a process on another machine."""
+
+    @property
+    def line(self) -> Connection:
+        """Where its reports come from."""
+        ...
 
 
 class RankTraceback(Exception):
@@ -35,11 +75,11 @@ class RankWatch:
     """Watches the processes of ranks 1, 2, ... When one fails, it keeps the error, stops the group
     so that no rank waits for another any more, and notifies the owner of the group."""
 
-    def __init__(self, ring: RingWriter, children: Sequence[Child], hang_timeout: float) -> None:
+    def __init__(self, calls: Calls, children: Sequence[RankProcess], hang_timeout: float) -> None:
         """hang_timeout: seconds in which a rank must go on while it has something to do."""
-        self.stops: list[Callable[[], object]] = [ring.stop]
+        self.stops: list[Callable[[], object]] = [calls.stop]
         """What ends the waits of ranks for each other."""
-        self._ring = ring
+        self._calls = calls
         self._children = children
         self._ranks = range(1, len(children) + 1)
         self._hang_timeout = hang_timeout
@@ -143,7 +183,7 @@ class RankWatch:
             if self._error is not None:
                 return
 
-    def _read(self, rank: int, child: Child) -> None:
+    def _read(self, rank: int, child: RankProcess) -> None:
         with suppress(OSError, EOFError):
             while child.line.poll():
                 report = msgspec.msgpack.decode(child.line.recv_bytes(), type=RankReport)
@@ -168,17 +208,23 @@ class RankWatch:
         with self._changed:
             is_awaited = self._num_awaited > 0
         for rank, stall in enumerate(self._stalls, 1):
-            num_done = self._ring.reported(rank - 1, NUM_DONE)
-            is_idle = is_awaited or not self.limits_steps or num_done == self._ring.num_sent
+            num_done = self._calls.reported(rank - 1, NUM_DONE)
+            is_idle = is_awaited or not self.limits_steps or num_done == self._calls.num_sent
             stall.look(0 if is_idle else num_done + 1)
-            # A rank that waits for this one knows better which it is, and is first.
-            if (stall.num_looks - MORE_LOOKS) * self._look_seconds >= self._hang_timeout:
-                self.fail(
-                    RankError(
-                        f"{self._named(rank)} has not answered for {self._hang_timeout:g} s in a "
-                        "step (core_hang_timeout)"
-                    )
-                )
+        # A rank that waits for this one knows better which it is, and is first.
+        most = MORE_LOOKS + self._hang_timeout / self._look_seconds
+        if all(stall.num_looks < most for stall in self._stalls):
+            return
+        rank = min(
+            (rank for rank, each in enumerate(self._stalls, 1) if each.num_looks >= most - 1),
+            key=lambda rank: self._calls.num_begun(rank - 1),  # others wait for the last of them
+        )
+        self.fail(
+            RankError(
+                f"{self._named(rank)} has not answered for {self._hang_timeout:g} s in a step "
+                "(core_hang_timeout)"
+            )
+        )
 
     # -- words
 
@@ -194,7 +240,9 @@ class RankWatch:
         return self.error_of(rank, report) if kind is None else kind(report.message)
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} (process {self._children[rank - 1].pid})"
+        child = self._children[rank - 1]
+        where = f" on {child.place}" if child.place else ""
+        return f"rank {rank} (process {child.pid}{where})"
 
 
 class Stall:

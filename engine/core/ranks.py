@@ -18,7 +18,7 @@ from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
 from engine.core.pipeline import start_pipeline
-from engine.core.rank_processes import GroupOptions, Ranks
+from engine.core.rank_processes import GroupOptions, start_ranks
 from engine.core.rank_use import RankUses
 from engine.core.recording import RecordingScheduler
 from engine.errors import ConfigError
@@ -51,6 +51,11 @@ class RankOfModel(ModelWorker):
         super().__init__(config, info, platform, features, failures, pooling, collectives)
         self._ranks = collectives
 
+    @property
+    def num_begun(self) -> int:
+        """Operations with other ranks that this one has begun; 0 if nobody needs to know."""
+        return self._ranks.num_begun
+
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
         log_sums(self._ranks, self.platform)
@@ -79,12 +84,17 @@ def make_workers(
     its number, in its process. Raises ``ConfigError``."""
     if config.parallel.num_workers == 1:
         return make_worker(config, info, features, failures, pooling)
-    config = replace(config, num_threads=threads_of_rank(config))
     options = GroupOptions(
         name=f"core {config.rank}" if config.num_ranks > 1 else "",
         log_level=config.log_level,
         ready_timeout=EARLY * config.core.core_ready_timeout,
         hang_timeout=EARLY * config.core.core_hang_timeout,
+    )
+    if config.parallel.distributed_executor_backend == "ray":
+        return start_placed_group(config, info, features, failures, pooling, make_features, options)
+    config = replace(config, num_threads=threads_of_rank(config))
+    options = replace(
+        options,
         spin_seconds=SPIN_SECONDS if has_core_for_each(config) else 0.0,
         environments=environments_of_ranks(config),
     )
@@ -138,7 +148,7 @@ def start_group(
         failing.callback(meeting.close)
         arguments = (config, info, make_features, meeting.place)
         makes = [partial(make_rank, *arguments, rank) for rank in range(1, size)]
-        ranks = Ranks(makes, options)
+        ranks = start_ranks(makes, options)
         failing.callback(ranks.close)
         collectives = meeting.place.open(0)
         own = RankOfModel(config, info, features, failures, pooling, collectives)
@@ -146,6 +156,58 @@ def start_group(
         ranks.at_end = meeting.close
         failing.pop_all()
     return WorkerGroup(own, ranks)
+
+
+def start_placed_group(
+    config: ResolvedConfig,
+    info: ModelInfo,
+    features: Sequence[Feature],
+    failures: Failures,
+    pooling: PoolingSpec | None,
+    make_features: Callable[[int], Sequence[Feature]],
+    options: GroupOptions,
+) -> WorkerGroup:
+    """Start ranks 1, 2, ... on nodes of a Ray cluster, and create the worker of rank 0."""
+    try:
+        from engine.core.placed_ranks import Placement, for_ranks
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"distributed_executor_backend is 'ray', and {error.name} is not installed: pip "
+            "install metronome-engine[ray]"
+        ) from error
+    on_gpus, secret = has_gpus(config), config.core.core_secret
+    with ExitStack() as failing:
+        placement = Placement(config, options, on_gpus=on_gpus)
+        failing.callback(placement.close)
+        config = for_ranks(config, placement)
+        if placement.is_local:
+            options = replace(options, environments=placement.environments())
+            found = start_group(config, info, features, failures, pooling, make_features, options)
+            found.at_end = placement.close
+            failing.pop_all()
+            return found
+        meeting = Meeting(
+            len(placement.ranks),
+            num_threads=placement.num_threads,
+            wait_seconds=options.ready_timeout + options.hang_timeout,
+            on_gpus=on_gpus,
+            hosts=placement.ips,
+        )
+        failing.callback(meeting.close)
+        arguments = (config, info, make_features, meeting.place)
+        makes = [partial(make_rank, *arguments, one.rank) for one in placement.ranks[1:]]
+        ranks = placement.start(makes, secret, options)
+        failing.callback(ranks.close)
+        ranks.watch.stops.append(meeting.close)  # ends the wait of rank 0 for the others
+        ranks.check()
+        collectives = meeting.place.open(0)
+        own = RankOfModel(config, info, features, failures, pooling, collectives)
+        ranks.watch.stops.append(collectives.stop)
+        ranks.at_end = meeting.close
+        failing.pop_all()
+    found = WorkerGroup(own, ranks, placement.num_sharing)
+    found.at_end = placement.close
+    return found
 
 
 def make_rank(

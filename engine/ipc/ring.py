@@ -143,6 +143,11 @@ class RingWriter(SharedFile):
         """The word that a reader has reported last, ``index`` of ``NUM_WORDS``; 0: none yet."""
         return self._memory.words[_READERS + _LINE * reader + 1 + index]
 
+    def num_begun(self, reader: int) -> int:
+        """The operations with others that a reader has begun; 0, since those who wait for others in
+        shared memory know for whom."""
+        return 0
+
     def close(self) -> None:
         """Let go of the memory, which goes with the last process that has it mapped. The ring has
         stopped then. May be repeated."""

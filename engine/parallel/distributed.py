@@ -6,6 +6,7 @@ that uses the engine.
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,11 +22,23 @@ WAIT_SECONDS = 600.0
 
 def serve(host: str, size: int, *, wait_seconds: float = WAIT_SECONDS) -> TCPStore:
     """Start the store at which ``size`` ranks find each other; rank 0's process keeps it. ``port``
-    of the result is where the others connect."""
+    of the result is where the others connect. It listens at ``host`` only. Raises ``RankError`` if
+    it cannot."""
     limit = timedelta(seconds=wait_seconds)
-    return TCPStore(
-        host, 0, size, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
-    )
+    try:
+        with socket.create_server((host, 0), backlog=size) as listener:
+            port, fd = listener.getsockname()[1], listener.detach()
+        return TCPStore(
+            host,
+            port,
+            size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    except (OSError, dist.DistError) as error:
+        raise RankError(f"rank 0 cannot listen at {host}: {first_line(error)}") from error
 
 
 def connect(host: str, port: int, size: int, *, wait_seconds: float = WAIT_SECONDS) -> Store:
@@ -53,6 +66,8 @@ class TorchCollectives:
         Raises ``RankError`` if not all ranks come."""
         self.rank = rank
         self.size = size
+        self.num_begun = 0
+        """Operations that this rank has begun."""
         self._failed: Exception | None = None
         self.waited_ns = 0
         """Nanoseconds in operations so far, those of computing included."""
@@ -99,6 +114,7 @@ class TorchCollectives:
 
     def _finish(self, name: str, start: Any) -> None:
         self.check()
+        self.num_begun += 1
         began = time.perf_counter_ns()
         try:
             start().wait()

@@ -1,7 +1,8 @@
-"""Where the ranks of one machine meet: made by the process of rank 0, opened by each rank."""
+"""Where the ranks of a group meet: made by the process of rank 0, opened by each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,11 @@ class Stoppable(Collectives, Protocol):
     @property
     def waited_ns(self) -> int:
         """Nanoseconds in which this rank has waited for others so far."""
+        ...
+
+    @property
+    def num_begun(self) -> int:
+        """Operations that this rank has begun, if others need to know it; else 0."""
         ...
 
     def limit(self, wait_seconds: float) -> None:
@@ -39,47 +45,66 @@ class Stoppable(Collectives, Protocol):
 class Place:
     """What a rank needs to meet the others; it can be sent to its process.
 
-    memory: of ranks on CPUs; port: of the store at which ranks on GPUs find each other.
-    num_threads: of all ranks. wait_seconds: how long a rank waits for another one."""
+    memory: of ranks on the CPUs of one machine; port: of the store at which others find each other.
+    num_threads: of all ranks. wait_seconds: how long a rank waits for another one. hosts: addresses
+    of the machines of the ranks, where they are several. on_gpus: each rank has a GPU."""
 
     size: int
     num_threads: int
     wait_seconds: float
     memory: SealedFile | None = None
     port: int = 0
+    hosts: tuple[str, ...] = ()
+    on_gpus: bool = True
 
     def open(self, rank: int) -> Stoppable:
-        """The operations of a rank. Ranks on GPUs meet at the first of them.
+        """The operations of a rank. Ranks on GPUs meet at the first of them, those on the CPUs of
+        several machines here.
 
-        Raises ``RankError`` if rank 0 does not answer, ``ConfigError`` if this build of torch has
-        no NCCL."""
+        Raises ``RankError`` if rank 0 does not answer or not all ranks come, ``ConfigError`` if
+        this build of torch has no NCCL."""
         if self.memory is not None:
             sizes = self.memory, rank, self.size
             return SharedCollectives(
                 *sizes, num_threads=self.num_threads, wait_seconds=self.wait_seconds
             )
-        from engine.parallel.distributed import connect
+        from engine.parallel.distributed import TorchCollectives, connect
         from engine.parallel.nccl import NcclCollectives
 
-        store = connect(HOST, self.port, self.size, wait_seconds=self.wait_seconds)
-        return NcclCollectives(store, rank, self.size, wait_seconds=self.wait_seconds)
+        hosts = self.hosts or [HOST] * self.size
+        limit = self.wait_seconds
+        store = connect(hosts[0], self.port, self.size, wait_seconds=limit)
+        if self.on_gpus:
+            return NcclCollectives(store, rank, self.size, wait_seconds=limit)
+        return TorchCollectives(store, rank, self.size, host=hosts[rank], wait_seconds=limit)
 
 
 class Meeting:
     """Keeps what the ranks of a group share. ``place``: for each of them.
 
-    Raises ``OSError`` if processes cannot share memory on this system."""
+    hosts: addresses of the machines of the ranks; (): all are on this one. Raises ``OSError`` if
+    processes cannot share memory on this system."""
 
-    def __init__(self, size: int, *, num_threads: int, wait_seconds: float, on_gpus: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_threads: int,
+        wait_seconds: float,
+        on_gpus: bool,
+        hosts: Sequence[str] = (),
+    ) -> None:
         self._kept: Any = None
-        self._memory = None if on_gpus else SharedMemory(size)
+        self._memory = None if on_gpus or hosts else SharedMemory(size)
         if self._memory is not None:
             self.place = Place(size, num_threads, wait_seconds, memory=self._memory.handle)
             return
         from engine.parallel.distributed import serve
 
-        self._kept = serve(HOST, size, wait_seconds=wait_seconds)
-        self.place = Place(size, num_threads, wait_seconds, port=self._kept.port)
+        self._kept = serve(hosts[0] if hosts else HOST, size, wait_seconds=wait_seconds)
+        self.place = Place(
+            size, num_threads, wait_seconds, None, self._kept.port, tuple(hosts), on_gpus
+        )
 
     def close(self) -> None:
         """Let go of it. Ranks that have opened it keep it. May be repeated."""

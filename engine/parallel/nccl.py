@@ -34,6 +34,7 @@ class NcclCollectives:
     captured in CUDA graphs. Numbers are added in their own type; all ranks get the same bits. The
     first operation waits until all ranks have called one."""
 
+    num_begun = 0  # nobody knows how far the device is
     waited_ns = 0
     """Nobody knows: kernels of NCCL wait on the device."""
 

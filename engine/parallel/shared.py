@@ -36,6 +36,8 @@ class SharedCollectives:
     processors, ranks do not spin while they wait. wait_seconds: how long a rank waits for another
     one. Raises ``WireError`` if the memory cannot be opened."""
 
+    num_begun = 0  # the others see in the memory for whom they wait
+
     def __init__(
         self,
         memory: SealedFile | NDArray[np.uint8],

@@ -14,7 +14,7 @@ from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
-from engine.core.rank_processes import GroupOptions, Ranks
+from engine.core.rank_processes import GroupOptions, start_ranks
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
 from engine.worker.rank import RankPlace
@@ -42,8 +42,8 @@ class Fault:
             raise ArithmeticError("a wire has come loose")
         if self.kind == "refuse":
             raise ConfigError("there is no room for 7 heads")
-        if self.kind == "late":
-            time.sleep(self.seconds)
+        if self.kind in ("late", "hang"):
+            time.sleep(self.seconds if self.kind == "late" else 3600)
         if self.kind in ("SIGKILL", "SIGSTOP"):
             os.kill(os.getpid(), getattr(signal, self.kind))
 
@@ -52,6 +52,7 @@ class FaultyMethods:
     """The methods of a rank's worker, each of which counts its calls."""
 
     shares_memory = True
+    num_begun = 0
     methods = ("noted",)
 
     def __init__(self, worker: DigestWorker, rank: int, fault: Fault) -> None:
@@ -143,7 +144,7 @@ class DigestGroup:
 
         options = GroupOptions(log_level="error", hang_timeout=self.hang_timeout)
         own = make(0)()
-        group = WorkerGroup(own, Ranks([make(rank) for rank in range(1, self.size)], options))
+        group = WorkerGroup(own, start_ranks([make(rank) for rank in range(1, self.size)], options))
         if self.is_loaded:
             try:
                 group.load()

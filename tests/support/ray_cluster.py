@@ -23,8 +23,8 @@ class RayNodes:
         self._cluster = cluster
         self.address: str = cluster.address
 
-    def add(self, **resources: float) -> Any:
-        """Start a node. resources: num_cpus, num_gpus."""
+    def add(self, **resources: Any) -> Any:
+        """Start a node. resources: num_cpus, num_gpus, env_vars."""
         return self._cluster.add_node(object_store_memory=STORE_BYTES, **resources)
 
     def kill(self, node: Any) -> list[int]:
@@ -38,9 +38,11 @@ class RayNodes:
 
 
 @contextmanager
-def ray_cluster(*nodes: dict[str, float]) -> Iterator[tuple[RayNodes, list[Any]]]:
-    """A cluster of a head without resources, and of these nodes. Processes of this block join it.
-    Nothing is sent outside: no usage statistics, no dashboard."""
+def ray_cluster(
+    *nodes: dict[str, float], head_cpus: int = 0
+) -> Iterator[tuple[RayNodes, list[Any]]]:
+    """A cluster of a head, which is the node of this process, and of these nodes. Processes of this
+    block join it. Nothing is sent outside: no usage statistics, no dashboard."""
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_health_check_period_ms": "500",  # a dead node is noticed sooner than by default
@@ -56,7 +58,7 @@ def ray_cluster(*nodes: dict[str, float]) -> Iterator[tuple[RayNodes, list[Any]]
     import ray
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    head = {"num_cpus": head_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         known = RayNodes(cluster)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.spawned import fake_config
 
-from engine.cluster.cores.checks import check_nodes, wanted_from
-from engine.cluster.cores.node import describe
+from engine.cluster.nodes.checks import check_nodes, local_models, wanted_from
+from engine.cluster.nodes.node import describe
 from engine.config.engine import EngineConfig
 from engine.errors import ConfigError
 
@@ -32,10 +32,17 @@ def with_model(tmp_path: Any) -> EngineConfig:
 
 def report(config: EngineConfig, **changes: Any) -> dict[str, Any]:
     """What a node like this machine reports, apart from ``changes``."""
-    about = {**describe(*wanted_from(config)), "node": "n" * 56, "ip": "10.0.0.7", "host": "h7"}
+    models = local_models(config)
+    about = {**describe(*wanted_from(models)), "node": "n" * 56, "ip": "10.0.0.7", "host": "h7"}
+    if (files := changes.pop("files", None)) is not None:
+        changes["models"] = {models[0]: files}
     for name, value in changes.items():
         about[name] = {**about[name], **value} if isinstance(value, dict) and value else value
     return about
+
+
+def check(config: EngineConfig, *reports: dict[str, Any]) -> None:
+    check_nodes(config.core.core_secret, [("", each) for each in reports], "cores")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +53,10 @@ def report(config: EngineConfig, **changes: Any) -> dict[str, Any]:
         ({"versions": {"msgspec": None}}, r"msgspec is not installed; pip install msgspec==\d"),
         ({"files": {}}, r"model /.*/model does not exist; copy it to the same path"),
         (
-            {"files": {"config.json": 3}},
-            r"config.json has 3 bytes, here 2; copy it",
+            {"files": {"config.json": "3 bytes"}},
+            r"config.json has 3 bytes, here 2 bytes \(SHA-256 \w+\); copy it",
         ),
+        ({"source": "5eed"}, r"files of the engine differ \(5eed, here \w+\); install the same"),
         ({"variables": {"METRONOME_CPU_ISA": "sse2"}}, r"METRONOME_CPU_ISA is 'sse2', here None"),
     ],
 )
@@ -56,9 +64,9 @@ def test_a_node_that_differs_is_named_with_the_value_and_the_way_out(
     changes: dict[str, Any], text: str, tmp_path: Any
 ) -> None:
     config = with_model(tmp_path)
-    check_nodes(config, [report(config)])
+    check(config, report(config))
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.7 \(h7\): .*" + text):
-        check_nodes(config, [report(config), report(config, node="m", **changes)])
+        check(config, report(config), report(config, node="m", **changes))
 
 
 def test_a_secret_of_the_front_end_must_be_set_on_every_node(
@@ -67,13 +75,13 @@ def test_a_secret_of_the_front_end_must_be_set_on_every_node(
     config = with_model(tmp_path)
     config = replace(config, core=replace(config.core, core_secret=SECRET))
     with pytest.raises(ConfigError, match="METRONOME_CORE_SECRET is not set; set the secret of"):
-        check_nodes(config, [report(config)])
+        check(config, report(config))
     monkeypatch.setenv("METRONOME_CORE_SECRET", SECRET)
-    check_nodes(config, [report(config)])
+    check(config, report(config))
     monkeypatch.setenv("METRONOME_CORE_SECRET", SECRET + "!")
     other = report(config)
     with pytest.raises(ConfigError, match="METRONOME_CORE_SECRET is another secret") as raised:
-        check_nodes(config, [other])
+        check(config, other)
     assert SECRET not in str(raised.value) and SECRET not in str(other)
 
 

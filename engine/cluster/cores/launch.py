@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 
-from engine.cluster.cores.checks import check_nodes
 from engine.cluster.cores.placed import PlacedCore
-from engine.cluster.cores.places import Places
+from engine.cluster.cores.places import room_for_cores
 from engine.cluster.cores.spawn import build_fetched_core
+from engine.cluster.nodes.checks import check_nodes
 from engine.config.engine import EngineConfig
 from engine.rpc.launch import Build, connect_all, many, numbered, started
 from engine.rpc.many_client import ManyCoresClient
@@ -32,7 +32,7 @@ def start_cores_on_ray(config: EngineConfig, build: Build = build_fetched_core) 
         with ExitStack() as failing:
             failing.callback(core.close)
             about = core.node()
-            check_nodes(config, [about])
+            check_nodes(config.core.core_secret, [("", about)], "cores")
             homes[index] = about["node"]
             client = core.connect(Counter(homes.values())[about["node"]])
             failing.pop_all()
@@ -40,7 +40,7 @@ def start_cores_on_ray(config: EngineConfig, build: Build = build_fetched_core) 
 
     def place(index: int) -> PlacedCore:
         own = started(numbered(config, index, num_cores), next(num_starts[index]))
-        return PlacedCore(index, places, own, build)
+        return PlacedCore(index, room, own, build)
 
     def start(index: int) -> Starting:
         return starting(index, place(index))
@@ -49,15 +49,15 @@ def start_cores_on_ray(config: EngineConfig, build: Build = build_fetched_core) 
         return Starting(core, partial(connect, core, index))
 
     with ExitStack() as failing:
-        places = Places(config)
-        failing.callback(places.close)
+        room = room_for_cores(config)
+        failing.callback(room.close)
         cores = []
         for index in range(num_cores):
             cores.append(place(index))
             failing.callback(cores[-1].close)
         nodes = [core.node() for core in cores]
-        check_nodes(config, nodes)
+        check_nodes(config.core.core_secret, [("", about) for about in nodes], "cores")
         homes.update((index, node["node"]) for index, node in enumerate(nodes))
         restarts = config.core.on_core_death == "restart"
         clients = iter(connect_all([starting(*each) for each in enumerate(cores)]))
-        return many(failing, clients, start if restarts else None, places.close)
+        return many(failing, clients, start if restarts else None, room.close)

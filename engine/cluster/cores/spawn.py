@@ -1,25 +1,21 @@
-"""Starts a core's process on a node, for the actor ``CoreNode``."""
+"""CoreOrder: a core's process that a node must start."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
-import traceback
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from engine.assets import BOX_MODEL
+from engine.cluster.nodes.order import NodeOptions, forget_main_module
 from engine.config.cache import share_of_cache
 from engine.config.engine import EngineConfig
-from engine.config.env import NUM_THREADS, core_secret
 from engine.core.build import build_core
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
 from engine.hub.fetch import fetched
 from engine.ipc.address import TCP, tcp_address
-from engine.ipc.process import Child, Line, StartReport
+from engine.ipc.process import Child, Line
 from engine.observe.logs import set_up_logging
 from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import Build, serve_for_parent
@@ -35,51 +31,32 @@ class CoreOrder:
     config: EngineConfig
     has_box_model: bool
     """Run the model in the engine's package, wherever that is installed on the node."""
-    ip: str
-    """Address of the node, at which the core listens."""
-    secret: str | None
-    """Secret of the core and its client; ``None``: the one in the node's environment."""
+    node: NodeOptions
+    """What its node gives it."""
     num_sharing: int
     """Cores of this engine on the node, which share its memory and, without ``num_threads``, its
     processors."""
-    variables: dict[str, str]
-    """Environment variables of the core's process."""
+
+    @property
+    def ready_timeout(self) -> float:
+        return self.config.core.core_ready_timeout
+
+    def spawn(self) -> Child:
+        """Start a process that builds the core and serves it over TCP."""
+        set_up_logging(self.config.log_level)
+        forget_main_module()
+        threads = num_threads(self)
+        return Child(
+            "engine core",
+            serve_on_node,
+            replace(self, config=replace(self.config, num_threads=threads)),
+            environment=self.node.environment(threads),
+        )
 
 
 def build_fetched_core(config: EngineConfig) -> InprocClient:
     """Build a core; fetches the model to this node first if it is named by its repository."""
     return build_core(replace(config, model=fetched(config.model, for_core=True, for_text=False)))
-
-
-def spawn(order: CoreOrder) -> Child:
-    """Start a process that builds a core and serves it over TCP."""
-    set_up_logging(order.config.log_level)
-    forget_main_module()
-    threads = num_threads(order)
-    return Child(
-        "engine core",
-        serve_on_node,
-        replace(order, config=replace(order.config, num_threads=threads)),
-        environment={**order.variables, NUM_THREADS: str(threads)},  # Ray's own value is 1
-    )
-
-
-def forget_main_module() -> None:
-    """Let new processes of this one not import its main module, Ray's program for workers."""
-    sys.modules["__main__"].__file__ = None
-
-
-def started(child: Child, order: CoreOrder) -> tuple[bytes, int]:
-    """Wait until the core is ready. Returns the encoded start report and the process id."""
-    report = child.wait_until_ready(order.config.core.core_ready_timeout)
-    return msgspec.msgpack.encode(report), child.pid
-
-
-def failure_report(error: Exception) -> bytes:
-    """The encoded start report of a process that could not be started."""
-    return msgspec.msgpack.encode(
-        StartReport(False, type(error).__name__, str(error), traceback.format_exc())
-    )
 
 
 def num_threads(order: CoreOrder) -> int:
@@ -95,7 +72,7 @@ def serve_on_node(line: Line, order: CoreOrder) -> None:
     serve_for_parent(
         line,
         config,
-        lambda: _host(order.build(config), config, order.ip),
+        lambda: _host(order.build(config), config, order.node.ip),
         serves_others=True,
     )
 
@@ -106,7 +83,7 @@ def _of_this_node(order: CoreOrder) -> EngineConfig:
     model = config.model
     if order.has_box_model:
         model = replace(model, model=str(BOX_MODEL))
-    secret = core_secret() if order.secret is None else order.secret
+    secret = order.node.known_secret()
     return replace(
         config,
         model=model,
