@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from support.forking import (
 )
 from support.live_core import pid_of
 from support.patience import SOON_SECONDS
+from support.processes import collect_garbage
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -203,7 +203,7 @@ def test_a_signal_while_the_end_is_set_neither_hangs_nor_puts_it_off() -> None:
 
 def what_is_open(place: Path) -> tuple[int, int, list[Path]]:
     """Descriptors, threads, and directories of cores; without what earlier tests have dropped."""
-    gc.collect()
+    collect_garbage()
     fds, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
     return fds, threads, list(place.iterdir())
 

@@ -37,7 +37,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
     return see
 
 
-@pytest.mark.parametrize("visible", [None, "3,1,0", FULL_NAMES])
+@pytest.mark.parametrize(
+    "visible", [None, pytest.param("3,1,0", marks=pytest.mark.slow), FULL_NAMES]
+)
 def test_two_cores_take_the_first_two_gpus(
     visible: str | None, gpus: Callable[[int, str | None], None], tmp_path: Path, place: Path
 ) -> None:

@@ -3,7 +3,6 @@ is left."""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from support.kv_rows import key_of, rows_of
 from support.patience import WAIT_SECONDS
+from support.processes import collect_garbage
 from support.spawned import BlocksOfCores, fake_config
 
 from engine.config.cache import CacheConfig
@@ -90,7 +90,7 @@ def next_line(process: subprocess.Popen[str]) -> list[int]:
 
 def shared_files() -> list[str]:
     """Memory for KV blocks that this process has open, or that has a name."""
-    gc.collect()
+    collect_garbage()
     files = []
     for each in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the list itself

@@ -153,7 +153,7 @@ def names(chosen: Iterable[str], often: Iterable[str]) -> list[Any]:
 
 OFTEN = (
     *("first import", "import within a library", "starting a core"),
-    *("a step", "simulations at once", "a server that loads"),
+    *("a step", "a server that loads"),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import subprocess
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from support.processes import open_files
+from support.processes import collect_garbage, open_files
 
 from engine.errors import WireError
 from engine.ipc import pixel_segments
@@ -51,7 +50,7 @@ def values_of(pixels: Pixels) -> dict[str, np.ndarray]:
 
 
 def mapped_bytes() -> int:
-    gc.collect()
+    collect_garbage()
     with open("/proc/self/maps") as lines:
         spans = [line.split()[0].split("-") for line in lines if pixel_segments.NAME in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in spans)

@@ -83,7 +83,16 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SITUATIONS.values(), ids=SITUATIONS.keys())
+OFTEN = [name for name in SITUATIONS if name != "core in a process"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name not in OFTEN))
+        for name, options in SITUATIONS.items()
+    ],
+)
 def test_sixteen_adapters_and_none(many: Adapters, tally: Tally, options: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, **WHOLE)
     defaults = {"enable_lora": True, "max_loras": 16, "dtype": "float32"}

@@ -123,10 +123,12 @@ def test_in_bfloat16_the_same_bits_in_any_company() -> None:
     assert told[0] == told[1]
 
 
-def test_with_the_core_in_a_process_and_several_answers() -> None:
+@pytest.mark.parametrize("is_apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_answers(is_apart: bool) -> None:
+    """Also with the core in a process of its own."""
     params = SamplingParams(temperature=0.7, seed=11, max_tokens=NUM_NEW, n=2, ignore_eos=True)
     told = []
-    for options in ({}, {"speculative_config": ROUGH, "multiprocess": True}):
+    for options in ({}, {"speculative_config": ROUGH, "multiprocess": is_apart}):
         with LLM(**BOX, **options) as llm:
             outputs = llm.generate(["a b c a b c a b", "x = x + x = x"], params, use_tqdm=False)
             told.append([[list(one.token_ids) for one in out.outputs] for out in outputs])

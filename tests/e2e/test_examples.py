@@ -2,12 +2,14 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.metadata import distributions
 
 import pytest
 from support import source_tree as tree
+from support.forked_runs import run_forked
 
 from engine.assets import BOX_MODEL, PACKAGE
 
@@ -30,9 +32,15 @@ def run(*arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+def run_script(script: str) -> None:
+    runpy.run_path(str(tree.ROOT / "examples" / script), run_name="__main__")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_example_runs_and_says_something(script: str) -> None:
-    assert run(f"examples/{script}").strip()
+    done = run_forked(run_script, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.forked_runs import run_forked
 from support.patience import WAIT_SECONDS
 from support.served import Served, forked, free_port
 
 from engine.assets import BOX_MODEL
+from engine.cli.entry import run
 from engine.cli.main import main
 
 pytest.importorskip("opentelemetry.sdk")
@@ -129,23 +130,17 @@ def test_what_is_known_at_the_start_is_an_error(
     assert place in line and said in line
 
 
+def generate_on_a_full_disk(options: tuple[str, ...]) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    sys.argv[1:] = ["generate", *options]
+    sys.exit(run())
+
+
 def test_a_command_keeps_its_answer_when_its_trace_is_lost(tmp_path: Path) -> None:
     """The disk is full at its end."""
-    code = (
-        "import resource, sys\n"
-        "from engine.cli.entry import run\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))\n"
-        "sys.exit(run())\n"
-    )
-    command = [sys.executable, "-c", code, "generate", *MODEL, "--max-tokens", "4"]
-    done = subprocess.run(
-        [*command, "--num-threads", "1", "--torch-profiler-dir", str(tmp_path), "Hello"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-        env={**os.environ, "METRONOME_LOG_LEVEL": "warning"},
-    )
+    options = ("--max-tokens", "4", "--num-threads", "1", "--torch-profiler-dir", str(tmp_path))
+    variables = {"METRONOME_LOG_LEVEL": "warning"}
+    done = run_forked(generate_on_a_full_disk, (*MODEL, *options, "Hello"), **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Hello") and "4 output tokens" in done.stdout
     assert "metronome: no trace was written: " in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from e2e.test_structured import EXACT, answers, make, params
 from llguidance import LLTokenizer
+from support.forked_runs import run_forked
 from support.patience import WAIT_SECONDS
 
 from engine import RequestError, SamplingParams, StructuredOutputsParams
@@ -59,31 +58,21 @@ CHAINS: dict[str, dict[str, Any]] = {
         }
     },
 }
-FOLLOWING = """
-import sys, msgspec
-from pathlib import Path
-from engine import StructuredOutputsParams
-from engine.core.replay import replay
-from e2e.test_structured import EXACT, answers, make, params
-form = msgspec.json.decode(sys.stdin.buffer.read(), type=StructuredOutputsParams)
-asked = params("choice")
-asked.structured_outputs = form
-with make(step_log=sys.argv[1], **EXACT) as engine:
-    print(answers(engine, [asked, params("choice")])[1].text)
-print(replay(sys.argv[1]))
-"""
+
+
+def follow(log: Path, form: dict[str, Any]) -> None:
+    """Print the answer to a choice next to a request with this form, and whether it replays."""
+    request = params("choice")
+    request.structured_outputs = StructuredOutputsParams(**form)
+    with make(step_log=log, **EXACT) as engine:
+        print(answers(engine, [request, params("choice")])[1].text)
+    print(replay(log))
 
 
 @pytest.mark.parametrize("name", ["rules", pytest.param("references", marks=pytest.mark.slow)])
 def test_a_long_chain_does_not_end_the_engine(tmp_path: Path, name: str) -> None:
     """In a process of its own, which it may kill."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FOLLOWING, str(tmp_path / "steps.log")],
-        input=json.dumps(CHAINS[name]),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
+    ran = run_forked(follow, tmp_path / "steps.log", CHAINS[name])
     assert ran.returncode == 0, ran.stderr[-500:]
     assert ran.stdout.startswith(("yes", "no", "may")) and "identical" in ran.stdout
 

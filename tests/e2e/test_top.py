@@ -42,7 +42,7 @@ def start_core() -> tuple[subprocess.Popen[str], str]:
     return core, line.removeprefix("core address: ").strip()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def core() -> Iterator[tuple[subprocess.Popen[str], str]]:
     running, address = start_core()
     with running:

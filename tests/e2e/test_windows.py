@@ -50,7 +50,6 @@ MODES: dict[str, dict[str, Any]] = {
         "block_size": 4,
     },
 }
-IN_A_PROCESS = "gemma4-shared-kv"
 
 
 def each_with_a_third_of_the_modes() -> list[Any]:
@@ -102,11 +101,8 @@ def test_same_tokens_as_transformers(case, mode, tally):
             assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != IN_A_PROCESS)) for name in WINDOWS],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WINDOWS, indirect=True)
 def test_same_tokens_from_a_core_in_a_process_of_its_own(case, tally):
     path, _, reference = case
     with engine_for(path, dtype="float32", multiprocess=True) as engine:

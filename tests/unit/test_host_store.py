@@ -3,7 +3,6 @@ cores of one launch find each other's blocks."""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.kv_rows import key_of, rows_of
+from support.processes import collect_garbage
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError, WireError
@@ -304,7 +304,7 @@ def test_memory_is_released_and_regions_are_bounded() -> None:
     with pytest.raises(WireError):
         open_host_store(0, MODEL, file.handle)
     del store
-    gc.collect()
+    collect_garbage()
     with open("/proc/self/maps") as maps:
         assert NAME not in maps.read()
     assert not any(NAME in each for each in os.listdir("/dev/shm"))
