@@ -159,7 +159,6 @@ class EngineConfig(EngineOptions):
         names = {
             **{name: getattr(self.cache, name) is not None for name in TIERS},
             "prefill_cores": self.core.prefill_cores > 0,
-            "enable_lora": self.lora.enable_lora,
             "data_parallel_backend='ray'": self.core.data_parallel_backend == "ray",
             "a draft model in speculative_config": drafts.get("model") is not None,
             "runner='pooling'": self.model.runner == "pooling",

@@ -320,8 +320,8 @@ class WorkerGroup:
         return end
 
     def ask_others(self, name: str, *args: Any) -> Answers:
-        """The same for a method that returns something, perhaps as a ``Future``: then the ranks
-        compute plans meanwhile. Returns what they report, errors among them."""
+        """Let the workers of all ranks but rank 0 run a method, without waiting. If it returns a
+        ``Future``, they compute plans meanwhile. Returns what they report, errors among them."""
         return self._ranks.call("call", name, *args, is_start=True)
 
     def rank_times(self) -> list[StepTimes]:

@@ -214,13 +214,19 @@ class Adapters(Feature):
             layers.linears[target].put(slot, products, adapter.records.get(target))
             if (experts := layers.experts_of(target)) is not None:
                 experts.users.add(slot)
-        assert layers.table is not None
-        layers.table.put(slot, adapter.embedding)
-        layers.linears[HEAD].replace(slot, adapter.head)
+        self._load_ends(slot, adapter)
+        self._loaded[slot] = adapter
+
+    def _load_ends(self, slot: int, adapter: AdapterProducts) -> None:
+        """The same for the embedding and the output layer, as far as a stage has them."""
+        layers = self._model.adapted
+        if layers.table is not None:
+            layers.table.put(slot, adapter.embedding)
+        if HEAD in layers.linears:
+            layers.linears[HEAD].replace(slot, adapter.head)
         for slots in (self._with_tables, self._with_output):
             slots.discard(slot)
         if HEAD in adapter.linears:
             self._with_output.add(slot)
         if adapter.embedding is not None or adapter.head is not None:
             self._with_tables.add(slot)
-        self._loaded[slot] = adapter

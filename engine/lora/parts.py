@@ -15,9 +15,11 @@ from engine.models.targets import Cut
 def part_of(placed: PlacedAdapter, mine: DecoderSlice) -> PlacedAdapter:
     """The part of an adapter for one rank. Of a layer whose outputs are divided it has rows of the
     second matrix; of one whose inputs are divided, columns of the first, since the products are
-    added up over the ranks. Changes of the embedding are whole.
+    added up over the ranks. Changes of the embedding are whole. A stage of a pipeline has the
+    layers that it computes.
 
     Raises ``AdapterError`` for DoRA where a rank has no whole rows, whose norms it needs."""
+    placed = _of_stage(placed, mine)
     if mine.shard.size == 1:
         return placed
     linears: dict[str, tuple[Slice, ...]] = {}
@@ -34,6 +36,22 @@ def part_of(placed: PlacedAdapter, mine: DecoderSlice) -> PlacedAdapter:
         tokens = mine.vocabulary
         replaced[HEAD] = replaced[HEAD][tokens.start : tokens.stop]
     return replace(placed, linears=linears, replaced=replaced)
+
+
+def _of_stage(placed: PlacedAdapter, mine: DecoderSlice) -> PlacedAdapter:
+    """What an adapter changes in the layers of a stage."""
+    stage = mine.stage
+    has = {EMBED: stage.is_first, HEAD: stage.is_last}
+    return replace(
+        placed,
+        linears={
+            target: slices
+            for target, slices in placed.linears.items()
+            if stage.has(mine.whole, target)
+        },
+        embedding=placed.embedding if stage.is_first else None,
+        replaced={name: whole for name, whole in placed.replaced.items() if has[name]},
+    )
 
 
 def _part(one: Slice, cut: Cut, *, is_first: bool) -> Slice | None:

@@ -51,7 +51,6 @@ def products_of(
         give_way()
         base = layers.linears[target].base
         linears[target] = tuple(converter.product(one, base) for one in slices)
-    assert layers.table is not None
     embedding, head = _table_change(placed, layers.table, dtype), placed.replaced.get(HEAD)
     tensors = {
         one.data_ptr(): one.nbytes
@@ -75,7 +74,7 @@ def products_of(
 
 
 def _table_change(
-    placed: PlacedAdapter, table: AdaptedTable, dtype: torch.dtype
+    placed: PlacedAdapter, table: AdaptedTable | None, dtype: torch.dtype
 ) -> TableChange | None:
     """What an adapter changes in the embedding."""
     if (whole := placed.replaced.get(EMBED)) is not None:
@@ -85,6 +84,7 @@ def _table_change(
     a, b = one.a.T.to(dtype).contiguous(), one.b.to(dtype).contiguous()
     if one.magnitude is None:
         return TableChange(a, b, one.scale)
+    assert table is not None, "a stage without the embedding has no change of it"
     squares = torch.zeros(len(b))
     for begin in range(0, len(a), ROWS):
         ids = torch.arange(begin, min(begin + ROWS, len(a)))

@@ -1,4 +1,4 @@
-"""Two ranks have the same LoRA adapters, each its part, and answer as one worker does."""
+"""All ranks have the same LoRA adapters, each its part, and answer as one worker does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from e2e.tiny_models import TinyModels
 from support import adapter_files
 from support.adapted import Adapted, random_adapter, run
 from support.box_adapters import make_adapter, write_adapter
-from support.live_core import wait_until
+from support.live_core import is_running, wait_until
 from support.patience import SOON_SECONDS
 from support.processes import children, ranks_of
 
@@ -28,6 +28,8 @@ from engine.core.replay import replay
 from engine.errors import ConfigError, EngineDeadError
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2}
+CORES: dict[str, Any] = {"data_parallel_size": 2, "multiprocess": True}
 LORA: dict[str, Any] = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
 
@@ -117,30 +119,44 @@ def test_a_rank_that_dies_during_a_load_is_named(tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
             for _ in range(100_000):
                 engine.step()
-    assert wait_until(lambda: children() <= before, SOON_SECONDS) is not None
+    assert wait_until(lambda: not is_running(rank), SOON_SECONDS) is not None
 
 
 CASES = (
     *(AdapterCase(family, "plain", KINDS["plain"]) for family in ("phi3", "gemma3", "qwen3")),
     *(AdapterCase("llama", kind, KINDS[kind]) for kind in ("whole modules", "bias", "patterns")),
-    *(AdapterCase("gemma3", "embeddings", KINDS["embeddings"]),),
+    AdapterCase("llama", "int8 base", KINDS["rslora"]),
+    AdapterCase("gemma3", "embeddings", KINDS["embeddings"]),
     *(AdapterCase(family, "experts", EXPERTS) for family in ("qwen3-moe", "mixtral")),
     *(AdapterCase(family, "hybrid", HYBRIDS[family]) for family in ("falcon-h1", "qwen3.5")),
 )
 
 
+OF_STAGES = (
+    *(AdapterCase("llama", kind, KINDS[kind]) for kind in ("dora", "whole modules")),
+    AdapterCase("gemma3", "embeddings", KINDS["embeddings"]),
+    AdapterCase("qwen3-moe", "experts", EXPERTS),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_families_and_kinds(tiny_models: TinyModels, tmp_path: Path, case: AdapterCase) -> None:
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [*((case, TWO) for case in CASES), *((case, STAGES) for case in OF_STAGES)],
+    ids=str,
+)
+def test_families_and_kinds(
+    tiny_models: TinyModels, tmp_path: Path, case: AdapterCase, sizes: dict[str, Any]
+) -> None:
     made = make(case, tiny_models, tmp_path)
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True)
     requests = [
         Adapted(ids, which, params) for ids in prompts(2)[2:5] for which in (None, made.adapter)
     ]
     found = []
-    for size in (1, 2):
-        options = {"dtype": "float32", "max_num_batched_tokens": 24, "enable_lora": True}
-        with engine_for(str(made.base), tensor_parallel_size=size, **options) as engine:
+    for more in ({}, sizes):
+        options = {"dtype": "float32", "max_num_batched_tokens": 24, "enable_lora": True, **more}
+        with engine_for(str(made.base), **options) as engine:
             found.append([run(engine, requests) for _ in range(2)])
     assert found[0] == found[1]
     assert any(one != other for one, other in zip(found[0][0][::2], found[0][0][1::2], strict=True))
@@ -152,12 +168,11 @@ def test_families_and_kinds(tiny_models: TinyModels, tmp_path: Path, case: Adapt
     [
         {"max_loras": 1, "max_cpu_loras": 1, "num_kv_blocks": 30},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"quantization": "int8"},
         {"async_scheduling": True},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_few_slots_drafts_and_a_base_in_eight_bits(
+def test_few_slots_drafts_and_steps_ahead(
     tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     model = tiny_models.reference("llama")
@@ -177,11 +192,12 @@ def test_modules_of_the_start_two_cores_and_a_step_log(tmp_path: Path) -> None:
     modules = {"lora_modules": [f"x={x.lora_path}", json.dumps({"name": "y", "path": y.lora_path})]}
     log = tmp_path / "steps"
     found = []
-    for more in ({}, {**TWO, "step_log": log}, {**TWO, "data_parallel_size": 2}):
+    divided = ({**TWO, "step_log": log}, {**TWO, **CORES}, {**TWO, **STAGES})
+    for more in ({}, *divided):
         with LLM(BOX_MODEL, **LORA, **modules, **more) as llm:
             assert {each.name for each in llm.llm_engine.lora_adapters()} == {"x", "y"}
             found.append(tokens(llm, x, None, y, x, y))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     outcome = replay(log)
     assert outcome.difference is None and outcome.num_requests == 5
     wrong = {"lora_modules": [f"x={tmp_path / 'nothing'}"]}

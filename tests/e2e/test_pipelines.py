@@ -95,7 +95,6 @@ def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_lora": True}, "pipeline_parallel_size is 2, and enable_lora needs each layer on"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size needs each layer on the same rank: leav"),
         ({"runner": "pooling"}, "runner='pooling' needs each layer on the same rank"),
         ({"pipeline_parallel_size": 33}, r"pipeline_parallel_size is 33, must be in 1\.\.32"),

@@ -19,6 +19,7 @@ from engine.lora.loading import FutureReading, Order
 from engine.lora.store import AdapterStore
 from engine.messages.adapters import AdapterSource
 from engine.worker.rank import CALL, TELL, Rank, RankReport
+from policylab.verify.fake import CountingWorker
 
 SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
 NAMES = "xyzuv"
@@ -56,17 +57,15 @@ class Disk:
         pass
 
 
-class Worker:
-    """The worker of a further rank, of which only the feature of adapters is there."""
+class Worker(CountingWorker):
+    """The worker of a further rank, which has the feature of adapters."""
 
     def __init__(self, feature: KeptAdapters) -> None:
+        super().__init__()
         self._feature = feature
 
     def call(self, name: str, *args: Any) -> Any:
         return self._feature.methods[name](*args)
-
-    def check(self) -> None:
-        pass
 
 
 class Group:
