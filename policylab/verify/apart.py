@@ -108,7 +108,8 @@ class ApartSimulation:
             if self._places:
                 first = self._places[0].simulation.tiers
                 assert first is not None
-                simulation.tiers.copies.stores = first.copies.stores
+                for copies, theirs in zip(simulation.tiers.of_ranks, first.of_ranks, strict=True):
+                    copies.stores = theirs.stores
             self._places.append(Place(self, number, simulation))
         self._alive = list(range(len(self._places)))
         self._balancer = Balancer(len(self._places), setup.block_size)

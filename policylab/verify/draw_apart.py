@@ -19,7 +19,7 @@ ONE_CORE = {"adapters", "pictures"}  # simulated resources that other cores do n
 def with_apart(case: Case, seed: int) -> Case:
     """The case with prefill and decode cores, for a part of the seeds."""
     rng, setup = Random(f"apart of {seed}"), case.setup
-    can_be = SimulatedTiers.name in setup.needs and setup.caching and setup.ranks == 1
+    can_be = SimulatedTiers.name in setup.needs and setup.caching and setup.rank_fault is None
     can_be &= not ONE_CORE & setup.needs.keys()
     can_be &= not any(isinstance(event, Jump) and event.seconds < 0 for event in case.events)
     if not can_be or rng.random() >= SHARE:

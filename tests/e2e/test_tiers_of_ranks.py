@@ -21,6 +21,7 @@ from support.processes import nothing_left
 from support.rank_stores import FAULTS, rank_connector
 
 from engine.assets import BOX_MODEL
+from engine.core.replay import replay
 from engine.errors import EngineDeadError
 
 NUM_NEW = 8
@@ -70,9 +71,10 @@ def test_a_restart_finds_what_all_ranks_have_kept(options: dict[str, Any], tmp_p
             files = segments(place)
             assert len({file.name.partition("-")[0] for file in files}) == 2  # one of each rank
             damage(files[-1])
+        log = tmp_path / f"steps-{nth}"
         with nothing_left():
-            tokens, counted = served(two(options, **in_directory(place)))
-        assert tokens == wanted
+            tokens, counted = served(two(options, **in_directory(place), step_log=str(log)))
+        assert tokens == wanted and replay(log).difference is None
         found.append(counted)
     assert found[0]["blocks_stored"] > 40 and "blocks_loaded" not in found[0]
     assert found[1]["blocks_loaded"] > 20 and found[1]["blocks_failed"] > 0
