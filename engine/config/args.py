@@ -97,8 +97,8 @@ class EngineArgs(  # fields come from the last base first
             torch_profiler_dir=_absolute("torch_profiler_dir", self.torch_profiler_dir),
             kernel_cache=_absolute("kernel_cache", self.kernel_cache),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
-            rank=0,  # whoever starts several cores numbers them
-            num_ranks=1,
+            core_index=0,  # whoever starts several cores numbers them
+            num_cores=1,
             kv_arena=None,
         )
 

@@ -92,9 +92,9 @@ class EngineConfig(EngineOptions):
     """Directory for the worker's traces, as an absolute path."""
     kernel_cache: str | None = None
     """Directory for the worker's compiled kernels, as an absolute path."""
-    rank: int = 0
+    core_index: int = 0
     """Number of this core among those that were started together."""
-    num_ranks: int = 1
+    num_cores: int = 1
     """How many cores were started together."""
     kv_arena: tuple[str, int, int, int, int] | None = None
     """Handle of the memory for copies of KV blocks that these cores share. None: each has its own,

@@ -139,7 +139,7 @@ def build_core(
         log_pool(decided, facts)
         worker.allocate(decided.num_kv_blocks)
         core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
-        uses = rank_uses(worker, config.rank, failures)
+        uses = rank_uses(worker, config.core_index, failures)
         client = InprocClient(
             core,
             decided,
@@ -533,8 +533,8 @@ def make_kv_manager(
         publisher = KVEventPublisher(
             cache.kv_events_endpoint,
             topic=cache.kv_events_topic,
-            rank=config.rank,
-            num_ranks=config.num_ranks,
+            rank=config.core_index,
+            num_ranks=config.num_cores,
             num_remembered=cache.kv_events_buffer_steps,
             guard=ObserverGuard(
                 failures, "kv_events", "events that cannot be published are dropped"
@@ -550,7 +550,7 @@ def make_kv_manager(
             clock=time.time,
             groups=decided.kv_groups,
             name_of=adapter_names(chosen.resources),
-            rank=config.rank,
+            rank=config.core_index,
         )
     kv = KVManager(
         chosen.pool(decided.num_kv_blocks),

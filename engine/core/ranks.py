@@ -85,7 +85,7 @@ def make_workers(
     if config.parallel.num_workers == 1:
         return make_worker(config, info, features, failures, pooling)
     options = GroupOptions(
-        name=f"core {config.rank}" if config.num_ranks > 1 else "",
+        name=f"core {config.core_index}" if config.num_cores > 1 else "",
         log_level=config.log_level,
         ready_timeout=EARLY * config.core.core_ready_timeout,
         hang_timeout=EARLY * config.core.core_hang_timeout,

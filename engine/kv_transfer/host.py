@@ -66,7 +66,8 @@ def open_core_store(config: EngineConfig, identity: StoreIdentity) -> HostStore:
     assert config.cache.kv_offloading_size is not None
     size_bytes = int(config.cache.kv_offloading_size * GIB) // identity.num_ranks
     if config.kv_arena is not None:
-        first = config.rank * identity.num_ranks + identity.rank  # its own blocks are in this one
+        # Its own blocks are in this region.
+        first = config.core_index * identity.num_ranks + identity.rank
         try:
             return open_host_store(size_bytes, identity, SealedFile(*config.kv_arena), first)
         except WireError as error:

@@ -113,7 +113,7 @@ class PlannedStores:
         """Ranks that compute the model together."""
         self.gpu_share = config.gpu.gpu_memory_utilization
         """Share of a GPU's memory that this engine takes."""
-        self.is_shared = config.num_ranks > 1 or cache.serves_blocks
+        self.is_shared = config.num_cores > 1 or cache.serves_blocks
         """True if other cores or engines may use what this one stores in the host's memory."""
 
     @property
@@ -274,7 +274,7 @@ def _peer_connector(
         return None
     _check_options(options, PEER_KEYS)
     size = config.parallel.tensor_parallel_size
-    numbered = peer_options(options, config.rank * size + rank, config.num_ranks * size)
+    numbered = peer_options(options, config.core_index * size + rank, config.num_cores * size)
     return PeerConnector(numbered, config.core.core_secret)
 
 

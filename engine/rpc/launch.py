@@ -155,13 +155,13 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
     return replace(config, cache=cache, num_threads=max(1, cores // num_cores))
 
 
-def numbered(config: EngineConfig, rank: int, num_ranks: int) -> EngineConfig:
+def numbered(config: EngineConfig, index: int, num_cores: int) -> EngineConfig:
     """Return the configuration of one of several cores, which publishes events at an address of
     its own and has its number in the name of its step log."""
     log = config.step_log
-    if log is not None and num_ranks > 1:
-        log = core_log(log, rank)
-    return replace(config, step_log=log, rank=rank, num_ranks=num_ranks)
+    if log is not None and num_cores > 1:
+        log = core_log(log, index)
+    return replace(config, step_log=log, core_index=index, num_cores=num_cores)
 
 
 def started(config: EngineConfig, num_before: int) -> EngineConfig:
@@ -274,7 +274,7 @@ def serve_for_parent(
     at_loss: called before this process ends if the parent has died while the core was made.
     serves_others: the clients are not the parent, and must learn of its death as of the core's."""
     watch = ParentWatch(line, lambda: _leave(at_loss))  # also while the model is being loaded
-    set_up_logging(config.log_level, f"core {config.rank}" if config.num_ranks > 1 else "")
+    set_up_logging(config.log_level, f"core {config.core_index}" if config.num_cores > 1 else "")
     with logging_in_background():
         _serve_core(line, make_host, watch, serves_others)
 

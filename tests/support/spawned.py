@@ -111,7 +111,7 @@ class BlocksOfCores(FakeBuild):
         store = open_core_store(config, StoreIdentity("model", 100))
         found = store.contains([key_of(0), key_of(1)])
         (Path(self.folder) / str(os.getpid())).write_text(f"{found[0]} {found[1]}")
-        store.write([key_of(config.rank)], rows_of([config.rank], 100))
+        store.write([key_of(config.core_index)], rows_of([config.core_index], 100))
         return super().__call__(config, clock=clock)
 
 

@@ -114,7 +114,7 @@ def test_what_follows_a_failed_load_needs_no_connector(tmp_path: Path) -> None:
 def test_each_core_counts_its_share_of_the_memory_once() -> None:
     """What ``share_of_cache`` leaves to one of two cores."""
     cache = share_of_cache(CacheConfig(kv_offloading_size=0.5), 2)
-    config = EngineConfig(model=ModelConfig(model="m"), cache=cache, rank=1, num_ranks=2)
+    config = EngineConfig(model=ModelConfig(model="m"), cache=cache, core_index=1, num_cores=2)
     assert PlannedStores(config).own_bytes == GIB // 4
 
 
