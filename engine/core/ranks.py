@@ -25,7 +25,6 @@ from engine.errors import ConfigError
 from engine.ipc.ring import SPIN_SECONDS
 from engine.observe.guard import Failures
 from engine.parallel.meeting import Meeting, Place, Stoppable
-from engine.pictures.families import sees
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature
 from engine.worker.rank_report import log_sums
@@ -118,12 +117,6 @@ def check_stages(config: ResolvedConfig, info: ModelInfo, pooling: PoolingSpec |
         raise ConfigError(
             f"pipeline_parallel_size is {count}, and {info.name} returns vectors, which stages "
             "do not compute: leave pipeline_parallel_size out"
-        )
-    if sees(info) and config.media.most_pictures != 0:
-        raise ConfigError(
-            f"pipeline_parallel_size is {count}, and {info.name} takes pictures, which stages do "
-            "not compute: leave pipeline_parallel_size out, or serve text only with "
-            "limit_mm_per_prompt={'image': 0}"
         )
 
 

@@ -192,7 +192,9 @@ class NativeDecoder:
         """Compute hidden states [R, H] of the wanted tokens after the final norm. Writes K and V of
         all N tokens to ``kv``."""
         if batch.positions.dim() != 1:
-            batch.rotate(self._cos_sin(batch.positions))
+            cos_sin = self._cos_sin(batch.positions)
+            if cos_sin is not None:
+                batch.rotate(cos_sin)
         if batch.recorder is not None and batch.embeds is None:
             stages = self._stages(batch, kv)
             given = batch.input_ids if self.embedding is not None else self._first(batch)
@@ -209,15 +211,17 @@ class NativeDecoder:
         assert batch.stream is not None, "a later stage needs what leaves the stage before"
         return batch.stream
 
-    def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines [N, rotary_dim] of positions [K, N] along K axes."""
+    def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Cosines and sines [N, rotary_dim] of positions [K, N] along K axes; ``None`` in a stage
+        without attention."""
         rope = next((layer.rope for layer in self.spec.layers if layer.rope is not None), None)
         axes = () if rope is None else axes_of(rope)
         if not axes:
             raise ValueError(f"positions have {len(positions)} rows, but this model needs one row")
         mixers = (block.mixer for block in self.blocks)
-        table = next(mixer.write["cos_sin"] for mixer in mixers if isinstance(mixer, Attention))
-        return rows_along(axes, positions, table)
+        tables = (mixer.write["cos_sin"] for mixer in mixers if isinstance(mixer, Attention))
+        table = next(tables, None)
+        return None if table is None else rows_along(axes, positions, table)
 
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: LayerCaches) -> torch.Tensor:

@@ -128,6 +128,20 @@ class LowerRunner(Runner):
     def unseat(self, slot: int) -> None:
         """Do nothing, see ``seat``."""
 
+    def fit_parts(self, rows: PlanRows) -> list[range]:
+        """Adjacent rows that no feature has refused."""
+        if not self._unfit:
+            return [range(len(rows.slots))]
+        found: list[range] = []
+        for index, slot in enumerate(rows.slots.tolist()):
+            if slot in self._unfit:
+                continue
+            if found and found[-1].stop == index:
+                found[-1] = range(found[-1].start, index + 1)
+            else:
+                found.append(range(index, index + 1))
+        return found
+
     def pass_on(self, staged: Staged) -> torch.Tensor:
         """Compute staged rows and advance their slots. Returns hidden states [N, H], which the next
         step overwrites."""
@@ -174,9 +188,25 @@ class LowerDriver(Driver):
         runner, platform = self._lower, self.runner.machine.platform
         began = platform.mark()
         specs = runner.begin(plan)
-        staged = runner.stage(self._rows_of(plan), plan, specs)
-        hidden = runner.pass_on(staged) if len(plan.rows) else None
+        rows, hidden = self._rows_of(plan), None
+        staged = runner.stage(rows, plan, specs)
+        if len(plan.rows):
+            parts, whole = runner.fit_parts(rows), [range(len(plan.rows))]
+            hidden = runner.pass_on(staged) if parts == whole else self._hidden_of(rows, parts)
         return Passed(plan, [(began, platform.mark())], hidden=hidden)
+
+    def _hidden_of(self, rows: PlanRows, parts: Sequence[range]) -> torch.Tensor:
+        """Hidden states [N, H] of all rows, of which only some are computed, in several steps. The
+        others, 0 here, fail in the last stage."""
+        model = self.runner.machine.model
+        assert isinstance(model, NativeDecoder)
+        ends = rows.counts.cumsum().tolist()
+        hidden = torch.zeros((ends[-1], model.spec.hidden_size), dtype=model.dtype)
+        for part in parts:
+            mine = self._lower.stage(rows.part(part.start, part.stop))
+            first = ends[part.start] - int(rows.counts[part.start])
+            hidden[first : ends[part.stop - 1]] = self._lower.pass_on(mine)
+        return hidden
 
     def preview(self, ticket: Pending) -> Column | None:
         """Return ``None``: the last stage samples."""

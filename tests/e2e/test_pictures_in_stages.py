@@ -1,0 +1,61 @@
+"""Pictures in prompts of a model that stages of a pipeline compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.picture_cases import picture
+from e2e.seeing_models import make_seeing_model
+from e2e.test_pictures import GREEDY, PROMPTS, prompt_of
+from PIL import Image
+
+from engine import LLM
+from engine.pictures.processing import ImageProcessor
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl", "qwen3.5", "gemma3"])
+def test_stages_see_the_pictures(name: str, tmp_path: Path) -> None:
+    """Also where vectors are added to the outputs of layers of several stages, where positions have
+    axes, and where tokens of a picture see later ones."""
+    path, found = make_seeing_model(tmp_path / name, name), []
+    for count in (1, 2, 3):
+        sizes = {"pipeline_parallel_size": count, "num_kv_blocks": 200}
+        with LLM(path, max_num_batched_tokens=64, **OPTIONS, **sizes, log_level="error") as model:
+            prompts = [prompt_of(text, pictures) for text, pictures in PROMPTS]
+            outputs = model.generate(prompts, GREEDY, use_tqdm=False)
+            outputs += model.generate(prompts[:1], GREEDY, use_tqdm=False)
+        found.append([each.outputs[0].token_ids for each in outputs])
+    assert found[1:] == [found[0]] * 2
+
+
+@pytest.mark.slow
+def test_a_picture_that_cannot_be_encoded_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, bad = ImageProcessor.pixels, picture(31, 31)
+
+    def pixels(self: Any, image: Image.Image) -> Any:
+        found = make(self, image)
+        if image.size != bad.size:
+            return found
+        (name, array) = next(iter(found.items()))
+        return {name: type(array)(array.dtype, [1, 3, 1, 5], array.data[: 15 * 4])}
+
+    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    prompts = [prompt_of("<image> a", [each]) for each in (picture(9, 9), bad, picture(8, 8))]
+    path, found = make_seeing_model(tmp_path / "llava", "llava"), []
+    for count in (1, 2):
+        with LLM(path, pipeline_parallel_size=count, num_kv_blocks=200, **OPTIONS) as model:
+            outputs = model.generate(prompts, GREEDY, use_tqdm=False)
+            assert "cannot be encoded" in str(outputs[1].outputs[0].error)
+            outputs += model.generate(prompts[2:], GREEDY, use_tqdm=False)
+        found.append(
+            [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+        )
+        assert [reason for _, reason in found[-1]] == ["length", "error", "length", "length"]
+    assert found[0] == found[1]
