@@ -161,7 +161,6 @@ class EngineConfig(EngineOptions):
             "prefill_cores": self.core.prefill_cores > 0,
             "data_parallel_backend='ray'": self.core.data_parallel_backend == "ray",
             "a draft model in speculative_config": drafts.get("model") is not None,
-            "runner='pooling'": self.model.runner == "pooling",
         }
         for name in [name for name, is_used in names.items() if is_used]:
             raise ConfigError(

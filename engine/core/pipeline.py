@@ -25,12 +25,13 @@ import msgspec
 from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelInfo
+from engine.config.pooling import read_pooling
 from engine.core.group import LocalWorker, OtherRanks, ResultCheck, WorkerGroup
 from engine.core.rank_processes import GroupOptions, start_ranks
-from engine.errors import ConfigError, RankError
+from engine.errors import RankError
 from engine.ipc.plans import decode
 from engine.messages.step import Column, StepResult
-from engine.models.load import native_spec
+from engine.models.load import spec_of_stages
 from engine.models.stages import Pipeline, given_parts
 from engine.observe.guard import Failures
 from engine.parallel.channel import Receiver, Shape
@@ -191,21 +192,16 @@ def stage_worker(
     """Create the worker of a rank."""
     split = config.parallel.pipeline_layer_split or ()
     place = Pipeline(rank // junction.stage_size, junction.num_stages, tuple(split))
-    return StageWorker(config, info, features, failures, junction.open(rank), place)
+    links, pooling = junction.open(rank), read_pooling(info, config.model)
+    return StageWorker(config, info, features, failures, links, place, pooling)
 
 
 def shape_of_hidden(config: ResolvedConfig, info: ModelInfo) -> Shape:
     """The shape of channels with room for the hidden states of all steps in flight. Raises
     ``ConfigError`` for a model without stages."""
-    spec = native_spec(info)
-    if spec is None:
-        raise ConfigError(
-            f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}, but "
-            f"{info.architecture or info.model_type} is computed by transformers, and only native "
-            "families can be divided; docs/models.md lists them, and pipeline_parallel_size=1 "
-            "serves this one"
-        )
     split, count = config.parallel.pipeline_layer_split, config.parallel.pipeline_parallel_size
+    pools = read_pooling(info, config.model) is not None
+    spec = spec_of_stages(info, count, pools=pools)
     if split is not None:
         given_parts(split, count, len(spec.layers))
     sched = config.scheduler

@@ -99,7 +99,6 @@ def make_workers(
     )
     try:
         if config.parallel.pipeline_parallel_size > 1:
-            check_stages(config, info, pooling)
             halves = features, failures, make_features
             return start_pipeline(config, info, *halves, options, on_gpus=has_gpus(config))
         return start_group(config, info, features, failures, pooling, make_features, options)
@@ -108,16 +107,6 @@ def make_workers(
             f"{config.parallel.sizes}, but the ranks cannot share memory on this system: {error}; "
             "leave this out"
         ) from error
-
-
-def check_stages(config: ResolvedConfig, info: ModelInfo, pooling: PoolingSpec | None) -> None:
-    """Raise ``ConfigError`` for a model that stages of a pipeline cannot compute."""
-    count = config.parallel.pipeline_parallel_size
-    if pooling is not None:
-        raise ConfigError(
-            f"pipeline_parallel_size is {count}, and {info.name} returns vectors, which stages "
-            "do not compute: leave pipeline_parallel_size out"
-        )
 
 
 def start_group(

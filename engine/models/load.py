@@ -76,11 +76,12 @@ def load_model(  # noqa: PLR0913
     model cannot be divided in this way.
     """
     ranks, pipeline = collectives or Alone(), pipeline or Pipeline()
+    if pipeline.count > 1:
+        spec_of_stages(info, pipeline.count, pools=pools)
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
     family = encoder_family(info.architecture)
     if family is not None:
-        check_has_stages(info, pipeline, "an encoder")
         place = EncoderPlace(device, quantization, max_model_len, takes_adapters, ranks)
         return load_encoder(family, config, info, form, place)
     spec = native_spec(info, pools=pools)
@@ -102,7 +103,6 @@ def load_model(  # noqa: PLR0913
             pipeline=pipeline,
         )
         return load_decoder(spec, config, info, form, placement)
-    check_has_stages(info, pipeline, "computed by transformers")
     if ranks.size > 1:
         raise ConfigError(
             f"tensor_parallel_size is {ranks.size}, but {info.architecture or info.model_type} is "
@@ -123,15 +123,18 @@ def load_model(  # noqa: PLR0913
     return load_general(config, info, device=device, max_model_len=max_model_len)
 
 
-def check_has_stages(info: ModelInfo, pipeline: Pipeline, what: str) -> None:
-    """Raise ``ConfigError`` if a model that cannot be divided into stages should be."""
-    if pipeline.count > 1:
+def spec_of_stages(info: ModelInfo, count: int, *, pools: bool) -> DecoderSpec:
+    """The spec of a model that ``count`` stages compute. Raises ``ConfigError`` if they cannot."""
+    is_encoder = encoder_family(info.architecture) is not None
+    spec = None if is_encoder else native_spec(info, pools=pools)
+    if spec is None:
         raise ConfigError(
-            f"pipeline_parallel_size is {pipeline.count}, but "
-            f"{info.architecture or info.model_type} is {what}, and only native decoders can be "
-            "divided into stages; docs/models.md lists them, and pipeline_parallel_size=1 serves "
-            "this one"
+            f"pipeline_parallel_size is {count}, but {info.architecture or info.model_type} is "
+            f"{'an encoder' if is_encoder else 'computed by transformers'}, and only native "
+            "decoders can be divided into stages; docs/models.md lists them, and "
+            "pipeline_parallel_size=1 serves this one"
         )
+    return spec
 
 
 def check_form(info: ModelInfo, form: Format | None, *, is_native: bool) -> None:

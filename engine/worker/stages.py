@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelInfo
+from engine.config.pooling import PoolingSpec
 from engine.ipc.plans import encode
 from engine.messages.step import Column, Masks, NewSeq, StepPlan, StepResult, check_parts
 from engine.models.decoder import NativeDecoder
@@ -235,10 +236,11 @@ class StageWorker(ModelWorker):
         failures: Failures,
         links: Links,
         pipeline: Pipeline,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         platform = make_platform(resolve_device(config.device))
         ranks = links.collectives
-        super().__init__(config, info, platform, features, failures, None, ranks, pipeline)
+        super().__init__(config, info, platform, features, failures, pooling, ranks, pipeline)
         self.capabilities |= {"new_token_ids"}
         self._links = links
         self._place = pipeline

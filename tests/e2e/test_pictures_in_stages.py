@@ -23,10 +23,11 @@ def test_stages_see_the_pictures(name: str, tmp_path: Path) -> None:
     """Also where vectors are added to the outputs of layers of several stages, where positions have
     axes, and where tokens of a picture see later ones."""
     path, found = make_seeing_model(tmp_path / name, name), []
+    image = "<start_of_image>" if name == "gemma3" else "<image>"
+    prompts = [prompt_of(text.replace("<image>", image), pictures) for text, pictures in PROMPTS]
     for count in (1, 2, 3):
         sizes = {"pipeline_parallel_size": count, "num_kv_blocks": 200}
         with LLM(path, max_num_batched_tokens=64, **OPTIONS, **sizes, log_level="error") as model:
-            prompts = [prompt_of(text, pictures) for text, pictures in PROMPTS]
             outputs = model.generate(prompts, GREEDY, use_tqdm=False)
             outputs += model.generate(prompts[:1], GREEDY, use_tqdm=False)
         found.append([each.outputs[0].token_ids for each in outputs])

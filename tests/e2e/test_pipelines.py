@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from e2e.box_engine import EXACT
 from e2e.test_ngram import ASKED, BOX, NGRAM, answers
@@ -96,7 +97,6 @@ def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
     ("options", "message"),
     [
         ({"kv_offloading_size": 1.0}, "kv_offloading_size needs each layer on the same rank: leav"),
-        ({"runner": "pooling"}, "runner='pooling' needs each layer on the same rank"),
         ({"pipeline_parallel_size": 33}, r"pipeline_parallel_size is 33, must be in 1\.\.32"),
         ({"tensor_parallel_size": 17}, "17 and pipeline_parallel_size is 2: 34 ranks, at most 32"),
         ({"pipeline_layer_split": [30]}, r"pipeline_layer_split is \[30\] and pipeline_parallel_s"),
@@ -128,3 +128,25 @@ def test_windows_experts_and_states_are_in_stages(tiny_models: TinyModels, name:
         found.append([each.outputs[0].token_ids for run in outputs for each in run])
     for each in found[1:]:
         assert each == found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [TWO, SIZES[1]], ids=str)
+def test_pooled_requests_have_the_same_vectors(
+    tiny_models: TinyModels, size: dict[str, int]
+) -> None:
+    """Of chunks of prompts, whose last stage pools."""
+    found = []
+    options = {"num_threads": 1, "log_level": "error", "max_num_seqs": 4, **FEW}
+    prompts = [{"prompt_token_ids": list(range(5, length))} for length in (8, 40, 61)]
+    for sizes in ({}, size):
+        path = str(tiny_models.path("qwen3"))
+        with LLM(
+            path, runner="pooling", dtype="float32", skip_tokenizer_init=True, **options, **sizes
+        ) as model:
+            out = model.embed(prompts, use_tqdm=False)
+            tokens = model.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+        found.append([np.array(each.outputs.embedding) for each in out])
+        found[-1] += [np.array(each.outputs.data) for each in tokens]
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and np.abs(one - other).max() < 1e-5
