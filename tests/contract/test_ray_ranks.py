@@ -27,6 +27,7 @@ from engine.errors import RankError
 pytest.importorskip("ray", reason="Ray is not installed: pip install metronome-engine[ray]")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 SIZES = 60, 4  # blocks and tokens of each
+ALL = -1  # ranks but the first have a fault
 END_SECONDS = 5.0  # within which a node that was killed is named
 
 
@@ -38,8 +39,8 @@ def nodes() -> Iterator[tuple[RayNodes, list[Any]]]:
 
 
 @contextmanager
-def a_group(fault: Fault, hang_timeout: float = 300.0) -> Iterator[WorkerGroup]:
-    """A group of two ranks, the second of which is on the other node. Nothing is left of it."""
+def a_group(fault: Fault, hang_timeout: float = 300.0, size: int = 2) -> Iterator[WorkerGroup]:
+    """A group of ranks, of which only the first is on this node. Nothing is left of it."""
     import ray
 
     from engine.core.placed_ranks import Placement
@@ -49,13 +50,15 @@ def a_group(fault: Fault, hang_timeout: float = 300.0) -> Iterator[WorkerGroup]:
     config = replace(
         config,
         model=replace(config.model, model=str(BOX_MODEL)),
-        parallel=ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray"),
-        num_threads=2,
+        parallel=ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="ray"),
+        num_threads=size,
     )
     placement = Placement(config, options, on_gpus=False)
     try:
-        assert not placement.is_local
-        ranks = placement.start([partial(make_digests, *SIZES, 1, fault)], None, options)
+        assert placement.num_sharing == [1, *[size - 1] * (size - 1)]
+        faults = [replace(fault, rank=rank) if fault.rank == ALL else fault for rank in range(size)]
+        makes = [partial(make_digests, *SIZES, rank, faults[rank]) for rank in range(1, size)]
+        ranks = placement.start(makes, None, options)
         group = WorkerGroup(make_digests(*SIZES, 0, fault), ranks, placement.num_sharing)
         group.at_end = placement.close
         pids = [child.pid for child in ranks.children]
@@ -102,6 +105,24 @@ def test_ranks_on_two_nodes_compute_what_one_worker_does_until_one_is_killed(
             while time.monotonic() - began < WAIT_SECONDS:
                 compute(group, seed)
         assert time.monotonic() - began < END_SECONDS
+    others.append(cluster.add(num_cpus=1))
+
+
+@pytest.mark.slow
+def test_of_ranks_that_wait_for_each_other_the_last_is_named(
+    nodes: tuple[RayNodes, list[Any]], seed: int
+) -> None:
+    cluster, others = nodes
+    cluster.kill(others.pop())
+    others.append(cluster.add(num_cpus=2))
+    with a_group(Fault("late", rank=2, seconds=0.002), size=3) as group:
+        compute(group, seed)
+    with (
+        a_group(Fault("hang", ALL, after=5), hang_timeout=2.0, size=3) as group,
+        pytest.raises(RankError, match=r"rank 2 \(process \d+ on node .* has not answered for 2 s"),
+    ):
+        compute(group, seed)  # rank 1 waits for rank 2
+    cluster.kill(others.pop())
     others.append(cluster.add(num_cpus=1))
 
 

@@ -4,8 +4,9 @@ that is killed is named to everybody who waited."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ from e2e.box_engine import EXACT
 from e2e.test_ngram import BOX
 from support.live_core import wait_until
 from support.patience import WAIT_SECONDS
+from support.processes import open_files
 from support.ray_cluster import RayNodes, ray_cluster
 
-from engine import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
-from engine.errors import ConfigError, EngineDeadError
+from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from engine.errors import ConfigError, EngineDeadError, RankError
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install metronome-engine[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
@@ -69,10 +71,6 @@ def assert_nothing_is_left(num_cpus: float) -> None:
     assert states <= {"REMOVED"}
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_ranks_on_two_nodes_compute_what_one_worker_does(
     nodes: tuple[RayNodes, list[Any]], multiprocess: bool
@@ -89,7 +87,7 @@ def test_ranks_on_two_nodes_compute_what_one_worker_does(
         before = open_files()
         assert tokens(**PLACED) == wanted
         assert_nothing_is_left(2)
-        assert wait_until(lambda: gc.collect() >= 0 and open_files() <= before) is not None
+        assert wait_until(lambda: open_files() <= before) is not None
 
 
 def test_a_node_that_differs_is_refused_before_weights_are_read(
@@ -118,6 +116,43 @@ def test_a_node_that_differs_is_refused_before_weights_are_read(
     assert_nothing_is_left(2)
     cluster.kill(other)
     others.append(cluster.add(num_cpus=1))
+
+
+def test_a_core_that_is_killed_leaves_no_rank_and_no_reservation(
+    nodes: tuple[RayNodes, list[Any]],
+) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(**PLACED, multiprocess=True))
+    try:
+        (rank,) = rank_processes()
+        (core,) = engine.session.client.pids
+        os.kill(core, signal.SIGKILL)
+        assert wait_until(lambda: not rank.is_running()) is not None
+    finally:
+        engine.shutdown()
+    assert_nothing_is_left(2)
+
+
+def test_a_rank_that_dies_while_it_starts_is_named_at_once(
+    nodes: tuple[RayNodes, list[Any]],
+) -> None:
+    """The others wait for it then, to make a group of torch.distributed."""
+
+    def strike() -> None:
+        assert wait_until(rank_processes) is not None
+        killed.extend(each.pid for each in rank_processes())
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    killed: list[int] = []
+    thread = threading.Thread(target=strike)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises((RankError, EngineDeadError), match=r"rank 1.* was killed by SIGKILL"):
+        LLM(**PLACED)
+    assert time.monotonic() - began < WAIT_SECONDS
+    thread.join()
+    assert killed
+    assert_nothing_is_left(2)
 
 
 def test_too_little_room_is_an_error_that_names_what_the_cluster_has(

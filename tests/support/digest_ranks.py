@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig
+from engine.config.parallel import MOST_RANKS
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
 from engine.core.rank_processes import GroupOptions, start_ranks
@@ -52,13 +53,13 @@ class FaultyMethods:
     """The methods of a rank's worker, each of which counts its calls."""
 
     shares_memory = True
-    num_begun = 0
     methods = ("noted",)
 
     def __init__(self, worker: DigestWorker, rank: int, fault: Fault) -> None:
         self._worker = worker
         self._fault = fault if fault.rank == rank else Fault()
         self._counts: dict[str, int] = {}
+        self.num_begun = MOST_RANKS - rank  # a higher rank is later than a lower one
         self._waited = 0
         self.capabilities = worker.capabilities
 
