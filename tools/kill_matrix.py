@@ -3,7 +3,7 @@
 What becomes of texts whose tokenizer or detokenizer dies is in
 `tests/contract/test_text_pool_faults.py`.
 
-    python tools/kill_matrix.py [--restarts 100] [--only TARGET/FAULT/PHASE]
+    python tools/kill_matrix.py [--restarts 100] [--patience 1] [--only TARGET/FAULT/PHASE]
 
 Prints a line for each cell: the seconds until the other processes noticed, and the failures. The
 exit status is 1 if there is a failure.
@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+from support import kill_ranks  # noqa: E402
 from support.kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E402
 from support.live_core import own_directory, wait_until  # noqa: E402
 from support.processes import tree_of  # noqa: E402
@@ -52,6 +53,7 @@ ONLY = (Cell("core", "hang", "add"),)  # outside a step: while a policy takes a 
 def cells() -> Iterator[Cell]:
     """All cells that can happen."""
     yield from ONLY
+    yield from kill_ranks.cells()
     for target, faults in FAULTS.items():
         for fault in faults:
             for phase in PHASES:
@@ -89,12 +91,15 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=100)
     parser.add_argument("--only", default="", help="target/fault/phase, or the beginning of one")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="by which limits are longer, if it is busy"
+    )
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     num_wrong = num_all = 0
     for cell in cells():
         if str(cell).startswith(args.only):
-            outcome = run_cell(cell)
+            outcome = run_cell(cell, args.patience)
             print(outcome, flush=True)
             num_all += 1
             num_wrong += bool(outcome.failures)

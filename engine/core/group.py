@@ -350,9 +350,11 @@ class WorkerGroup:
         self._is_closed = True
         with suppress(RankError):
             self._ranks.call("shutdown")  # the end of the processes is awaited below
-        self._worker.shutdown()
-        self._ranks.close()
-        self.at_end()
+        try:
+            self._worker.shutdown()
+        finally:
+            self._ranks.close()
+            self.at_end()
 
     # -- helpers
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.errors import WireError
 from engine.ipc.process import Line, ParentWatch, StartReport, report_to_parent
 from engine.ipc.rank_sockets import RankSocket
 from engine.ipc.ring import RingReader, Stopped
@@ -44,8 +45,12 @@ def serve_rank(
     handle: of the ring. spin_seconds: how long it looks for a message before it sleeps. make: makes
     the worker. name: of this rank, for log lines."""
     is_done = set_up(line, log_level, name)
-    ring = RingReader(handle, rank - 1, spin_seconds=spin_seconds)
     report = partial(send_report, line, threading.Lock())
+    try:
+        ring = RingReader(handle, rank - 1, spin_seconds=spin_seconds)
+    except WireError as error:  # perhaps the core has ended, and its memory with it
+        report(report_of(error))
+        raise SystemExit(1) from None
     try:
         carry_out_all(make(), ring, report)
     except Stopped:

@@ -76,6 +76,8 @@ class FaultyMethods:
 
     def launch(self, plan: StepPlan) -> Any:
         self._count("launch")
+        if plan.freed_slots:
+            self._count("abort")
         return self._worker.launch(plan)
 
     def preview(self, ticket: Any) -> Any:
@@ -136,6 +138,7 @@ class DigestGroup:
     fault: Fault = field(default_factory=Fault)
     is_late: bool = False
     hang_timeout: float = 300.0
+    ready_timeout: float = 600.0
     is_loaded: bool = True
 
     def __call__(self) -> WorkerGroup:
@@ -143,12 +146,14 @@ class DigestGroup:
             sizes = (self.num_blocks, self.block_size, rank, self.fault)
             return partial(make_digests, *sizes, is_late=self.is_late)
 
-        options = GroupOptions(log_level="error", hang_timeout=self.hang_timeout)
+        limits = {"hang_timeout": self.hang_timeout, "ready_timeout": self.ready_timeout}
+        options = GroupOptions(log_level="error", **limits)
         own = make(0)()
         group = WorkerGroup(own, start_ranks([make(rank) for rank in range(1, self.size)], options))
         if self.is_loaded:
             try:
                 group.load()
+                group.measure()
                 group.allocate(self.num_blocks)
             except BaseException:
                 group.shutdown()

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.rpc.zmq_client import EngineCoreClient
-from support import kill_actor, kill_server
+from support import kill_actor, kill_ranks, kill_server
 from support.hostile import Hostile
+from support.kill_outcome import Cell, Outcome
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.patience import WAIT_SECONDS
 from support.processes import tree_of
@@ -30,44 +30,6 @@ TREE_SECONDS = 2.0  # from a parent's death to its core's end
 GONE_SECONDS = 1.0  # from the end of others' work until nothing is left of a client that died
 WORK_SECONDS = 20.0  # for streams to end that nothing hinders, on a machine that may be busy
 READY_SECONDS = 4.0  # a core may take to start
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What happens to whom, when."""
-
-    target: str
-    fault: str
-    phase: str
-
-    def __str__(self) -> str:
-        return f"{self.target}/{self.fault}/{self.phase}"
-
-
-@dataclass
-class Outcome:
-    """How long others took to react, and what was wrong."""
-
-    cell: Cell
-    patience: float = 1.0  # by which limits are longer, on a machine that may be busy
-    seconds: float | None = None
-    failures: list[str] = field(default_factory=list)
-
-    def check(self, is_so: object, failure: str) -> None:
-        if not is_so and is_so != 0.0:
-            self.failures.append(failure)
-
-    def within(self, seconds: float | None, limit: float, what: str) -> None:
-        """``seconds``: how long something took, ``None`` if it never came."""
-        if seconds is not None:
-            self.seconds = round(max(seconds, self.seconds or 0.0), 3)
-        limit *= self.patience
-        if seconds is None or seconds > limit:
-            self.failures.append(f"{what} took {seconds or 'too many'} s, the limit is {limit}")
-
-    def __str__(self) -> str:
-        took = "-" if self.seconds is None else f"{self.seconds:.3f} s"
-        return f"{self.cell!s:32} {took:>9}  {'; '.join(self.failures) or 'right'}"
 
 
 class Scene:
@@ -429,4 +391,5 @@ HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
     "server": _hit_server,
     "served_core": _hit_served_core,
     "restarted_core": _hit_restarted_core,
+    **dict.fromkeys(kill_ranks.RANKS, kill_ranks.hit_rank),
 }
