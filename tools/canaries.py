@@ -1,4 +1,5 @@
-"""Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm there.
+"""Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm there, or
+the tests that the table names.
 
     python tools/canaries.py [--steps 1000000] [--only NAME] [--corpus FILE]
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +90,9 @@ print(json.dumps(hunt(int(sys.argv[1]))))
 """
 
 
+TESTED = ("engine", "kernels", "policylab", "tests", "tools", "pyproject.toml")
+
+
 class Caught(NamedTuple):
     """The number of steps until the bug was found, and the error; empty if it was not found.
 
@@ -102,7 +107,9 @@ class Caught(NamedTuple):
 def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
     """Plant the bug in a copy and look for it."""
     with tempfile.TemporaryDirectory() as folder:
-        plant(canary, Path(folder))
+        plant(canary, Path(folder), TESTED if canary.tests else NEEDED)
+        if canary.tests:
+            return tested(canary, Path(folder))
         try:
             done = subprocess.run(
                 [sys.executable, "-c", HUNT, str(max_steps)],
@@ -119,9 +126,25 @@ def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
     return Caught(*json.loads(done.stdout))
 
 
-def plant(canary: Canary, folder: Path) -> None:
-    """Copy what the simulation needs, with the bug, into the folder."""
-    for name in NEEDED:
+def tested(canary: Canary, folder: Path) -> Caught:
+    """Run the tests in the folder that should find the bug."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", canary.tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return Caught(0, "it hangs")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if not failed and done.returncode:
+        raise RuntimeError(f"{canary.tests} do not even run:\n{done.stdout}{done.stderr}")
+    return Caught(0, failed[0].removeprefix("FAILED ") if failed else "")
+
+
+def plant(canary: Canary, folder: Path, needed: Sequence[str] = NEEDED) -> None:
+    """Copy what the simulation needs, or the tests, with the bug, into the folder."""
+    for name in needed:
         source, target = ROOT / name, folder / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

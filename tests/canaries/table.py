@@ -1,4 +1,5 @@
-"""Canaries: bugs as somebody might write them. The simulation must find every one.
+"""Canaries: bugs as somebody might write them. The simulation must find every one, or tests where
+nothing of the place is simulated.
 
 Each replaces one place of the source; `tools/canaries.py` plants them one at a time in a copy.
 """
@@ -9,12 +10,15 @@ from typing import NamedTuple
 
 
 class Canary(NamedTuple):
-    """A bug: in ``file``, ``old`` (which is there exactly once) becomes ``new``."""
+    """A bug: in ``file``, ``old`` (which is there exactly once) becomes ``new``.
+
+    ``tests``: the file of tests that find it; empty: the simulation does."""
 
     name: str
     file: str
     old: str
     new: str
+    tests: str = ""
 
 
 POOL, CACHE, HASHING = "kv/block_pool.py", "kv/block_pool.py", "kv/prefix_index.py"
@@ -796,6 +800,39 @@ CANARIES = (
         RANK,
         "self._worker.collect(self._launched.popleft())",
         "self._worker.collect(self._launched.pop())",
+    ),
+    Canary(
+        "compute a plan twice on another rank",
+        RANK,
+        "        self._launched.append(self._worker.launch(self._plans.decode(message[1:])))\n",
+        "        plan = self._plans.decode(message[1:])\n"
+        "        self._launched.append(self._worker.launch(plan))\n"
+        "        if plan.step % 8 == 5:\n            self._worker.launch(plan)\n",
+    ),
+    Canary(
+        "compute the last plan again on another rank and not the next one",
+        RANK,
+        "        self._launched.append(self._worker.launch(self._plans.decode(message[1:])))\n",
+        "        plan = self._plans.decode(message[1:])\n"
+        "        last, self._last = getattr(self, '_last', plan), plan\n"
+        "        plan = last if plan.step % 8 == 5 else plan\n"
+        "        self._launched.append(self._worker.launch(plan))\n",
+    ),
+    Canary(
+        "read a message of the ring whatever its number",
+        "ipc/ring.py",
+        "            if number == self._number and size <= self._size:\n",
+        "            if size <= self._size:\n",
+        "tests/unit/test_ring.py",
+    ),
+    Canary(
+        "draw from other noise on another rank",
+        "sample/parts.py",
+        "        best = on_slots.sample_part(rows, columns, self.mine.start, *mine)\n",
+        "        columns = columns._replace(seeds=columns.seeds + self.ranks.rank)\n"
+        "        hold(columns.seeds)\n"
+        "        best = on_slots.sample_part(rows, columns, self.mine.start, *mine)\n",
+        "tests/unit/test_sampling_parts.py",
     ),
     Canary(
         "keep the columns of an older plan",

@@ -56,8 +56,10 @@ def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> No
         assert [each[:2] + each[3:] for each in found] == [each[:2] + each[3:] for each in wanted]
         for one, other in zip(found, wanted, strict=True):
             assert_close(one.logprobs, other.logprobs)
-    counters = staged.stats().counters
-    assert counters["drafts.num_drafts"] > 0
+    stats = staged.stats()
+    assert stats.counters["drafts.num_drafts"] > 0
+    assert [use.rank for use in stats.ranks] == [0, 1]
+    assert all(0.0 < use.stage_wait_seconds <= use.step_seconds for use in stats.ranks)
 
 
 def test_a_request_that_is_aborted_changes_nothing_for_others(

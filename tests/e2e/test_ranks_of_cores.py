@@ -99,7 +99,7 @@ def test_a_rank_that_dies_ends_the_requests_of_its_core(
             until = time.monotonic() + WAIT_SECONDS
             while engine.session.client.num_cores().alive < 2:
                 assert time.monotonic() < until
-                engine.step()
+                engine.session.client.step()
         assert {use.core for use in engine.stats().ranks} == ({0, 1} if is_restarted else {0})
         again = generate(engine, TEXTS)
         assert {text: each.token_ids for text, each in again.items()} == {
