@@ -223,10 +223,12 @@ class InprocClient(CoreClient):
         if self._core is not None:
             if self.loads is not None and self._cause is None:
                 self._store_last()
-            self._core.executor.shutdown()
-            self._core.scheduler.shutdown()
-            self._core = None
-            gc.unfreeze()  # ``build_core`` froze what is garbage now, perhaps in cycles
+            core, self._core = self._core, None
+            try:
+                core.executor.shutdown()
+            finally:
+                core.scheduler.shutdown()
+                gc.unfreeze()  # ``build_core`` froze what is garbage now, perhaps in cycles
 
     def _store_last(self) -> None:
         """Store the KV blocks that the last steps have filled."""

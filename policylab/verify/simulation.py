@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.core.engine_core import Executor
-from engine.core.group import WorkerGroup
+from engine.core.group import OtherRanks, WorkerGroup
 from engine.errors import RankError, RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.kv_transfer.awaited import seconds_of
@@ -103,7 +103,8 @@ class Simulation:
 
     ``every``: the whole state is checked once in this many operations. ``leaks``: search for
     references to ended requests at the end. ``plugins``: also check policy and resources.
-    ``halves``: makes real drafters and grammars for cases that use them."""
+    ``halves``: makes real drafters and grammars for cases that use them. ``ranks``: further ranks,
+    in place of those of this process."""
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class Simulation:
         leaks: bool = True,
         plugins: bool = True,
         halves: MakeHalves | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         setup = case.setup
         self.case = case
@@ -157,7 +159,7 @@ class Simulation:
         )
         self.executor: Executor[Any] = self.worker
         if setup.ranks > 1:
-            self.executor = group = WorkerGroup(cast(Any, self.worker), self.ranks)
+            self.executor = group = WorkerGroup(cast(Any, self.worker), ranks or self.ranks)
             if self.tiers is not None:
                 self.tiers.call_others = group.call_others
         if worker_proposes(setup):

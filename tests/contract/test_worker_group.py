@@ -148,6 +148,14 @@ def test_a_call_that_fails_on_all_ranks_ends_nothing_and_on_one_it_ends_the_grou
         group.call("noted")
 
 
+def test_a_group_ends_its_processes_whatever_its_own_worker_raises() -> None:
+    fault = Fault("raise", rank=0, method="shutdown")
+    with a_group(fault=fault) as group:
+        with pytest.raises(ArithmeticError):
+            group.shutdown()
+        assert not any(map(is_spawned, children()))
+
+
 def test_a_group_that_waits_takes_no_processor_time() -> None:
     with a_group() as group:
         compute(run_with(group))
