@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import adapter_files, triton_interpreter
 from support.adapted import Adapted, random_adapter, run
 from support.fake_cuda import FakeCuda
+from support.fake_nccl import make_fake_rank
 
 from engine import EngineArgs, LLMEngine, SamplingParams
+from engine.core import ranks
 from engine.lora.loading import FutureReading, Order, ThreadedReader
 from engine.worker.platform.cuda import CudaPlatform
+from engine.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.IS_INTERPRETING, reason="takes the place of a device"
@@ -34,6 +40,22 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def read_at_once(self: ThreadedReader, order: Order) -> FutureReading:
+    """``submit`` of a reader without threads, of which the made-up device sees one."""
+    reading = FutureReading()
+    try:
+        reading.future.set_result(self._read(order))
+    except Exception as error:
+        reading.future.set_exception(error)
+    return reading
+
+
+def make_rank_at_once(*arguments: Any) -> ModelWorker:
+    """The worker of another rank, which reads adapters at once."""
+    ThreadedReader.submit = read_at_once  # type: ignore[method-assign]
+    return make_fake_rank(*arguments)
+
+
 class Model:
     """A model, and adapters of different ranks."""
 
@@ -48,10 +70,13 @@ class Model:
             adapter_files.save(dora, root / "dora"),
         ]
 
-    def tokens(self, *, are_adapted: bool = True, **options) -> list[list[int]]:
-        """Prompts with more adapters than there are slots, and without one."""
+    def tokens(
+        self, *, are_adapted: bool = True, adapters: Sequence[Path] = (), **options
+    ) -> list[list[int]]:
+        """Prompts with more adapters than there are slots, and without one. adapters: by default
+        all."""
         args = EngineArgs(model=str(self.path), skip_tokenizer_init=True, **{**ENGINE, **options})
-        which = [*self.adapters, None] if are_adapted else [None] * 4
+        which = [*(adapters or self.adapters), None] if are_adapted else [None] * 4
         requests = [
             Adapted(prompt, adapter, PARAMS) for prompt, adapter in zip(PROMPTS, which, strict=True)
         ]
@@ -66,17 +91,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(autouse=True)
 def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up device sees one thread; nothing is compiled."""
-
-    def submit(self: ThreadedReader, order: Order) -> FutureReading:
-        reading = FutureReading()
-        try:
-            reading.future.set_result(self._read(order))
-        except Exception as error:
-            reading.future.set_exception(error)
-        return reading
-
-    monkeypatch.setattr(ThreadedReader, "submit", submit)
+    """Nothing is compiled."""
+    monkeypatch.setattr(ThreadedReader, "submit", read_at_once)
     monkeypatch.setattr(CudaPlatform, "compiles", False)
 
 
@@ -96,6 +112,21 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_out_of_order(
         assert model.tokens(**MODES[mode]) == wanted
         assert (cuda.num_replays > 5) == (mode != "call by call")
     assert not cuda.faults
+
+
+@pytest.mark.slow
+def test_two_devices_have_parts_of_adapters(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "rank 1"
+    monkeypatch.setattr(ranks, "make_rank", partial(make_rank_at_once, str(report)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plain = [*model.adapters[:2], model.adapters[0]]
+    wanted = model.tokens(device="cpu", adapters=plain)
+    with FakeCuda(num_devices=2) as cuda:
+        assert model.tokens(**MODES["recorded"], adapters=plain, tensor_parallel_size=2) == wanted
+    assert not cuda.faults
+    assert json.loads(report.read_text())["faults"] == []
 
 
 @pytest.mark.parametrize("waits", [True, False])
