@@ -2,7 +2,8 @@
 
     python tools/precision.py [MODEL_DIR ...] [--families llama,mixtral,gpt2 | --families all]
                               [--dtype bfloat16] [--isa amx,avx512_bf16] [--positions 10000]
-                              [--ways whole,chunks,decode,batched,cached,preempted] [--json FILE]
+                              [--ways whole,chunks,decode,batched,cached,preempted]
+                              [--ranks 2] [--json FILE]
 
 Each text is computed in each way (`tests/support/watched.py`), and the logits after every token
 are compared with those of transformers in float32 and in bfloat16, from the same directory in
@@ -13,9 +14,10 @@ above 1.1 is marked, and the exit status is 1.
 
 Families are the tiny random models that tests make; `box` is the model in the box. A directory
 with a tokenizer reads this project's documentation, any other one random tokens. --isa goes through
-everything once for each body of the CPU kernels, in processes of their own. At the end of each
-model two fresh processes answer the same requests: tokens and log-probabilities must be the same to
-the last bit.
+everything once for each body of the CPU kernels, in processes of their own. --ranks computes each
+model in so many processes (tensor parallel); models that cannot be divided so are left out. At the
+end of each model two fresh processes answer the same requests: tokens and log-probabilities must be
+the same to the last bit.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from support.watched import WAYS  # noqa: E402
 
 from engine.assets import BOX_MODEL  # noqa: E402
 from engine.config.model import read_model_info  # noqa: E402
+from engine.errors import ConfigError  # noqa: E402
 
 LENGTH = 500  # tokens of a text
 ISA = "METRONOME_CPU_ISA"
@@ -109,15 +112,23 @@ def show(name: str, ratio: Ratio) -> None:
 
 def run_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures all models with the kernels that this process chose."""
-    options = {"dtype": args.dtype}
+    options: dict[str, Any] = {"dtype": args.dtype}
+    if args.ranks > 1:
+        options["tensor_parallel_size"] = args.ranks
     rows: list[dict[str, Any]] = []
     isa = os.environ.get(ISA, "")
-    print(f"{machine.describe()['cpu']}; dtype {args.dtype}; {isa or 'own choice of kernels'}")
+    kernels = f"{isa or 'own choice of kernels'}; ranks: {args.ranks}"
+    print(f"{machine.describe()['cpu']}; dtype {args.dtype}; {kernels}")
     with tempfile.TemporaryDirectory() as root:
         for model in models(args, Path(root)):
             began = time.perf_counter()
             vocab = read_model_info(model.path).vocab_size
-            for ratio in measure(model.path, model.texts, vocab, args.ways, **options):
+            try:
+                ratios = measure(model.path, model.texts, vocab, args.ways, **options)
+            except ConfigError as error:
+                print(f"{model.name:28} left out: {error}")
+                continue
+            for ratio in ratios:
                 show(model.name, ratio)
                 rows.append({"isa": isa, "model": model.name, **as_json(ratio)})
             one, other = (of_a_fresh_process(model.path, options) for _ in range(2))
@@ -168,6 +179,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--isa", type=names_in, default=[], help=f"values of {ISA}, in turn")
     parser.add_argument("--positions", type=int, default=10_000, help="of each model, at least")
     parser.add_argument("--ways", type=names_in, default=list(WAYS))
+    parser.add_argument("--ranks", type=int, default=1, help="processes that compute a model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keep the figures here")
     args = parser.parse_args(arguments)

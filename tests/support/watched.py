@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +16,21 @@ from engine.config.decide import decide, resolve
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelInfo, read_model_info
 from engine.core.build import wire
+from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
+from engine.core.rank_processes import GroupOptions, Ranks
+from engine.core.ranks import RankOfModel, threads_of_rank
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import StepPlan
 from engine.models.model import Model
+from engine.observe.guard import Failures
+from engine.parallel.meeting import Meeting, Place
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.steps import Pending
 from engine.worker.worker import ModelWorker
+from support.patience import WAIT_SECONDS
 
 BLOCK = 16
 SEATS = 16
@@ -93,18 +100,17 @@ class Watched:
         return found
 
 
-class WatchedWorker(ModelWorker):
-    """A worker on the CPU that knows which token of which text each row is."""
+class Watching:
+    """Mixed into a worker on the CPU: it knows which token of which text each row is."""
 
-    def __init__(self, config: ResolvedConfig, info: ModelInfo, show: Show) -> None:
-        super().__init__(config, info, make_platform(resolve_device("cpu")))
-        self._show_text = show
-        self._names: dict[int, str] = {}  # by slot
-        self._rows: list[tuple[str, int]] = []  # of the step: text and position
+    show_text: Show
+    _names: dict[int, str]  # by slot
+    _rows: list[tuple[str, int]]  # of the step: text and position
 
     def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        runner = self.driver.runner
+        super().allocate(num_blocks)  # type: ignore[misc]
+        self._names, self._rows = {}, []
+        runner = self.driver.runner  # type: ignore[attr-defined]
         runner.machine = runner.machine._replace(model=Watched(runner.machine.model, self._seen))
 
     def launch(self, plan: StepPlan) -> Pending:
@@ -116,14 +122,53 @@ class WatchedWorker(ModelWorker):
             )
             for position in range(start, start + count)
         ]
-        return super().launch(plan)
+        return super().launch(plan)  # type: ignore[misc,no-any-return]
 
     def _seen(self, rows: list[int], logits: torch.Tensor) -> None:
         places: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(self._rows[row][0], []).append(place)
         for name, own in places.items():
-            self._show_text(name, [self._rows[rows[place]][1] for place in own], logits[own])
+            self.show_text(name, [self._rows[rows[place]][1] for place in own], logits[own])
+
+
+class WatchedWorker(Watching, ModelWorker):
+    """The worker of a model on the CPU."""
+
+
+class WatchedRank(Watching, RankOfModel):
+    """The worker of a rank on the CPU: all ranks compute all logits, and each could show them."""
+
+
+def show_nothing(name: str, at: list[int], logits: torch.Tensor) -> None:
+    """What ranks other than the first do with logits."""
+
+
+def make_worker(config: ResolvedConfig, info: ModelInfo, show: Show) -> WatchedWorker | WorkerGroup:
+    """The worker of a core, or its ranks, of which the first shows logits."""
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        one = WatchedWorker(config, info, make_platform(resolve_device("cpu")))
+        one.show_text = show
+        return one
+    config = replace(config, num_threads=threads_of_rank(config))
+    num_threads = size * (config.num_threads or 1)
+    meeting = Meeting(size, num_threads=num_threads, wait_seconds=WAIT_SECONDS, on_gpus=False)
+    arguments = config, info, meeting.place
+    ranks = Ranks(
+        [partial(make_rank, *arguments, rank, show_nothing) for rank in range(1, size)],
+        GroupOptions(log_level="error"),
+    )
+    ranks.at_end = meeting.close
+    return WorkerGroup(make_rank(*arguments, 0, show), ranks)
+
+
+def make_rank(
+    config: ResolvedConfig, info: ModelInfo, place: Place, rank: int, show: Show
+) -> WatchedRank:
+    one = WatchedRank(config, info, (), Failures(), None, place.open(rank))
+    one.show_text = show
+    return one
 
 
 def to_follow(params: SamplingParams, prompt: list[int]) -> Callable[..., torch.Tensor]:
@@ -187,7 +232,7 @@ def start(args: EngineArgs, show: Show) -> InprocClient:
     config = args.create_config()
     info = read_model_info(config.model.model)
     resolved = resolve(config, info, "cpu")
-    worker = WatchedWorker(resolved, info, show)
+    worker = make_worker(resolved, info, show)
     decided = decide(resolved, info, worker.load(), worker.measure)
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=time.monotonic)
