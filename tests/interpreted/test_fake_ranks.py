@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
-from e2e.tiny_models import CASES, Case, config_of, random_model, save
-from interpreted.test_fake_cuda import MODES, SHAPE, llm_for, run, tokens
+from e2e.tiny_models import CASES, CONV, FULL, LINEAR, Case, config_of, random_model, save
+from interpreted.test_fake_cuda import MODES, RECORDED, SHAPE, llm_for, run, tokens
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
 from support.fake_nccl import make_fake_rank
 
 from engine.core import ranks
+from engine.errors import EngineDeadError
 from engine.worker.platform.cuda import CudaPlatform
 
 pytestmark = pytest.mark.skipif(
@@ -71,3 +75,53 @@ def test_tokens_are_those_of_one_worker_and_nothing_is_out_of_order(mode, model,
             assert llm.llm_engine.stats().num_preemptions > 0
         assert (cuda.num_replays > 5) == (mode != "call by call")
     ended_well(cuda, other_rank)
+
+
+@pytest.mark.slow
+def test_blocks_are_as_many_as_both_devices_have_room_for(model, other_rank):
+    with llm_for(model, device="cpu") as llm:
+        wanted = tokens(run(llm))
+    options = {**RECORDED, **TWO, "num_kv_blocks": None, "gpu_memory_utilization": 0.1}
+    with FakeCuda(num_devices=2) as cuda, llm_for(model, **options) as llm:
+        assert tokens(run(llm)) == wanted
+        assert 40 < llm.llm_engine.stats().num_blocks < 100_000
+    ended_well(cuda, other_rank)
+
+
+FAMILIES = {
+    "gemma3": {"num_hidden_layers": 3, "sliding_window": 7},
+    "qwen3-moe": {},
+    "qwen3.5": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "lfm2": {"num_hidden_layers": 2, "layer_types": [CONV, FULL]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_experts_and_states_are_in_order_too(family, tmp_path, other_rank):
+    case = CASES[family]
+    sizes = {**case.options, **SHAPE, **FAMILIES[family]}
+    save(random_model(config_of(Case(case.family, sizes)), seed=0), tmp_path)
+    with llm_for(tmp_path, device="cpu") as llm:
+        wanted = tokens(run(llm, 3, 5))
+    with FakeCuda(num_devices=2) as cuda, llm_for(tmp_path, **RECORDED, **TWO) as llm:
+        assert tokens(run(llm, 3, 5)) == wanted
+        run(llm, 2, 2)
+    ended_well(cuda, other_rank)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_engine_and_is_named(model, other_rank):
+    with FakeCuda(num_devices=2), llm_for(model, **RECORDED, **TWO) as llm:
+        (rank,) = multiprocessing.active_children()
+        run(llm, 2, 2)
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
+            run(llm)
+    assert not rank.is_alive()

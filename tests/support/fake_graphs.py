@@ -192,6 +192,7 @@ def surface(cuda: FakeCuda) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "a made-up GPU",
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device_count": lambda: cuda.num_devices,

@@ -2,7 +2,8 @@
 
 Each rank is a process with a device of its own. As on a device, an operation that is not on a
 stream of the group is queued on the current one, is captured in a graph and repeated with it, and
-numbers are added in their own type. Unlike there, the host waits in it for the other ranks.
+numbers are added in their own type. What fails in it is known by the first operation alone. Unlike
+there, the host waits in it for the other ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ class Options:
 class Work:
     """An operation on the group's own stream, for which the host waits."""
 
-    def __init__(self, cuda: FakeCuda, event: Event) -> None:
-        self._cuda = cuda
+    def __init__(self, group: FakeNccl, event: Event) -> None:
+        self._group = group
         self._event = event
 
     def wait(self) -> None:
-        cuda, event = self._cuda, self._event
+        """Raises the error of the communicator."""
+        cuda, event = self._group.cuda, self._event
         assert event.stream is not None
         cuda.stream.wait_event(event)
         if not cuda.clocks.knows(HOST, event.stream.name, event.known[event.stream.name]):
             cuda.wait("Work.wait", event.known)
+        if self._group.error is not None:
+            raise self._group.error
 
 
 class FakeNccl:
@@ -53,7 +57,8 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, store: Any, rank: int, size: int, options: Options) -> None:
         assert os.environ[BLOCKING_WAIT] == "1", "torch would watch it, and end the process"
-        self._cuda = cuda
+        self.cuda = cuda
+        self.error: RuntimeError | None = None
         self._stream = torch.cuda.Stream()
         self._arguments = store, rank, size
         self._timeout = options._timeout
@@ -84,12 +89,19 @@ class FakeNccl:
 
     def _add(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        self._group().allreduce([wide]).wait()
+        self._carry(lambda group: group.allreduce([wide]))
         return x.copy_(wide)
 
     def _collect(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        self._group()._allgather_base(out, x).wait()
+        self._carry(lambda group: group._allgather_base(out, x))
         return out
+
+    def _carry(self, start: Callable[[Any], Any]) -> None:
+        if self.error is None:
+            try:
+                start(self._group()).wait()
+            except RuntimeError as error:
+                self.error = error
 
     def _queue(
         self,
@@ -99,7 +111,7 @@ class FakeNccl:
         written: torch.Tensor,
         opts: Any,
     ) -> Work | None:
-        cuda = self._cuda
+        cuda = self.cuda
         for x in args:
             assert cuda.is_here(x) and x.is_contiguous(), (name, x.shape, x.stride())
         if opts is not None and not opts.asyncOp:
@@ -108,7 +120,7 @@ class FakeNccl:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._compute(name, do, args, written)
-        return Work(cuda, self._stream.record_event())
+        return Work(self, self._stream.record_event())
 
     def _compute(
         self,
@@ -118,7 +130,7 @@ class FakeNccl:
         written: torch.Tensor,
     ) -> None:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            self._cuda.compute(name, do, tuple(args), {}, [written])
+            self.cuda.compute(name, do, tuple(args), {}, [written])
 
 
 def make_fake_rank(report: str, *arguments: Any) -> ModelWorker:
