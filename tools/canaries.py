@@ -46,6 +46,7 @@ NEEDED = (
         "engine/worker/__init__.py",
         "engine/observe/__init__.py",
         "engine/observe/guard.py",
+        "engine/worker/known_tokens.py",
         "engine/worker/rank.py",
         "engine/worker/rank_times.py",
         "policylab/__init__.py",

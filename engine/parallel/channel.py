@@ -223,17 +223,15 @@ class Receiver(_End):
             return
         began = time.monotonic()
         looks, onward = self._looks, self._onward
-        try:
-            while (seen := self._sent.watch(self._number, looks)) <= self._number:
-                looks = 1
-                if onward is not None:
-                    onward.show_wait(True)
-                self._check_wait(step, began)
-                self._sent.sleep(seen, NAP_SECONDS)
-        finally:
+        while (seen := self._sent.watch(self._number, looks)) <= self._number:
+            looks = 1
             if onward is not None:
-                onward.show_wait(False)
-            self.waited_seconds += time.monotonic() - began
+                onward.show_wait(True)  # and so it stays if this raises
+            self._check_wait(step, began)
+            self._sent.sleep(seen, NAP_SECONDS)
+        if onward is not None and looks == 1:
+            onward.show_wait(False)
+        self.waited_seconds += time.monotonic() - began
 
     def _check_wait(self, step: int, began: float) -> None:
         own, other = self._ends.receiver, self._ends.sender

@@ -11,6 +11,7 @@ import numpy as np
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.interface import PauseState
 from engine.sched.scheduler import Scheduler
+from engine.worker.known_tokens import KnownTokens
 from policylab.verify.check import FRUGAL_HOOKS
 from policylab.verify.fake import FakeWork, LateWorker
 
@@ -49,12 +50,16 @@ class FirstStage:
         return inputs
 
 
+MOST_SLOTS = 1 << 12  # of a simulated worker
+
+
 class StagedWorker(LateWorker):
     """Computes each step from the tokens that its first stage hands on, when it is collected."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._first = FirstStage()
+        self._known = KnownTokens(MOST_SLOTS)
         self._handed_on: deque[list[list[int]]] = deque()  # of steps that were not collected
 
     def launch(self, plan: StepPlan) -> StepResult:
@@ -64,6 +69,10 @@ class StagedWorker(LateWorker):
             self._first.start(new.slot, self.seqs[new.slot].tokens)
         work, _, _ = self._launched[-1]
         self._handed_on.append(self._first.read(plan, work))
+        try:
+            self._known.read(plan)
+        except RuntimeError as error:
+            raise AssertionError(f"real stages refuse the plan: {error}") from error
         return ticket
 
     def collect(self, ticket: StepResult) -> StepResult:

@@ -15,7 +15,7 @@ from engine.sched.micro_batches import MicroBatches
 from engine.sched.policies.priority import Priority
 from policylab.verify.draw import draw_case
 from policylab.verify.simulation import Simulation
-from policylab.verify.stages import StagedWorker
+from policylab.verify.stages import FirstStage, StagedWorker
 
 
 def staged_run(num_stages: int, **options) -> Run:
@@ -171,6 +171,7 @@ def other_token(self: MicroBatches, plan) -> None:
     ("hook", "fault", "found"),
     [
         ("describe", next_token_is_missing, "token no plan has brought"),
+        ("describe", next_token_is_missing, "real stages refuse the plan: step"),
         ("describe", other_token, "expected"),
         ("begin_step", all_in_one_step, "decodes are in a step, more than"),
         ("serializes", lambda self, req: False, "in two steps in flight"),
@@ -178,6 +179,8 @@ def other_token(self: MicroBatches, plan) -> None:
 )
 def test_what_a_pipeline_may_not_do_is_found(monkeypatch, hook: str, fault, found: str) -> None:
     monkeypatch.setattr(MicroBatches, hook, fault)
+    if "real stages" in found:
+        monkeypatch.setattr(FirstStage, "read", lambda self, plan, work: [[]] * len(work))
     cases = (draw_case(seed) for seed in range(1000))
     staged = (case for case in cases if case.setup.config.pipeline_parallel_size > 1)
     messages = []
