@@ -47,7 +47,8 @@ class Place:
 
     memory: of ranks on the CPUs of one machine; port: of the store at which others find each other.
     num_threads: of all ranks. wait_seconds: how long a rank waits for another one. hosts: addresses
-    of the machines of the ranks, where they are several. on_gpus: each rank has a GPU."""
+    of the machines of the ranks, where they are several. on_gpus: each rank has a GPU. first: what
+    the first of the ranks is called in errors."""
 
     size: int
     num_threads: int
@@ -56,6 +57,7 @@ class Place:
     port: int = 0
     hosts: tuple[str, ...] = ()
     on_gpus: bool = True
+    first: int = 0
 
     def open(self, rank: int) -> Stoppable:
         """The operations of a rank. Ranks on GPUs meet at the first of them, those on the CPUs of
@@ -64,9 +66,11 @@ class Place:
         Raises ``RankError`` if rank 0 does not answer or not all ranks come, ``ConfigError`` if
         this build of torch has no NCCL."""
         if self.memory is not None:
-            sizes = self.memory, rank, self.size
             return SharedCollectives(
-                *sizes, num_threads=self.num_threads, wait_seconds=self.wait_seconds
+                *(self.memory, rank, self.size),
+                num_threads=self.num_threads,
+                wait_seconds=self.wait_seconds,
+                first=self.first,
             )
         from engine.parallel.distributed import TorchCollectives, connect
         from engine.parallel.nccl import NcclCollectives

@@ -46,11 +46,14 @@ class SharedCollectives:
         *,
         num_threads: int,
         wait_seconds: float = WAIT_SECONDS,
+        first: int = 0,
     ) -> None:
-        """memory: handle of the group's memory, or the memory, if ranks are threads."""
+        """memory: handle of the group's memory, or the memory, if ranks are threads. first: what
+        the first of the ranks is called in errors."""
         self.rank = rank
         self.size = size
         self._wait_seconds = wait_seconds
+        self._first = first
         self._ranks = SharedRanks(
             _opened(memory) if isinstance(memory, SealedFile) else memory,
             rank,
@@ -101,18 +104,19 @@ class SharedCollectives:
         failure = self._ranks.failure
         assert failure is not None
         code, other, mine, theirs, number = failure
+        own, other = self._first + self.rank, self._first + other
         if code == DIFFERENT:
             return (
-                f"rank {self.rank} computes {mine}, but rank {other} computes {theirs} (meeting "
+                f"rank {own} computes {mine}, but rank {other} computes {theirs} (meeting "
                 f"{number}): all ranks must do the same"
             )
         if code == LATE:
             return (
-                f"rank {other} has not answered for {self._wait_seconds:g} s: rank {self.rank} "
+                f"rank {other} has not answered for {self._wait_seconds:g} s: rank {own} "
                 f"waited for it in {mine} (meeting {number})"
             )
         return (
-            f"the group has stopped: rank {self.rank} waited for rank {other} in {mine} (meeting "
+            f"the group has stopped: rank {own} waited for rank {other} in {mine} (meeting "
             f"{number})"
         )
 

@@ -14,7 +14,7 @@ sends them to one rank of the next stage. Results come from the first rank of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.parallel.channel import ChannelMemory, Ends, Handle, Receiver, Sender, Shape
 from engine.parallel.meeting import Meeting, Place, Stoppable
@@ -118,7 +118,10 @@ class StagesMeeting:
         except BaseException:
             self.close()
             raise
-        places = tuple(meeting.place for meeting in meetings)
+        places = tuple(
+            replace(meeting.place, first=stage * stage_size)
+            for stage, meeting in enumerate(meetings)
+        )
         self.junction = Junction(num_stages, stage_size, places, hidden, results, spins)
 
     def stop(self) -> None:
