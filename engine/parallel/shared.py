@@ -98,7 +98,10 @@ class SharedCollectives:
         self._ranks.stop()
 
     def close(self) -> None:
-        """Change nothing: the memory is freed when the last rank ends."""
+        """Let go of the memory, which is freed when the last rank has. The group counts as stopped
+        then."""
+        self._ranks = SharedRanks(np.zeros(shared_bytes(1), np.uint8), 0, 1, num_threads=1)
+        self._ranks.stop()
 
     def _reason(self) -> str:
         failure = self._ranks.failure

@@ -49,7 +49,9 @@ class Links:
             self.entering.wait_seconds = wait_seconds
 
     def close(self) -> None:
-        """Let go of the memory of channels. May be repeated."""
+        """Let go of the memory that the ranks share. May be repeated."""
+        if self.collectives is not None:
+            self.collectives.close()
         for end in (self.entering, self.leaving, self.results):
             if end is not None:
                 end.close()

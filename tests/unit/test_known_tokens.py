@@ -14,7 +14,9 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def a_plan(start: int, count: int, token: int = -1, *, prompt: int = 0, drafts: int = 0) -> StepPlan:
+def a_plan(
+    start: int, count: int, token: int = -1, *, prompt: int = 0, drafts: int = 0
+) -> StepPlan:
     new = [NewSeq("a", 3, [7] * prompt, prompt, SamplingParams(), 0, [], [])] if prompt else []
     plan = StepPlan(
         5, ints(0).astype(np.intp), ints(3), ints(0), ints(start), ints(count), ints(1),
