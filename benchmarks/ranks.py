@@ -1,11 +1,20 @@
-"""Measures tensor parallel next to one worker with as many threads.
+"""Measures tensor or pipeline parallel next to one worker with as many threads.
 
-    python benchmarks/ranks.py MODEL_DIR [--ranks 2] [--workloads D32,P2000] [--rounds 6]
-                               [--dtype float32] [--json FILE]
+    python benchmarks/ranks.py MODEL_DIR [--ranks 2 | --stages 2] [--workloads D32,P2000]
+                               [--rounds 6] [--dtype float32] [--json FILE]
 
-Both engines have a process for their core, and take turns; the one that rests sleeps. Workloads are
+All engines have a process for their core, and take turns; those that rest sleep. Workloads are
 those of `workloads.py`. Printed for each: milliseconds of a turn, a step or a prompt of both, and
 the speed of the ranks as a ratio to one worker's, with a 95 % interval.
+
+With --stages N, each stage has one thread, and a decode workload also has a floor. N stages share
+the decodes of n requests as N micro-batches of n / N. In the time in which each request gets one
+token, every stage computes all N micro-batches and reads its weights N times, where one worker
+reads its weights once. As a stage has 1 / N of the layers, that is the time in which one worker
+with one thread computes a step of n / N rows. So the floor of D32 with two stages is the time of
+D16 on one worker with one thread. Stages reach it if none ever waits for another and all are of the
+same size; processors that share their memory's bandwidth may make the floor itself unreachable.
+For a prompt of c chunks of the same size, N stages take (c + N - 1) / (c N) of one thread's time.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +34,9 @@ from pairs import Pair, in_order, interval, ratio_of_sums
 from engine import EngineArgs, LLMEngine, SamplingParams
 
 
-def engine(args: argparse.Namespace, num_ranks: int) -> LLMEngine:
+def engine(
+    args: argparse.Namespace, *, ranks: int = 1, stages: int = 1, num_threads: int = 0
+) -> LLMEngine:
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=args.model,
@@ -32,8 +44,9 @@ def engine(args: argparse.Namespace, num_ranks: int) -> LLMEngine:
             skip_tokenizer_init=True,
             log_level="error",
             multiprocess=True,
-            num_threads=args.ranks,
-            tensor_parallel_size=num_ranks,
+            num_threads=num_threads or args.stages or args.ranks,
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
             max_model_len=2048,
             num_kv_blocks=2048,
             enable_prefix_caching=False,
@@ -58,32 +71,64 @@ def steps_of(engine: LLMEngine, arrivals: Sequence[workloads.Arrival]) -> list[f
     return times
 
 
+def floor_of(name: str, num_stages: int) -> str | None:
+    """The workload whose time on one worker with one thread is the floor of a decode workload."""
+    size = name[1:]
+    if not (num_stages and name.startswith("D") and int(size) % num_stages == 0):
+        return None
+    return f"D{int(size) // num_stages}"
+
+
+def compared(pairs: list[Pair]) -> dict[str, Any]:
+    return {
+        "one_ms": 1e3 * statistics.median(x for pair in pairs for x in pair.other),
+        "ranks_ms": 1e3 * statistics.median(x for pair in pairs for x in pair.ours),
+        "ratio": ratio_of_sums(pairs),
+        "interval": interval(pairs, ratio_of_sums),
+    }
+
+
+def measure(engines: dict[str, LLMEngine], name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the engines on a workload, and stages with their floor under the name of both."""
+    pairs, floors, floor = [], [], floor_of(name, args.stages)
+    for turn in range(args.rounds + 1):
+        loads = {"one": name, "ranks": name, "thread": floor}
+        times = {
+            side: steps_of(measured, workloads.make(load, turn))
+            for side, measured in in_order(engines, turn).items()
+            if (load := loads[side]) is not None
+        }
+        if turn:  # the first compiles
+            pairs.append(Pair(times["one"], times["ranks"]))
+            floors.append(Pair(times.get("thread", []), times["ranks"]))
+    found = {name: compared(pairs)}
+    if floor is not None:
+        found[f"{name} / floor"] = compared(floors)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=0)
     parser.add_argument("--workloads", default="D32,P2000")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {}
-    with engine(args, 1) as one, engine(args, args.ranks) as ranks:
+    what = f"{args.stages} stages" if args.stages else f"{args.ranks} ranks"
+    with ExitStack() as stack:
+        engines = {"one": stack.enter_context(engine(args))}
+        if args.stages:
+            engines["ranks"] = stack.enter_context(engine(args, stages=args.stages))
+            engines["thread"] = stack.enter_context(engine(args, num_threads=1))
+        else:
+            engines["ranks"] = stack.enter_context(engine(args, ranks=args.ranks))
         for name in args.workloads.split(","):
-            pairs = []
-            for turn in range(args.rounds + 1):
-                arrivals, times = workloads.make(name, turn), {}
-                for side, measured in in_order({"one": one, "ranks": ranks}, turn).items():
-                    times[side] = steps_of(measured, arrivals)
-                if turn:  # the first compiles
-                    pairs.append(Pair(times["one"], times["ranks"]))
-            found[name] = {
-                "one_ms": 1e3 * statistics.median(x for pair in pairs for x in pair.other),
-                "ranks_ms": 1e3 * statistics.median(x for pair in pairs for x in pair.ours),
-                "ratio": ratio_of_sums(pairs),
-                "interval": interval(pairs, ratio_of_sums),
-            }
-    head = ["", "one worker, ms", f"{args.ranks} ranks, ms", "ratio", "95 %"]
+            found |= measure(engines, name, args)
+    head = ["", "one worker, ms", f"{what}, ms", "ratio", "95 %"]
     rows = [
         [
             name,
@@ -94,8 +139,15 @@ def main() -> None:
         ]
         for name, each in found.items()
     ]
-    print_table("tensor parallel next to one worker: medians of steps", head, rows)
-    keep(args.json, model=Path(args.model).name, ranks=args.ranks, workloads=found)
+    kind = "pipeline" if args.stages else "tensor"
+    print_table(f"{kind} parallel next to one worker: medians of steps", head, rows)
+    keep(
+        args.json,
+        model=Path(args.model).name,
+        ranks=args.ranks,
+        stages=args.stages,
+        workloads=found,
+    )
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ CPU_STEPS: dict[Products, CpuSteps] = {
     "wide pairs": CpuSteps(1024, 128, 6),
     "": CpuSteps(512, 48, 12),
 }
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens of a prompt in a step of a pipeline
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # one tile of keys in the attention kernel
 
@@ -108,6 +109,7 @@ def resolve(
         max_mixed_prefill_tokens=decide_mixed(requested, is_cpu=is_cpu, products=products),
         num_steps_in_flight=max(num_stages, 2 if overlaps else 1),
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
+        stage_chunk=decide_chunk(requested, num_stages, is_cpu=is_cpu),
         pipeline_parallel_size=num_stages,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
@@ -191,6 +193,14 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
     if not (is_cpu and requested.enable_chunked_prefill):
         return 0
     return CPU_STEPS[products].mixed
+
+
+def decide_chunk(requested: SchedulerOptions, num_stages: int, *, is_cpu: bool) -> int:
+    """Return the most tokens of a prompt in a step (0: no limit), so that chunks of a long prompt
+    are in all stages of a pipeline at the same time."""
+    if num_stages == 1 or not requested.enable_chunked_prefill:
+        return 0
+    return CPU_CHUNK if is_cpu else GPU_CHUNK
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:

@@ -176,8 +176,12 @@ class SchedulerConfig(SchedulerOptions):
     pipeline_parallel_size: int = 1
     """Stages of the model, each of which computes another step in flight. With several, a decode is
     in one step in flight, and decodes are spread evenly over as many steps as there are stages."""
+    stage_chunk: int = 0
+    """Most tokens of a prompt in a step of several stages, each of which computes another chunk of
+    it; 0: no cap."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "num_steps_in_flight", "num_mixed_prefill_steps")
         check_range(self, 1, None, "pipeline_parallel_size")
+        check_range(self, 0, None, "stage_chunk")

@@ -160,6 +160,7 @@ def start_pipeline(
         own.step_seconds = options.hang_timeout
         results = meeting.junction.open_results()
         ranks.watch.stops.append(meeting.stop)
+        ranks.watch.waits = meeting.is_waiting
         if own.collectives is not None:
             ranks.watch.stops.append(own.collectives.stop)
         ranks.at_end = meeting.close

@@ -4,6 +4,7 @@ hang."""
 from __future__ import annotations
 
 import multiprocessing.connection
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,8 @@ class RankWatch:
         """hang_timeout: seconds in which a rank must go on while it has something to do."""
         self.stops: list[Callable[[], object]] = [calls.stop]
         """What ends the waits of ranks for each other."""
+        self.waits: Callable[[int], bool] = lambda rank: False
+        """Whether a rank waits for another one that has not sent what it needs."""
         self._calls = calls
         self._children = children
         self._ranks = range(1, len(children) + 1)
@@ -215,9 +218,11 @@ class RankWatch:
         most = MORE_LOOKS + self._hang_timeout / self._look_seconds
         if all(stall.num_looks < most for stall in self._stalls):
             return
+        late = [rank for rank, each in enumerate(self._stalls, 1) if each.num_looks >= most - 1]
         rank = min(
-            (rank for rank, each in enumerate(self._stalls, 1) if each.num_looks >= most - 1),
+            (rank for rank in late if not self.waits(rank)),
             key=lambda rank: self._calls.num_begun(rank - 1),  # others wait for the last of them
+            default=0,
         )
         self.fail(
             RankError(
@@ -240,6 +245,8 @@ class RankWatch:
         return self.error_of(rank, report) if kind is None else kind(report.message)
 
     def _named(self, rank: int) -> str:
+        if rank == 0:
+            return f"rank 0 (process {os.getpid()})"
         child = self._children[rank - 1]
         where = f" on {child.place}" if child.place else ""
         return f"rank {rank} (process {child.pid}{where})"

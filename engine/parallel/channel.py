@@ -1,7 +1,7 @@
 """Channel: shared memory through which one process sends messages to another one, in order.
 
     page 0   words    the number of pieces sent, and of pieces read; whether the group has stopped;
-                      whether the sender waits for its own input
+                      whether the receiver waits
     page 1-  slots    pieces of messages, each with a header; a piece is in slot number % slots
 
 A message is sent for a step of the engine, and the receiver knows the step for which it waits. One
@@ -82,6 +82,16 @@ class ChannelMemory(SharedFile):
             if self._fd is not None:
                 os.pwrite(self._fd, int(True).to_bytes(8, "little"), _STOPPED)
 
+    @property
+    def is_awaited(self) -> bool:
+        """True if the receiver waits for a message, and none is there."""
+        with self._lock:
+            words = b"" if self._fd is None else os.pread(self._fd, _WAITS + 8, 0)
+        if not words:
+            return False
+        waits, sent, read = (words[place : place + 8] for place in (_WAITS, _SENT, _READ))
+        return any(waits) and sent == read
+
     def close(self) -> None:
         """Close the file. Processes that have opened its memory keep it. May be repeated."""
         with self._lock:
@@ -107,8 +117,6 @@ class _End:
         self._ends = ends
         self._looks = LOOKS if ends.spins else 1
         self._number = 0  # pieces sent or read by this end
-        self.wait_seconds = float("inf")
-        """How long this end waits for the other one."""
         if isinstance(handle, Handle):
             self._attach(_opened(handle.file), handle.shape)
         else:
@@ -156,11 +164,6 @@ class Sender(_End):
             self._sent.publish(self._number)
             begin += max(1, len(piece))
 
-    def show_wait(self, waits: bool) -> None:
-        """Show the receiver whether this process waits for input itself: if so, the receiver waits
-        on."""
-        self._waits[0] = waits
-
     def _wait_for_room(self, step: int) -> None:
         least = self._number - self._shape.num_slots  # pieces that must have been read
         looks, began = self._looks, 0.0
@@ -177,23 +180,15 @@ class Sender(_End):
 class Receiver(_End):
     """The receiving end of a channel."""
 
-    def __init__(
-        self,
-        handle: Handle | Bytes,
-        ends: Ends,
-        onward: Sender | None = None,
-        shape: Shape | None = None,
-    ) -> None:
-        """onward: by which this process sends what follows from what it receives."""
+    def __init__(self, handle: Handle | Bytes, ends: Ends, shape: Shape | None = None) -> None:
         super().__init__(handle, ends, shape)
-        self._onward = onward
         self.waited_seconds = 0.0
         """Time of all waits so far, without those that found a message within some microseconds."""
 
     def receive(self, step: int, target: Bytes | None = None) -> Bytes:
         """Wait for the message of a step and return its bytes [n], in ``target`` if given, whose
-        size it must have. Raises ``RankError`` if the group has stopped, if the sender does not
-        answer in time, or for a message of another step or size."""
+        size it must have. Raises ``RankError`` if the group has stopped, or the message is of
+        another step or size."""
         begin, total = 0, -1
         while begin != total:
             self._wait(step)
@@ -221,29 +216,18 @@ class Receiver(_End):
     def _wait(self, step: int) -> None:
         if self._sent.watch(self._number, 0) > self._number:
             return
-        began = time.monotonic()
-        looks, onward = self._looks, self._onward
+        began, looks = time.monotonic(), self._looks
+        self._waits[0] = True
         while (seen := self._sent.watch(self._number, looks)) <= self._number:
             looks = 1
-            if onward is not None:
-                onward.show_wait(True)  # and so it stays if this raises
-            self._check_wait(step, began)
+            if self._stopped[0]:
+                raise RankError(
+                    f"the group has stopped: rank {self._ends.receiver} waited for rank "
+                    f"{self._ends.sender} in step {step}"
+                )
             self._sent.sleep(seen, NAP_SECONDS)
-        if onward is not None and looks == 1:
-            onward.show_wait(False)
+        self._waits[0] = False
         self.waited_seconds += time.monotonic() - began
-
-    def _check_wait(self, step: int, began: float) -> None:
-        own, other = self._ends.receiver, self._ends.sender
-        if self._stopped[0]:
-            raise RankError(
-                f"the group has stopped: rank {own} waited for rank {other} in step {step}"
-            )
-        if time.monotonic() - began > self.wait_seconds and not self._waits[0]:
-            raise RankError(
-                f"rank {other} has not answered for {self.wait_seconds:g} s: rank {own} waited for "
-                f"what it computes in step {step} (core_hang_timeout)"
-            )
 
 
 def _opened(handle: SealedFile) -> Bytes:

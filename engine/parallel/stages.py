@@ -42,11 +42,9 @@ class Links:
         """Results for rank 0, from the first rank of the last stage."""
 
     def limit(self, wait_seconds: float) -> None:
-        """Set how long this rank waits for another one."""
+        """Set how long this rank waits for another one of its stage."""
         if self.collectives is not None:
             self.collectives.limit(wait_seconds)
-        if self.entering is not None:
-            self.entering.wait_seconds = wait_seconds
 
     def close(self) -> None:
         """Let go of the memory that the ranks share. May be repeated."""
@@ -81,9 +79,7 @@ class Junction:
         elif number == 0:
             results = Sender(self.results, Ends(rank, 0, self.spins))
         if stage > 0:
-            onward = leaving or results
-            ends = Ends(before, rank, self.spins)
-            entering = Receiver(self.hidden[stage - 1][number], ends, onward)
+            entering = Receiver(self.hidden[stage - 1][number], Ends(before, rank, self.spins))
         collectives = self.places[stage].open(number) if self.places else None
         return Links(collectives, entering, leaving, results)
 
@@ -130,6 +126,11 @@ class StagesMeeting:
         """End the waits of stages for each other. Any thread may call it."""
         for memory in self._kept:
             memory.stop()
+
+    def is_waiting(self, rank: int) -> bool:
+        """Whether a rank waits for the hidden states of the stage before."""
+        index = rank - self.junction.stage_size  # channels are in the order of their receivers
+        return index >= 0 and self._kept[index].is_awaited
 
     def close(self) -> None:
         """Let go of the memory. Ranks that have opened it keep it. May be repeated."""

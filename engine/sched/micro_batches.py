@@ -3,7 +3,8 @@
 The last stage samples. A sampled token is known to the scheduler when its step is collected, and to
 the first stage with the next plan. So a request decodes in at most one step in flight, and decodes
 are spread evenly over as many steps as there are stages, or else stages would be idle. Chunks of a
-prompt, whose tokens are known, may follow each other in successive steps.
+prompt, whose tokens are known, follow each other in successive steps, and are so small that a long
+prompt has chunks in all stages.
 """
 
 from __future__ import annotations
@@ -74,3 +75,19 @@ class MicroBatches(Resource):
     def _decodes(self, req: Request) -> bool:
         """True if a token has been sampled for the request since it got its seat."""
         return not req.is_waiting and self._roster.table.has_output.at[req.row] > 0
+
+
+class StageChunks(Resource):
+    """Limits the tokens of a prompt in a step, so that each stage has another chunk of it."""
+
+    name = "stage chunks"
+    is_flexible = True
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def watches(self, req: Request) -> bool:
+        return False  # only prompts have that many tokens
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        return Fit(min(num_tokens, self._most))

@@ -34,7 +34,7 @@ from engine.sched.interface import (
     SchedulerInterface,
     StepOutputs,
 )
-from engine.sched.micro_batches import MicroBatches
+from engine.sched.micro_batches import MicroBatches, StageChunks
 from engine.sched.plugins.hooks import (
     DECIDING,
     SHAPING,
@@ -94,6 +94,8 @@ class Scheduler(SchedulerInterface):
         self.roster = Roster(config.max_num_seqs)
         if config.pipeline_parallel_size > 1:
             resources = (MicroBatches(config.pipeline_parallel_size, self.roster), *resources)
+        if config.stage_chunk:
+            resources = (StageChunks(config.stage_chunk), *resources)
         self.resources = Resources(resources, faults)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = PolicyGuard(policy, faults, self.view)

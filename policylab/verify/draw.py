@@ -129,6 +129,8 @@ def with_stages(case: Case, seed: int) -> Case:
         return case
     size = rng.choice((2, 2, 3, 4))
     config = replace(case.setup.config, pipeline_parallel_size=size, num_steps_in_flight=size)
+    if config.enable_chunked_prefill:
+        config = replace(config, stage_chunk=rng.choice((0, 0, 3, 8)))
     return msgspec.structs.replace(case, setup=msgspec.structs.replace(case.setup, config=config))
 
 

@@ -113,6 +113,15 @@ def test_chunks_of_a_prompt_follow_each_other_and_a_decode_waits_for_its_token()
     assert run.outputs["a"] == expected(list(range(40)), 4)
 
 
+def test_a_prompt_is_cut_so_that_each_stage_has_a_chunk() -> None:
+    run = staged_run(3, max_num_batched_tokens=64, stage_chunk=16)
+    run.add(make_request("a", list(range(40)), 4))
+    run.add(make_request("b", list(range(9)), 4))
+    run.drain()
+    assert run.plans[:3] == [{"a": 16, "b": 9}, {"a": 16}, {"a": 8}]
+    assert run.outputs["a"] == expected(list(range(40)), 4)
+
+
 class PromptsFirst(Priority):
     """A token is kept for each decode."""
 

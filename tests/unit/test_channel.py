@@ -19,9 +19,9 @@ SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
 ENDS = Ends(3, 7, spins=False)
 
 
-def a_channel(shape: Shape, onward: Sender | None = None) -> tuple[Sender, Receiver]:
+def a_channel(shape: Shape) -> tuple[Sender, Receiver]:
     memory = np.zeros(shape.num_bytes, np.uint8)
-    return Sender(memory, ENDS, shape), Receiver(memory, ENDS, onward, shape)
+    return Sender(memory, ENDS, shape), Receiver(memory, ENDS, shape)
 
 
 def message_of(rng: random.Random, most: int) -> np.ndarray:
@@ -110,32 +110,17 @@ def test_a_message_of_another_step_or_size_is_an_error() -> None:
             receiver.receive(step, np.zeros(num, np.uint8))
 
 
-def test_who_hangs_is_named_and_not_who_waits_for_him() -> None:
-    """Rank 7 waits for 3, which hangs, and 9 for 7: only rank 7 says so."""
-    memory = ChannelMemory(Shape(1, 64))
-    onward, last = (end(memory.opened, Ends(7, 9)) for end in (Sender, Receiver))
-    _, receiver = a_channel(Shape(1, 64), onward)
-    caught: list[str] = []
-
-    def wait(end: Receiver) -> Callable[[], None]:
-        def receive() -> None:
-            try:
-                end.receive(1)
-            except RankError as error:
-                caught.append(str(error))
-                memory.stop()
-
-        return receive
-
-    last.wait_seconds, receiver.wait_seconds = 0.05, 0.3
-    threads = [started(wait(receiver))]
-    time.sleep(0.05)
-    threads.append(started(wait(last)))
-    for thread in threads:
-        thread.join(WAIT_SECONDS)
-    assert "rank 3 has not answered for 0.3 s: rank 7 waited" in caught[0]
-    assert "the group has stopped: rank 9 waited for rank 7" in caught[1]
+def test_the_owner_knows_who_waits_for_a_message_that_was_not_sent() -> None:
+    memory = ChannelMemory(Shape(2, 64))
+    sender, receiver = Sender(memory.opened, ENDS), Receiver(memory.opened, ENDS)
+    assert not memory.is_awaited
+    thread = started(lambda: receiver.receive(1))
+    wait_for(lambda: memory.is_awaited)
+    sender.send(1, np.zeros(4, np.uint8))
+    thread.join(WAIT_SECONDS)
+    assert not memory.is_awaited
     memory.close()
+    assert not memory.is_awaited
 
 
 def test_a_wait_takes_no_processor_time() -> None:
