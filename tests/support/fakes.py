@@ -23,7 +23,7 @@ from engine.messages.requests import (
     Started,
     TokenLogprobs,
 )
-from engine.messages.stats import SchedulerStats
+from engine.messages.stats import RankUse, SchedulerStats
 from engine.sched.plugins.find import make_scheduler
 from engine.text.tokenizer import Tokenizer
 from policylab.verify.fake import DigestWorker
@@ -175,16 +175,17 @@ def scheduled_session(
     depth: int = 1,
     worker: Any = None,
     tokenizer: Tokenizer | None = None,
+    ranks: Callable[[], list[RankUse]] = list,
     **options: Any,
 ) -> Session:
     """The front end around a real scheduler and a fake worker; without a tokenizer ids go in and
-    out."""
+    out. ranks: returns what ranks do, for those who watch."""
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 256, **options}
     sched = SchedulerConfig(**options)
     scheduler = make_scheduler(sched, KVManager(num_blocks, 16), clock=clock)
     core = EngineCore(scheduler, worker or DigestWorker(num_blocks, 16), depth)
     config = EngineConfig(model=ModelConfig(model="fake"), scheduler=sched, disable_log_stats=True)
-    methods = CoreWatch(core, clock).methods
+    methods = CoreWatch(core, clock, ranks=ranks).methods
     client = InprocClient(core, FakeDecided(), clock=clock, methods=methods)
     return Session(config, client, tokenizer, clock)
 

@@ -28,6 +28,7 @@ pytest.importorskip("starlette")
 from starlette.requests import Request
 
 from engine.core.client import NumCores
+from engine.messages.stats import RankUse
 from engine.server.adapters import ServedAdapters
 from engine.server.app import make_app
 from engine.server.http.openapi import ApiRoute, document_of
@@ -185,6 +186,15 @@ def opened() -> Iterator[Any]:
         box.worker.pause = 0.0
         box.worker.goes_on.set()
         box.engine.shutdown()
+
+
+async def test_each_rank_shows_how_long_it_waited_in_its_steps(opened: Any) -> None:
+    box = opened(ranks=lambda: [RankUse(0, 0, 10.0, 1.0), RankUse(0, 1, 10.0, 2.0, 0.5)])
+    (core,) = (await box.now())["cores"]
+    assert core["ranks"] == [
+        {"rank": 0, "steps": 10.0, "waited": 1.0},
+        {"rank": 1, "steps": 10.0, "waited": 2.5},
+    ]
 
 
 async def test_a_waiting_request_shows_its_cause_and_later_why_it_waited(opened: Any) -> None:

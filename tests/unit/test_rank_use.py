@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from engine.cli.main import main
 from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
 from engine.config.cache import CacheConfig
-from engine.core.group import described
+from engine.core.group import WorkerGroup, described
 from engine.core.rank_use import rank_uses
 from engine.core.recording import describe, record
 from engine.core.replay import replay
@@ -39,6 +40,7 @@ from engine.worker.platform.host import CpuPlatform
 from engine.worker.rank import CALL, COLLECT, LAUNCH, NUM_DONE, TIMES, Rank, RankPlace, RankReport
 from engine.worker.rank_report import log_sums, name_of_device
 from engine.worker.rank_times import StepClock, StepTimes, Waited
+from policylab.verify.ranks import LocalRanks
 
 RANKS = [RankUse(0, 0, 10.0, 1.0), RankUse(0, 1, 10.0, 2.5)]
 
@@ -193,6 +195,19 @@ def test_a_rank_whose_waits_cannot_be_read_goes_on(caplog: pytest.LogCaptureFixt
     assert carried_out(fails, 3)[NUM_DONE] == 7  # messages that it has carried out
     assert TIMES not in carried_out(fails, 3)
     assert "rank_times has failed: ArithmeticError" in caplog.text
+
+
+def test_a_group_whose_waits_cannot_be_read_has_none() -> None:
+    def fails() -> Waited:
+        raise ArithmeticError("the clock has stopped")
+
+    group = WorkerGroup(Idle(fails), LocalRanks([], Random(0), None))  # type: ignore[arg-type]
+    failures = Failures()
+    read = rank_uses(group, 0, failures)
+    assert read() == read() == []
+    assert list(failures.counters().values()) == [1]
+    group = WorkerGroup(Idle(Waited), LocalRanks([], Random(0), None))  # type: ignore[arg-type]
+    assert rank_uses(group, 2, failures)() == [RankUse(2, 0, 0.0, 0.0)]
 
 
 def test_a_clock_of_steps_begins_when_the_engine_is_ready() -> None:
