@@ -328,8 +328,8 @@ class KVManager:
         self._promotions.end(promotion)
 
     def withhold(self, req: KVRequest, withheld: Withheld) -> None:
-        """Call ``withheld`` for each key and block that a request has just published, until it
-        ends: they are not to be copied outside the pool."""
+        """Until the request ends, call ``withheld`` for each key and block that it publishes. These
+        are not to be copied outside the pool."""
         self._prefix_index.withheld[req.arrival] = withheld
 
     def is_content(self, key: bytes) -> bool:

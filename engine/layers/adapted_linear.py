@@ -81,8 +81,8 @@ class StepAdapters:
         return found
 
     def of(self, num_rows: int) -> AdaptedRows:
-        """The slots of the rows of a layer's inputs: those of the wanted tokens, or of all tokens,
-        which padding may follow. Raises ``RuntimeError`` for another number of rows."""
+        """The adapter slot of each row of a layer's inputs. The rows are the wanted tokens, or all
+        tokens and perhaps padding. Raises ``RuntimeError`` for another number of rows."""
         if num_rows == self._num_wanted:
             return self._wanted
         if num_rows < self._num_tokens:

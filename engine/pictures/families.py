@@ -387,8 +387,8 @@ def sees(info: ModelInfo) -> bool:
 
 
 def family_of(info: ModelInfo, settings: Settings) -> VisionFamily:
-    """The family of a model that ``sees``. settings: of its image processor. Raises ``ModelError``
-    if they and config.json do not say how many tokens a picture has."""
+    """The family of a model that reads pictures. settings: of its image processor. Raises
+    ``ModelError`` if they and config.json do not say how many tokens a picture has."""
     try:
         family = FAMILIES[info.architecture](info.hf, settings)
         counts = family.longest, family.num_embedded(TRIAL_SIDE, TRIAL_SIDE)

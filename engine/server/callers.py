@@ -38,8 +38,8 @@ def name_of_key(digest: bytes) -> str:
 
 
 def charged_user(user: str | None) -> str | None:
-    """The user of the current request for policies, which is noted for logs: its key with
-    ``--user-from-key``, else ``user``, as the request names it."""
+    """The user that policies see for the current request: its key with ``--user-from-key``, else
+    ``user``, which the request names. Notes it for logs."""
     caller = CALLER.get()
     if caller is None:
         return user

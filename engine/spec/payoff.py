@@ -36,7 +36,7 @@ class DraftStepKind(NamedTuple):
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The median of these durations; if they are few, the minimum, as the first may include
+    """The median of these durations; if they are few, the minimum, since the first may include
     compiling."""
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 

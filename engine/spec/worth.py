@@ -26,8 +26,8 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """Counts for each position in the drafts of a step: the drafts verified there after only right
-    ones, and those of them that were right. Older drafts weigh less."""
+    """For each position in the drafts of a step: how many drafts were verified there because all
+    before them were right, and how many of these were right. Older drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0

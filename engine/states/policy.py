@@ -63,8 +63,8 @@ class SnapshotView:
         return self._states.branches(req, self._kv.lookup(req))
 
     def before(self, req: Request, num_tokens: int) -> int:
-        """Tokens of the request's nearest snapshot that stays and was taken after fewer than
-        ``num_tokens`` tokens, or of its prefix hit."""
+        """Tokens up to the request's last snapshot that stays, below ``num_tokens``, or else to the
+        end of its prefix hit."""
         return self._states.before(req, num_tokens)
 
     @property
