@@ -70,9 +70,13 @@ FOREIGN |= {
     ),
 }
 
-_ONE_DEVICE = (
-    "tensor_parallel_size, pipeline_parallel_size and data_parallel_size are the ways to several "
-    "devices; leave it out"
+_SIZES = (
+    "a model runs on several devices by tensor_parallel_size, pipeline_parallel_size and "
+    "data_parallel_size; leave it out"
+)
+_NODES = (
+    "distributed_executor_backend='ray' places the ranks of a model on several machines, "
+    "data_parallel_backend='ray' whole cores; leave it out"
 )
 _LORA = "adapters keep their type and rank, and tokens of their own are refused; leave it out"
 _NO_MEDIA = "pictures come with the request, and have no such option; leave it out"
@@ -93,12 +97,11 @@ _SERVER = "the server is one process without this switch; leave it out"
 
 # Names that share a reason.
 for _reason, _names in {
-    _ONE_DEVICE: "enable_expert_parallel "
-    "decode_context_parallel_size prefill_context_parallel_size "
-    "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
-    "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
-    "data_parallel_address data_parallel_rpc_port enable_eplb enable_dbo "
-    "fully_sharded_loras",
+    _SIZES: "enable_expert_parallel decode_context_parallel_size prefill_context_parallel_size "
+    "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls "
+    "enable_eplb enable_dbo fully_sharded_loras",
+    _NODES: "nnodes node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
+    "data_parallel_address data_parallel_rpc_port",
     _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
     "lora_target_modules enable_tower_connector_lora default_mm_loras",
     _NO_MEDIA: "media_io_kwargs "

@@ -15,13 +15,19 @@ from typing import Any
 import psutil
 import pytest
 from e2e.box_engine import EXACT
+from e2e.seeing_models import make_seeing_model
 from e2e.test_ngram import BOX
+from e2e.test_pictures import GREEDY as SEEN_GREEDY
+from e2e.test_pictures import PROMPTS as SEEN
+from e2e.test_tensor_parallel import DRAFTS, REGEX
+from support.box_adapters import write_adapter
 from support.live_core import wait_until
 from support.patience import WAIT_SECONDS
 from support.processes import open_files
 from support.ray_cluster import RayNodes, ray_cluster
 
-from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, LoRARequest, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.errors import ConfigError, EngineDeadError, RankError
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install metronome-engine[ray]")
@@ -30,6 +36,7 @@ PLACED: dict[str, Any] = {
     **BOX, **EXACT, "tensor_parallel_size": 2, "distributed_executor_backend": "ray",
     "num_threads": 2,
 }  # fmt: skip
+BOX_SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256}
 PROMPTS = ["a list of", "the tree", "Once upon a time there was a"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
@@ -88,6 +95,39 @@ def test_ranks_on_two_nodes_compute_what_one_worker_does(
         assert tokens(**PLACED) == wanted
         assert_nothing_is_left(2)
         assert wait_until(lambda: open_files() <= before) is not None
+
+
+def both(model: str, prompts: Any, params: Any, more: dict[str, Any], **options: Any) -> list[Any]:
+    """The tokens of one worker, and of two ranks on two nodes."""
+    found = []
+    placed = {name: PLACED[name] for name in PLACED if name not in BOX or name == "num_threads"}
+    for ranks in ({"num_threads": 1}, placed):
+        with LLM(model, **{"dtype": "float32", "log_level": "error", **options, **ranks}) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False, **more)
+        found.append([each.outputs[0].token_ids for each in outputs])
+    return found
+
+
+def test_adapters_drafts_and_grammars_reach_both_nodes(
+    nodes: tuple[RayNodes, list[Any]], tmp_path: Path
+) -> None:
+    adapter = LoRARequest("x", 1, str(write_adapter(tmp_path / "x", 1)))
+    params = [GREEDY, DRAWN, SamplingParams(temperature=0.0, structured_outputs=REGEX)]
+    alone, together = both(
+        str(BOX_MODEL),
+        [PROMPTS[0]] * 3,
+        params,
+        {"lora_request": [adapter, None, None]},
+        **{**BOX_SIZES, **DRAFTS, "enable_lora": True},
+    )
+    assert together == alone
+
+
+def test_pictures_reach_both_nodes(nodes: tuple[RayNodes, list[Any]], tmp_path: Path) -> None:
+    path = str(make_seeing_model(tmp_path / "model", "qwen3-vl"))
+    prompts = [{"prompt": text, "multi_modal_data": {"image": pictures}} for text, pictures in SEEN]
+    alone, together = both(path, prompts, SEEN_GREEDY, {}, max_num_seqs=4, num_kv_blocks=200)
+    assert together == alone
 
 
 def test_a_node_that_differs_is_refused_before_weights_are_read(
