@@ -17,10 +17,13 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
         "sockets, processes; tokenizers; model downloads; tensor operations",
     ),
     (
-        ("kv", "parallel", "observe", "pictures", "cluster.nodes"),
-        "KV blocks; operations of ranks; logs; pictures in prompts; nodes of a Ray cluster",
+        ("kv", "parallel", "observe", "pictures"),
+        "KV blocks; operations of ranks; logs and step logs; pictures in prompts",
     ),
-    (("sched", "layers"), "the scheduler; layers of models"),
+    (
+        ("sched", "layers", "cluster.nodes"),
+        "the scheduler; layers of models; nodes of a Ray cluster",
+    ),
     (("models", "sample"), "the decoder and model families; sampling"),
     (("worker",), "computes plans on one device"),
     (

@@ -22,9 +22,9 @@ import zmq
 from engine.errors import RankError
 from engine.ipc import sockets
 from engine.ipc.address import TCP
-from engine.ipc.codec import MAX_MESSAGE_BYTES
 from engine.ipc.ring import NAP_SECONDS, RingError, Stopped
 
+PIECE_BYTES = 1 << 22  # of a message, in a frame
 BEAT_SECONDS = 1.0  # between two messages about how far a rank is
 GREET_SECONDS = 30  # in which the core connects
 HELLO, REPORT, BEAT = b"h", b"r", b"b"  # what a message on the connection for reports begins with
@@ -99,8 +99,8 @@ class RankSockets:
         hundreds of messages late. Raises ``Stopped``."""
         message = b"".join(parts)
         pieces = [
-            message[begin : begin + MAX_MESSAGE_BYTES]
-            for begin in range(0, max(1, len(message)), MAX_MESSAGE_BYTES)
+            message[begin : begin + PIECE_BYTES]
+            for begin in range(0, max(1, len(message)), PIECE_BYTES)
         ]
         frames = [_NUMBER.pack(self.num_sent), *pieces]
         self.num_sent += 1
@@ -174,10 +174,17 @@ class RankSocket:
     ip: at which it listens. on_lost: called in a thread if the core is lost. Raises ``ConfigError``
     if it cannot listen there."""
 
-    def __init__(self, ip: str, secret: str, on_lost: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        ip: str,
+        secret: str,
+        on_lost: Callable[[], object],
+        beat_seconds: float = BEAT_SECONDS,
+    ) -> None:
         self.progress: Callable[[], int] = lambda: 0
         """Returns how many operations with other ranks this one has begun."""
         self._on_lost = on_lost
+        self._beat_seconds = beat_seconds
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         self._calls = sockets.bind(self._context, f"{TCP}{ip}:*", secret)
         self._reports = sockets.bind(self._context, f"{TCP}{ip}:*", secret)
@@ -194,10 +201,10 @@ class RankSocket:
         ends = self._calls, self._reports
         return " ".join(str(end.getsockopt_string(zmq.LAST_ENDPOINT)) for end in ends)
 
-    def accept(self) -> None:
+    def accept(self, seconds: int = GREET_SECONDS) -> None:
         """Wait for the core. Raises ``RankError`` if it does not connect."""
-        if not self._reports.poll(1000 * GREET_SECONDS):
-            raise RankError(f"the core has not connected to this rank in {GREET_SECONDS} s")
+        if not self._reports.poll(1000 * seconds):
+            raise RankError(f"the core has not connected to this rank in {seconds} s")
         self._listener, _ = self._reports.recv_multipart()
         threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
 
@@ -247,6 +254,6 @@ class RankSocket:
 
     def _beat(self) -> None:
         while self._send(BEAT + _COUNT.pack(self.progress())):
-            time.sleep(BEAT_SECONDS)
+            time.sleep(self._beat_seconds)
         if not self._is_closed:
             self._on_lost()

@@ -114,7 +114,10 @@ def test_mistakes_are_named_and_leave_no_process() -> None:
     before = children()
     for options, message in (
         ({"tensor_parallel_size": 33}, r"tensor_parallel_size is 33, must be in 1\.\.32"),
-        ({"enable_expert_parallel": True}, "pipeline_parallel_size and data_parallel_size; leave it out"),
+        (
+            {"enable_expert_parallel": True},
+            "pipeline_parallel_size and data_parallel_size; leave it out",
+        ),
         ({"tensor_parallel_size": 7}, "tensor_parallel_size is 7"),
     ):
         with pytest.raises(ConfigError, match=message):
