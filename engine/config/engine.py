@@ -157,8 +157,6 @@ class EngineConfig(EngineOptions):
             return
         drafts = self.scheduler.speculative_config or {}
         names = {
-            **{name: getattr(self.cache, name) is not None for name in TIERS},
-            "prefill_cores": self.core.prefill_cores > 0,
             "data_parallel_backend='ray'": self.core.data_parallel_backend == "ray",
             "a draft model in speculative_config": drafts.get("model") is not None,
         }

@@ -109,7 +109,7 @@ class PlannedStores:
         self.own_bytes = int((cache.kv_offloading_size or 0.0) * GIB)
         """Bytes of the host's memory that the stores of this core take, in all its ranks."""
         self.rank = rank
-        self.num_ranks = config.parallel.tensor_parallel_size
+        self.num_ranks = config.parallel.num_workers
         """Ranks that compute the model together."""
         self.gpu_share = config.gpu.gpu_memory_utilization
         """Share of a GPU's memory that this engine takes."""
@@ -194,6 +194,8 @@ def namespace_of(
         "pictures": config.media.mm_processor_kwargs,
         "device": config.device,
     }
+    if (parallel := config.parallel).pipeline_parallel_size > 1:
+        about["stages"] = [parallel.pipeline_parallel_size, parallel.pipeline_layer_split]
     text = json.dumps(about, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -273,7 +275,7 @@ def _peer_connector(
     if options.get("kv_connector") != PEERS:
         return None
     _check_options(options, PEER_KEYS)
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_workers
     numbered = peer_options(options, config.core_index * size + rank, config.num_cores * size)
     return PeerConnector(numbered, config.core.core_secret)
 

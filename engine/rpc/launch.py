@@ -91,7 +91,7 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
             config.device, num_cores, config.core.sizes, config.parallel.num_workers
         )
     num_starts = [count() for _ in range(num_cores)]
-    arena = share_arena(config.cache, num_cores, config.parallel.tensor_parallel_size)
+    arena = share_arena(config.cache, num_cores, config.parallel.num_workers)
     check_shared(config, arena.handle)
     own = replace(own, kv_arena=arena.handle)
 

@@ -98,7 +98,6 @@ def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size needs each layer on the same rank: leav"),
         ({"pipeline_parallel_size": 33}, r"pipeline_parallel_size is 33, must be in 1\.\.32"),
         ({"tensor_parallel_size": 17}, "17 and pipeline_parallel_size is 2: 34 ranks, at most 32"),
         ({"pipeline_layer_split": [30]}, r"pipeline_layer_split is \[30\] and pipeline_parallel_s"),

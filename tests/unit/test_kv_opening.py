@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine import EngineArgs
 from engine.config.cache import CacheConfig, share_of_cache
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
-from engine.kv_transfer.opening import GIB, PlannedStores, weights_digest
+from engine.kv_transfer.opening import GIB, PlannedStores, namespace_of, weights_digest
 from engine.kv_transfer.stores import StoreIdentity
 
 
@@ -149,3 +151,20 @@ def test_only_what_changes_the_content_of_blocks_changes_the_digest(tmp_path: Pa
         assert digest not in known
         known.add(digest)
     assert weights_digest(weights) not in known  # a single file
+
+
+def test_stages_have_names_of_their_own() -> None:
+    """Two stages and two ranks of each layer are as many ranks."""
+    names = []
+    for sizes in ({}, {"pipeline_parallel_size": 2}, {"pipeline_layer_split": [1, 2]}):
+        count = 2 if sizes else 1
+        given = EngineArgs(**{"pipeline_parallel_size": count, **sizes}).create_config()
+        about: Any = SimpleNamespace(
+            **{name: getattr(given, name) for name in ("model", "cache", "media", "parallel")},
+            scheduler=SimpleNamespace(max_model_len=9),
+            block_size=8,
+            device="cpu",
+        )
+        facts: Any = SimpleNamespace(block_bytes=64, kv_groups=[], snapshot_blocks=0)
+        names.append(namespace_of(about, facts, None))
+    assert len(set(names)) == 3
