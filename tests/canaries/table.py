@@ -30,6 +30,7 @@ BUILDER = STEP + "builder.py"
 RETENTION = "kv/retention.py"
 SNAPSHOTS, STATES = "kv/snapshots.py", "states/decide.py"
 SLOTS, LIBRARY = "lora/decide.py", "lora/library.py"
+SHARING = "tests/unit/test_adapter_sharing.py"
 MEDIA, ARRIVALS = "mm/decide.py", "mm/arrivals.py"
 GROUP, RANK = "core/group.py", "worker/rank.py"
 TIERS, PROMOTIONS = "kv_transfer/tiers.py", "kv/promotions.py"
@@ -833,6 +834,27 @@ CANARIES = (
         "        hold(columns.seeds)\n"
         "        best = on_slots.sample_part(rows, columns, self.mine.start, *mine)\n",
         "tests/unit/test_sampling_parts.py",
+    ),
+    Canary(
+        "let other ranks keep adapters that rank 0 drops",
+        "lora/store.py",
+        "        self.on_drop(digest)\n",
+        "",
+        SHARING,
+    ),
+    Canary(
+        "let other ranks keep adapters that one of them could not read",
+        "lora/sharing.py",
+        "            self._others.tell_others(FORGET, self._number)\n",
+        "",
+        SHARING,
+    ),
+    Canary(
+        "use adapters of which ranks have read different files",
+        "lora/sharing.py",
+        "            self._check(own.digest, parts)\n",
+        "",
+        SHARING,
     ),
     Canary(
         "keep the columns of an older plan",
