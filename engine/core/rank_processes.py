@@ -18,6 +18,8 @@ from engine.ipc.ring import SPIN_SECONDS, RingWriter, Stopped
 from engine.worker.main import serve_rank
 from engine.worker.rank import CALL, RankReport, RankWorker
 
+CLOSE_SECONDS = 1.7  # a rank that does not end is killed, before its core would be
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
@@ -65,7 +67,10 @@ def start_ranks(makes: Sequence[Callable[[], RankWorker]], options: GroupOptions
         for rank, (make, values) in enumerate(zip(makes, environments, strict=True), 1):
             name = f"{options.name} rank {rank}".strip()
             arguments = (ring.handle, rank, options.spin_seconds, make, options.log_level, name)
-            children.append(Child(name, serve_rank, *arguments, environment=values))
+            one = Child(
+                name, serve_rank, *arguments, environment=values, close_seconds=CLOSE_SECONDS
+            )
+            children.append(one)
             failing.callback(children[-1].close)
         ranks = Ranks(ring, children, options)
         failing.pop_all()

@@ -35,6 +35,7 @@ from engine.errors import ConfigError, EngineDeadError
 
 CLOSE_SECONDS = 2.0  # a child that was requested to end is killed after this time
 KILL_SECONDS = 5.0  # wait at most this long for the end of a child after SIGKILL
+LOOK_SECONDS = 0.1  # between two looks whether such a child is stopped
 EXIT_SECONDS = 0.5  # wait for the exit code after the line was closed
 NOTE_SECONDS = 0.2  # wait for the exit code if another thread has collected it
 LATE_SECONDS = 30.0  # a child that is not ready after this time is logged
@@ -99,7 +100,8 @@ class Child:
     ``line`` is the child's end of a pair of sockets; ``args`` are pickled. Raises ``ConfigError``
     if one of them cannot be pickled, ``EngineDeadError`` if the process cannot be started.
     ``at_end`` is called when the process has ended or could not be started. ``environment``:
-    variables to set in the child."""
+    variables to set in the child. ``close_seconds``: after which a child that was requested to end
+    is killed; one that has a child of its own must have more than that."""
 
     place = ""
 
@@ -110,6 +112,7 @@ class Child:
         *args: Any,
         at_end: Callable[[], object] = lambda: None,
         environment: Mapping[str, str] = NO_VALUES,
+        close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         # A child may have children, too: they end with it, by the descriptors of processes.
@@ -128,7 +131,7 @@ class Child:
                 failing.callback(_dispose, self._process)
                 self._pidfd = os.pidfd_open(self.pid)
             failing.pop_all()
-        self._end_request = EndRequest()
+        self._end_request = EndRequest(close_seconds)
         self._num_oom_kills = oom_kills()
         self._lock = threading.Lock()  # only one thread may wait for the process
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
@@ -248,7 +251,8 @@ def _end(
     line.close()
     has_ended = False
     try:
-        has_ended = _has_ended(pidfd, end_request.seconds_left())
+        while not has_ended and end_request.seconds_left() and not is_stopped(process.pid):
+            has_ended = _has_ended(pidfd, min(LOOK_SECONDS, end_request.seconds_left()))
     finally:  # interrupted or not
         if not has_ended:
             process.kill()  # a stopped or hanging process would not handle another signal
@@ -297,7 +301,8 @@ def _dispose(process: SpawnProcess) -> None:
 class EndRequest:
     """Records when a child process was first requested to end, and so when to kill it."""
 
-    def __init__(self) -> None:
+    def __init__(self, close_seconds: float) -> None:
+        self._close_seconds = close_seconds
         self._at: float | None = None
 
     def send(self, line: Line) -> None:
@@ -307,7 +312,7 @@ class EndRequest:
 
     def seconds_left(self) -> float:
         waited = 0.0 if self._at is None else time.monotonic() - self._at
-        return max(0.0, CLOSE_SECONDS - waited)
+        return max(0.0, self._close_seconds - waited)
 
 
 @contextmanager
@@ -341,6 +346,15 @@ def _has_ended(pidfd: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(1000 * seconds))
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped, and so would not hear that it is requested to end."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 class ParentWatch:

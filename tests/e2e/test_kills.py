@@ -13,7 +13,7 @@ SAMPLE = (
     "client/SIGKILL/decode",
     "parent/SIGKILL/handshake",
     "server/SIGKILL/decode",
-    pytest.param("rank1/SIGSTOP/abort", marks=pytest.mark.slow),
+    pytest.param("rank1/SIGSTOP/shutdown", marks=pytest.mark.slow),
     pytest.param("rank2/raise/shutdown", marks=pytest.mark.slow),
 )
 

@@ -196,7 +196,6 @@ def surface(cuda: FakeCuda) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device_count": lambda: cuda.num_devices,
-        "get_device_name": lambda device=None: "a made-up GPU",
         "current_stream": lambda device=None: cuda.stream,
         "default_stream": lambda device=None: cuda.default,
         "stream": on,
