@@ -15,8 +15,9 @@ from interpreted.test_fake_cuda import MODES, RECORDED, SHAPE, llm_for, run, tok
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
 from support.fake_nccl import make_fake_rank
+from support.live_core import is_running
 
-from engine.core import ranks
+from engine.core import pipeline, ranks
 from engine.errors import EngineDeadError
 from engine.worker.platform.cuda import CudaPlatform
 
@@ -29,8 +30,8 @@ TWO = {"tensor_parallel_size": 2}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    case = CASES["llama"]
-    save(random_model(config_of(Case(case.family, {**case.options, **SHAPE})), seed=0), path)
+    case, sizes = CASES["llama"], {**SHAPE, "num_hidden_layers": 2}
+    save(random_model(config_of(Case(case.family, {**case.options, **sizes})), seed=0), path)
     return path
 
 
@@ -43,7 +44,9 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the other rank writes its report."""
     report = tmp_path / "rank 1"
-    monkeypatch.setattr(ranks, "make_rank", partial(make_fake_rank, str(report)))
+    for module, name in ((ranks, "make_rank"), (pipeline, "make_stage")):
+        make = partial(make_fake_rank, module.__name__, name, str(report))
+        monkeypatch.setattr(module, name, make)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return report
 
@@ -78,13 +81,13 @@ def test_tokens_are_those_of_one_worker_and_nothing_is_out_of_order(mode, model,
 
 
 @pytest.mark.slow
-def test_blocks_are_as_many_as_both_devices_have_room_for(model, other_rank):
+def test_memory_is_measured_on_both_devices(model, other_rank):
     with llm_for(model, device="cpu") as llm:
         wanted = tokens(run(llm))
     options = {**RECORDED, **TWO, "num_kv_blocks": None, "gpu_memory_utilization": 0.1}
     with FakeCuda(num_devices=2) as cuda, llm_for(model, **options) as llm:
         assert tokens(run(llm)) == wanted
-        assert 40 < llm.llm_engine.stats().num_blocks < 100_000
+        assert llm.llm_engine.session.client.decided.num_kv_blocks == 1 + 4 * 32 // 8
     ended_well(cuda, other_rank)
 
 
@@ -118,10 +121,20 @@ def test_windows_experts_and_states_are_in_order_too(family, tmp_path, other_ran
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_engine_and_is_named(model, other_rank):
     with FakeCuda(num_devices=2), llm_for(model, **RECORDED, **TWO) as llm:
-        (rank,) = multiprocessing.active_children()
+        (rank,) = (child.pid for child in multiprocessing.active_children())
         run(llm, 2, 2)
-        assert rank.pid is not None
-        os.kill(rank.pid, signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
             run(llm)
-    assert not rank.is_alive()
+    assert not is_running(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_stages_are_in_order_too(mode, model, other_rank):
+    with llm_for(model, device="cpu") as llm:
+        wanted = tokens(run(llm))
+    options = {**MODES[mode], "pipeline_parallel_size": 2}
+    with FakeCuda(num_devices=2) as cuda, llm_for(model, **options) as llm:
+        assert tokens(run(llm)) == wanted
+    ended_well(cuda, other_rank)

@@ -8,6 +8,7 @@ there, the host waits in it for the other ranks.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from engine.config.env import BLOCKING_WAIT, VISIBLE_GPUS
-from engine.core.ranks import make_rank
 from engine.worker.platform.cuda import CudaPlatform
 from engine.worker.worker import ModelWorker
 from support import triton_interpreter
@@ -133,16 +133,16 @@ class FakeNccl:
             self.cuda.compute(name, do, tuple(args), {}, [written])
 
 
-def make_fake_rank(report: str, *arguments: Any) -> ModelWorker:
-    """The worker of another rank, on a made-up device of its own. At its end it writes to the file
-    ``report`` what the device has noticed."""
+def make_fake_rank(module: str, name: str, report: str, *arguments: Any) -> ModelWorker:
+    """The worker of another rank, which this function of a module makes, on a made-up device of its
+    own. At its end it writes to the file ``report`` what the device has noticed."""
     from support.fake_cuda import FakeCuda
 
     triton_interpreter.repair()
     CudaPlatform.compiles = False
     cuda = FakeCuda()
     cuda.__enter__()
-    worker = make_rank(*arguments)
+    worker: ModelWorker = getattr(importlib.import_module(module), name)(*arguments)
     end = worker.shutdown
 
     def shutdown() -> None:
