@@ -35,7 +35,7 @@ class QuantTile(NamedTuple):
 
 # Bytes of an element of x -> rows -> (outputs, warps, stages); the first entry with enough rows is
 # used, otherwise the last. Unpacking a weight takes about as many instructions as multiplying it by
-# 64 rows, so many rows per program pay off. Float32 is for comparison; more rows would spill.
+# 64 rows, where programs of many rows pay off. Float32 is for comparison; more rows would spill.
 _TILES = {
     "sm_90": {
         2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 8, 3)},

@@ -310,15 +310,3 @@ def _choose_bytes(counts: Mapping[Kind, int], block_size: int) -> int:
     most = MOST_HELD * (needed if least <= MOST_HELD * needed else least)
     fits = [block for block in blocks if held(block) <= most]
     return min(fits, key=lambda block: (num_groups(block), held(block), block))
-
-
-def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
-    """Number of blocks for the KV of ``num_encoder_tokens`` encoder outputs, for
-    cross-attention."""
-    return -(-num_encoder_tokens // block_size)
-
-
-def agreed_num_blocks(num_blocks_by_worker: Sequence[int]) -> int:
-    """Return the number of blocks in every worker's pool: the smallest number, because a block id
-    must be valid on all workers."""
-    return min(num_blocks_by_worker)

@@ -41,7 +41,7 @@ class DeviceSlots:
     """The adapters in slots. Those that running requests use are on the device; others stay there
     until their memory is needed, least recently used first.
 
-    Memory is reserved for an adapter of the largest rank beside others of a usual one."""
+    Memory is reserved for an adapter of the largest rank next to others of a usual one."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class DeviceSlots:
     def _shortage(self, adapter: Packed) -> str:
         return (
             f"its adapter takes {adapter.num_bytes} bytes of the GPU's memory, of which "
-            f"{self._num_free()} of {self.num_bytes} bytes for adapters are free, beside those of "
+            f"{self._num_free()} of {self.num_bytes} bytes for adapters are free, without those of "
             "running requests: raise max_loras, or use adapters of a smaller rank"
         )
 

@@ -1,5 +1,5 @@
-"""What an adapter does to the outputs of a linear layer besides adding a product: DoRA scales them,
-and biases are added."""
+"""What an adapter does to the outputs of a linear layer after it has added a product: DoRA scales
+them, and biases are added."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DTYPES = {
 }
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
-MAX_METADATA = 10_000  # objects that a header may have beside those of tensors
+MAX_METADATA = 10_000  # objects of a header that are no tensors
 PIECE_BYTES = 1 << 18  # read or hashed at once
 ALIGNED = 64  # bytes; each tensor begins at a multiple
 MEMORY = "the tensors"  # what messages call an adapter from memory

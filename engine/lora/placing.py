@@ -83,7 +83,7 @@ class Places:
         """Where the rows of a tensor are; [] for a name that the checkpoint cannot have."""
         return self._places.get(name, [])
 
-    def beside(self, path: str) -> str:
+    def near(self, path: str) -> str:
         """Modules of the base model next to a path that it does not have, for messages."""
         parent = path.rpartition(".")[0]
         modules = [name.removesuffix(".weight") for name in self._places]
@@ -157,7 +157,7 @@ class _Placing:
             )
         raise self._error(
             f"it changes {path}, which the base model does not have; the base model has "
-            f"{self.places.beside(path)}"
+            f"{self.places.near(path)}"
         )
 
     def _check(self, path: str, base: Shape, mine: Shape) -> None:

@@ -69,7 +69,7 @@ class AdapterStore(Generic[C]):
     def has_room(
         self, num_bytes: int, is_needed: Callable[[str], bool], coming: Sequence[int] = ()
     ) -> bool:
-        """True if another adapter of ``num_bytes`` fits beside those that ``is_needed`` names by
+        """True if another adapter of ``num_bytes`` fits next to those that ``is_needed`` names by
         their digests, and those of the sizes in ``coming`` that are about to be added. One that is
         larger than the limit fits if there is no other."""
         sizes = [copy.num_bytes for digest, copy in self._copies.items() if is_needed(digest)]

@@ -50,7 +50,7 @@ from engine.sched.predict.loads import LoadChoice
 from engine.sched.request import Request, end_of
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
-from engine.sched.step.builder import pad_drafts, prefill_cap, room_beside_decodes, seal
+from engine.sched.step.builder import pad_drafts, prefill_cap, room_next_to_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, victims_for
@@ -274,7 +274,7 @@ class Scheduler(SchedulerInterface):
         """Number of tokens that prompts may still get in this step."""
         if self.guard.overrides(*SHAPING):
             return step.tokens_left
-        return room_beside_decodes(step, self.config, self.roster)
+        return room_next_to_decodes(step, self.config, self.roster)
 
     def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
         """How many of the ``wanted`` tokens the policy and the resources allow the request to

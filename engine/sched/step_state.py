@@ -24,7 +24,7 @@ class Step:
         self.preempted: list[Request] = []
         self.num_prompts = 0  # grants to requests that start or are still in their prompts
         self.num_prompt_tokens = 0
-        self.most_prompt_tokens: int | None = None  # see ``room_beside_decodes``
+        self.most_prompt_tokens: int | None = None  # see ``room_next_to_decodes``
         self.silent: set[int] = set()  # rows of unfinished prompts, for which no token is sampled
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted through ``DecodeFastPath.granter``

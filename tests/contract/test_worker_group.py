@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from support.digest_ranks import DigestGroup, Fault
+from support.digest_ranks import MEMORY, DigestGroup, Fault
 from support.live_core import cpu_seconds, wait_until
 from support.patience import WAIT_SECONDS
 from support.processes import children, is_spawned, open_files, state_of
@@ -54,10 +54,12 @@ def compute(run: Run, num: int = 12) -> None:
         assert run.outputs[request.request_id] == wanted
 
 
+@pytest.mark.behaviour(79)
 @pytest.mark.parametrize(("size", "is_late", "depth"), [(1, False, 1), (3, True, 2)])
 def test_a_group_computes_what_one_worker_does(size: int, is_late: bool, depth: int) -> None:
     print(f"METRONOME_SEED={SEED}")
     with a_group(size=size, is_late=is_late) as group:
+        assert group.measure() == (MEMORY - (size - 1)) // size, "the least memory decides"
         compute(run_with(group, depth=depth))
         assert group.call("noted", 3, "x") == ["noted", 3, "x"]
 

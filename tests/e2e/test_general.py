@@ -184,6 +184,7 @@ def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "transformers" in caplog.text
 
 
+@pytest.mark.behaviour(96)
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_refused_by_name_and_reason(tmp_path: Path, architecture: str) -> None:
     config_class, options, reason = REFUSED[architecture]

@@ -24,6 +24,7 @@ from policylab.verify.fake import DigestWorker, LateWorker
 from support.live_core import SizedBuild
 
 VOCAB_SIZE = 1000
+MEMORY = 1 << 20  # bytes that rank 0 has for KV blocks; each further rank has one less
 WAITS_EACH = 1000  # nanoseconds that are added at each look
 
 
@@ -56,7 +57,7 @@ class FaultyMethods:
     methods = ("noted",)
 
     def __init__(self, worker: DigestWorker, rank: int, fault: Fault) -> None:
-        self._worker = worker
+        self._worker, self._rank = worker, rank
         self._fault = fault if fault.rank == rank else Fault()
         self._counts: dict[str, int] = {}
         self.num_begun = MOST_RANKS - rank  # a higher rank is later than a lower one
@@ -69,7 +70,7 @@ class FaultyMethods:
 
     def measure(self) -> int:
         self._count("measure")
-        return 1 << 20
+        return MEMORY - self._rank
 
     def allocate(self, num_blocks: int) -> None:
         self._count("allocate")

@@ -24,8 +24,6 @@ from engine.core.starting import log_pool
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
     PagedKV,
-    agreed_num_blocks,
-    cross_attention_blocks,
     make_layout,
     one_group,
 )
@@ -315,11 +313,6 @@ def test_a_length_of_nothing_is_no_advice():
         blocks_in(1000, 16384)
 
 
-@pytest.mark.behaviour(79)
-def test_the_worker_with_the_least_memory_decides():
-    assert agreed_num_blocks([120, 100, 110]) == 100
-
-
 def layout_of(windows, max_model_len=32768):
     layers = [PagedKV(num_kv_heads=2, head_dim=64, window=window) for window in windows]
     sizes = {"block_size": 16, "max_num_batched_tokens": 512, "max_model_len": max_model_len}
@@ -378,9 +371,3 @@ def test_the_longest_request_of_a_pool(groups, usable, longest):
     if longest is not None:
         assert request_blocks(groups, 16, longest) <= usable
         assert request_blocks(groups, 16, longest + 1) > usable
-
-
-@pytest.mark.behaviour(96)
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (1500, 94)])
-def test_cross_attention_takes_the_encoder_length(tokens, blocks):
-    assert cross_attention_blocks(tokens, 16) == blocks

@@ -169,7 +169,7 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
     return threshold
 
 
-def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
+def room_next_to_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
     """Return how many more prompt tokens this step may get without slowing its decodes too much.
 
     Decodes wait for the whole step. A short queue of prompts is therefore computed in chunks of
