@@ -1,7 +1,7 @@
 """Measures tensor or pipeline parallel next to one worker with as many threads.
 
-    python benchmarks/ranks.py MODEL_DIR [--ranks 2 | --stages 2] [--workloads D32,P2000]
-                               [--rounds 6] [--dtype float32] [--json FILE]
+    python benchmarks/ranks.py MODEL_DIR [--ranks 2 | --stages 2 [--split 7 5]] [--rounds 6]
+                               [--workloads D32,P2000] [--dtype float32] [--json FILE]
 
 All engines have a process for their core, and take turns; those that rest sleep. Workloads are
 those of `workloads.py`. Printed for each: milliseconds of a turn, a step or a prompt of both, and
@@ -12,9 +12,11 @@ the decodes of n requests as N micro-batches of n / N. In the time in which each
 token, every stage computes all N micro-batches and reads its weights N times, where one worker
 reads its weights once. As a stage has 1 / N of the layers, that is the time in which one worker
 with one thread computes a step of n / N rows. So the floor of D32 with two stages is the time of
-D16 on one worker with one thread. Stages reach it if none ever waits for another and all are of the
-same size; processors that share their memory's bandwidth may make the floor itself unreachable.
-For a prompt of c chunks of the same size, N stages take (c + N - 1) / (c N) of one thread's time.
+D16 on one worker with one thread. Stages reach it if none ever waits for another and all take the
+same time. By default they have the same bytes, but a decode reads the whole output layer and one
+row of the embedding, while a prompt computes one row of the output layer: --split sets the layers
+of each stage. Processors that share their memory's bandwidth may make the floor unreachable. For a
+prompt of c chunks, N equal stages take (c + N - 1) / (c N) of one thread's time.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def engine(
             num_threads=num_threads or args.stages or args.ranks,
             tensor_parallel_size=ranks,
             pipeline_parallel_size=stages,
+            pipeline_layer_split=args.split if stages > 1 else None,
             max_model_len=2048,
             num_kv_blocks=2048,
             enable_prefix_caching=False,
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stages", type=int, default=0)
+    parser.add_argument("--split", type=int, nargs="+")
     parser.add_argument("--workloads", default="D32,P2000")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="auto")
