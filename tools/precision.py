@@ -16,8 +16,8 @@ Families are the tiny random models that tests make; `box` is the model in the b
 with a tokenizer reads this project's documentation, any other one random tokens. --isa goes through
 everything once for each body of the CPU kernels, in processes of their own. --ranks computes each
 model in so many processes (tensor parallel); models that cannot be divided so are left out. At the
-end of each model two fresh processes answer the same requests: tokens and log-probabilities must be
-the same to the last bit.
+end of each model two fresh processes answer the same requests, the second one with two stages of a
+pipeline if the family is native: tokens and log-probabilities must be the same to the last bit.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from support.watched import WAYS  # noqa: E402
 from engine.assets import BOX_MODEL  # noqa: E402
 from engine.config.model import read_model_info  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
+from engine.models.load import native_spec  # noqa: E402
 
 LENGTH = 500  # tokens of a text
 ISA = "METRONOME_CPU_ISA"
@@ -131,11 +132,18 @@ def run_here(args: argparse.Namespace) -> list[dict[str, Any]]:
             for ratio in ratios:
                 show(model.name, ratio)
                 rows.append({"isa": isa, "model": model.name, **as_json(ratio)})
-            one, other = (of_a_fresh_process(model.path, options) for _ in range(2))
+            staged = {"pipeline_parallel_size": 2} if is_native(model.path) else {}
+            one, other = (
+                of_a_fresh_process(model.path, {**options, **more}) for more in ({}, staged)
+            )
             rows.append({"isa": isa, "model": model.name, "is_repeatable": one == other})
             same = "answer alike" if one == other else "ANSWER OTHERWISE"
             print(f"{model.name:28} two processes {same}; {time.perf_counter() - began:.0f} s")
     return rows
+
+
+def is_native(path: Path) -> bool:
+    return native_spec(read_model_info(path)) is not None
 
 
 def as_json(ratio: Ratio) -> dict[str, Any]:
