@@ -240,7 +240,7 @@ class RankWatch:
         return error
 
     def start_error_of(self, rank: int, report: RankReport) -> EngineError:
-        """The same, for a start: a mistake of the user stays one."""
+        """The error for what a rank has reported of a start. A user's mistake keeps its class."""
         kind = KINDS.get(report.kind)
         return self.error_of(rank, report) if kind is None else kind(report.message)
 

@@ -67,7 +67,8 @@ class OtherWorkers(Protocol):
         """Run a method of these workers. Returns their values."""
 
     def begin_others(self, name: str, *args: Any) -> Callable[[], None]:
-        """The same during a start. Returns a function that waits for the end."""
+        """Begin to run a method of these workers during a start. Returns a function that waits for
+        the end."""
 
 
 def methods_of(copies: RankCopies) -> dict[str, Callable[..., Any]]:

@@ -218,7 +218,7 @@ class Adapters(Feature):
         self._loaded[slot] = adapter
 
     def _load_ends(self, slot: int, adapter: AdapterProducts) -> None:
-        """The same for the embedding and the output layer, as far as a stage has them."""
+        """Load the parts for the embedding and the output layer, as far as a stage has them."""
         layers = self._model.adapted
         if layers.table is not None:
             layers.table.put(slot, adapter.embedding)

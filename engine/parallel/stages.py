@@ -33,7 +33,7 @@ class Links:
         results: Sender | None,
     ) -> None:
         self.collectives = collectives
-        """Of the ranks of the stage."""
+        """The operations of the ranks of the stage."""
         self.entering = entering
         """Hidden states of the stage before."""
         self.leaving = leaving

@@ -23,7 +23,7 @@ class Entering(Protocol):
     """The hidden states with which the layers of a later stage of a pipeline begin."""
 
     def of(self, rows: PlanRows, num_tokens: int) -> torch.Tensor:
-        """Those of rows of the step, followed by those of padding, [num_tokens, H]."""
+        """Hidden states [num_tokens, H] of rows of the step, then of padding."""
         ...
 
 

@@ -1,7 +1,6 @@
 """What a rank has spent the time of its steps with: computing, or waiting for other ranks.
 
-Each rank counts by itself, and shows the counts in memory that the core reads when it is asked for
-statistics.
+Each rank counts by itself, and shows the counts in memory that the core reads for its statistics.
 """
 
 from __future__ import annotations

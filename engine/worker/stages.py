@@ -276,7 +276,7 @@ class StageWorker(ModelWorker):
 
     @property
     def collectives(self) -> Stoppable | None:
-        """Those of the ranks of this stage, if there are several."""
+        """The operations of the ranks of this stage, if there are several."""
         return self._links.collectives
 
     # -- helpers
