@@ -14,9 +14,11 @@ from e2e.box_engine import EXACT
 from e2e.test_ngram import ASKED, BOX, NGRAM, answers
 from e2e.test_tensor_parallel import OTHERS, assert_close
 from e2e.tiny_models import TinyModels
+from support.fingerprint import of_a_fresh_process
 from support.processes import nothing_left, ranks_of
 
 from engine import LLM, EngineArgs, LLMEngine, SamplingParams
+from engine.assets import BOX_MODEL
 from engine.core.replay import replay
 from engine.errors import ConfigError, EngineDeadError
 
@@ -151,3 +153,12 @@ def test_pooled_requests_have_the_same_vectors(
         found[-1] += [np.array(each.outputs.data) for each in tokens]
     for one, other in zip(*found, strict=True):
         assert one.shape == other.shape and np.abs(one - other).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_stages_have_the_bits_of_one_worker_in_bfloat16() -> None:
+    options = {"dtype": "bfloat16", "num_threads": 1}
+    alone, together = (
+        of_a_fresh_process(BOX_MODEL, options | {"pipeline_parallel_size": size}) for size in (1, 2)
+    )
+    assert together == alone
