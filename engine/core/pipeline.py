@@ -204,7 +204,7 @@ def shape_of_hidden(config: ResolvedConfig, info: ModelInfo) -> Shape:
     pools = read_pooling(info, config.model) is not None
     spec = spec_of_stages(info, count, pools=pools)
     if split is not None:
-        given_parts(split, count, len(spec.layers))
+        given_parts(split, len(spec.layers))
     sched = config.scheduler
     largest = sched.max_num_batched_tokens * spec.hidden_size * WIDEST
     return Shape.of(largest, sched.num_steps_in_flight)

@@ -30,7 +30,7 @@ class Pipeline:
         if self.count == 1:
             return Stage(0, 1, range(len(spec.layers)))
         if self.layer_split:
-            parts = given_parts(self.layer_split, self.count, len(spec.layers))
+            parts = given_parts(self.layer_split, len(spec.layers))
         else:
             parts = split_layers(*sizes_of(spec, num_bytes), self.count)
         return Stage(self.index, self.count, parts[self.index])
@@ -79,20 +79,14 @@ def sizes_of(
     return layers, (ends[0], ends[1])
 
 
-def given_parts(split: Sequence[int], count: int, num_layers: int) -> list[range]:
-    """The layers of each stage for ``pipeline_layer_split``. Raises ``ConfigError`` unless it has a
-    positive number for each of ``count`` stages and their sum is that of all layers."""
-    text = ", ".join(map(str, split))
-    way_out = "or leave it out, and layers are divided by the size of their weights"
-    if len(split) != count:
+def given_parts(split: Sequence[int], num_layers: int) -> list[range]:
+    """The layers of each stage for ``pipeline_layer_split``, positive numbers. Raises
+    ``ConfigError`` unless their sum is that of all layers."""
+    if sum(split) != num_layers:
         raise ConfigError(
-            f"pipeline_layer_split is {text}, which are {len(split)} numbers, and "
-            f"pipeline_parallel_size is {count}: give a number of layers for each stage, {way_out}"
-        )
-    if min(split) < 1 or sum(split) != num_layers:
-        raise ConfigError(
-            f"pipeline_layer_split is {text}, and the model has {num_layers} layers: give positive "
-            f"numbers whose sum is {num_layers}, {way_out}"
+            f"pipeline_layer_split is {', '.join(map(str, split))}, and the model has {num_layers} "
+            f"layers: give numbers whose sum is {num_layers}, or leave it out, and layers are "
+            "divided by the size of their weights"
         )
     return [range(*pair) for pair in pairwise(accumulate(split, initial=0))]
 

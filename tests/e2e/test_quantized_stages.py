@@ -10,7 +10,7 @@ from e2e.test_quantized import DIRECTORIES, MORE_WITH_STATES, written
 from e2e.test_quantized_slices import made_gguf
 from e2e.test_stages import compare, splits_of
 
-FEW = {"awq", "gptq-fused-files", "ct-w4a16"}
+FEW = {"awq", "gptq-fused-files"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_stages_have_quantised_modules(tmp_path: Path, name: str, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.Q4_K, pytest.param(Kind.F16, marks=pytest.mark.slow)], ids=lambda kind: kind.name
+    "kind", [pytest.param(Kind.Q4_K, marks=pytest.mark.slow), Kind.F16], ids=lambda kind: kind.name
 )
 def test_stages_have_parts_of_gguf_files(tmp_path: Path, kind: Kind, seed: int) -> None:
     path = made_gguf(tmp_path, kind)

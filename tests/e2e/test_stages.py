@@ -13,7 +13,7 @@ import pytest
 import torch
 from e2e.paged import PagedRun
 from e2e.test_recorded_ranks import placed
-from e2e.test_slices import FEW, LONGEST, NEW, TOKENS
+from e2e.test_slices import LONGEST, NEW, TOKENS
 from e2e.tiny_models import CASES, VOCAB, Case, TinyModels, config_of
 from support.rank_threads import run_ranks
 
@@ -119,6 +119,8 @@ def splits_of(path: str | os.PathLike) -> list[Split]:
     return [(1, num - 1), *([(num - 2, 1, 1)] if num > 2 else [])]
 
 
+FEW = {"llama", "llama-mha-tied-biased", "gemma2", "lfm2", "jamba-moe"}
+"""Families that differ in what stages have; the others are slow."""
 EVERY = [pytest.param(name, marks=() if name in FEW else [pytest.mark.slow]) for name in CASES]
 
 
@@ -139,10 +141,15 @@ def test_ranks_compute_stages(tiny_models: TinyModels, name: str, seed: int) -> 
     [
         ("llama", {"dtype": "bfloat16"}),
         ("llama-mha-tied-biased", {"quantization": "int8"}),
-        ("gemma2", {"quantization": "int4", "dtype": "bfloat16"}),
-        ("qwen3.5", {"quantization": "int8", "dtype": "bfloat16"}),
-        ("granite-hybrid", {"dtype": "bfloat16"}),
         ("olmo2", {"load_format": "dummy", "dtype": "bfloat16"}),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow)
+            for name, options in (
+                ("gemma2", {"quantization": "int4", "dtype": "bfloat16"}),
+                ("qwen3.5", {"quantization": "int8", "dtype": "bfloat16"}),
+                ("granite-hybrid", {"dtype": "bfloat16"}),
+            )
+        ),
     ],
     ids=str,
 )

@@ -61,14 +61,8 @@ def test_divisions_that_are_impossible_are_named() -> None:
         ConfigError, match=r"pipeline_parallel_size is 4, and the model has 3 lay.*3"
     ):
         split_layers([1.0] * 3, (0.0, 0.0), 4)
-    for split, message in (
-        (
-            (2, 2),
-            "pipeline_layer_split is 2, 2, which are 2 numbers, and pipeline_parallel_size is 3",
-        ),
-        ((2, 2, 3), "pipeline_layer_split is 2, 2, 3, and the model has 8 layers: .* sum is 8"),
-        ((9, 0, -1), "pipeline_layer_split is 9, 0, -1, and the model has 8 layers: give positive"),
+    with pytest.raises(
+        ConfigError, match=r"split is 2, 2, 3, and the model has 8 layers.* sum is 8"
     ):
-        with pytest.raises(ConfigError, match=message):
-            given_parts(split, 3, 8)
-    assert given_parts((2, 5, 1), 3, 8) == [range(2), range(2, 7), range(7, 8)]
+        given_parts((2, 2, 3), 8)
+    assert given_parts((2, 5, 1), 8) == [range(2), range(2, 7), range(7, 8)]
