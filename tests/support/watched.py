@@ -18,7 +18,7 @@ from engine.config.model import ModelInfo, read_model_info
 from engine.core.build import wire
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
-from engine.core.rank_processes import GroupOptions, Ranks
+from engine.core.rank_processes import GroupOptions, start_ranks
 from engine.core.ranks import RankOfModel, threads_of_rank
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.requests import AddRequest
@@ -155,7 +155,7 @@ def make_worker(config: ResolvedConfig, info: ModelInfo, show: Show) -> WatchedW
     num_threads = size * (config.num_threads or 1)
     meeting = Meeting(size, num_threads=num_threads, wait_seconds=WAIT_SECONDS, on_gpus=False)
     arguments = config, info, meeting.place
-    ranks = Ranks(
+    ranks = start_ranks(
         [partial(make_rank, *arguments, rank, show_nothing) for rank in range(1, size)],
         GroupOptions(log_level="error"),
     )
