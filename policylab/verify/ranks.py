@@ -18,9 +18,9 @@ from policylab.verify.case import RankFault
 from policylab.verify.fake import DigestWorker
 
 FAULTS = ("raises", "hangs", "skips a plan", "repeats a plan", "draws others")
-LATE = 0.3  # share of messages before which a rank that is late carries out nothing
+LATE = 0.3  # share of messages and looks at which a rank carries out nothing
 DUE = 8  # plans after a fault, by which it must be found
-PATIENCE = 8  # looks at a rank that does nothing, before it counts as hanging
+PATIENCE = 40  # looks at a rank that does nothing, before it counts as hanging
 
 
 class FaultyWorker:
@@ -84,7 +84,7 @@ class LocalRanks:
         self._words = [[0] * NUM_WORDS for _ in workers]
         self._queues: list[deque[bytes]] = [deque() for _ in workers]
         self._reports: list[list[RankReport]] = [[] for _ in workers]
-        self._num_looks = 0
+        self._num_looks = [0] * len(workers)  # in a row, at which a rank has done nothing
         self._num_plans = 0
         self._num_calls = 0
         self._workers = [
@@ -130,16 +130,16 @@ class LocalRanks:
         """Nothing has a limit of time."""
 
     def check(self) -> None:
-        for rank in range(1, len(self) + 1):
-            self._carry_out(rank)
-        self._num_looks += 1
+        for rank, queue in enumerate(self._queues, 1):
+            before = len(queue)
+            if self._rng.random() >= LATE:
+                self._carry_out(rank)
+            is_stuck = queue and len(queue) == before
+            self._num_looks[rank - 1] = self._num_looks[rank - 1] + 1 if is_stuck else 0
+            if self._num_looks[rank - 1] > PATIENCE:
+                self.fail(RankError(f"rank {rank} has not answered"))
         if self._error is not None:
             raise self._error
-        late = [rank for rank, queue in enumerate(self._queues, 1) if queue]
-        if late and self._num_looks > PATIENCE:
-            self.fail(RankError(f"rank {late[0]} has not answered"))
-        if not late:
-            self._num_looks = 0
 
     def fail(self, error: RankError) -> None:
         self._error = self._error or error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.errors import RankError
 from engine.messages.requests import ERROR_CODES
 from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
@@ -31,7 +32,11 @@ def shown(value: object) -> str:
 
 
 def raised(error: Exception) -> str:
-    """Describe an exception that a hook raised: its type, message and source line."""
+    """Describe an exception that a hook raised: its type, message and source line. The failure of a
+    rank, which a hook meets when it looks for blocks outside the pool, is no fault of the hook and
+    is raised again."""
+    if isinstance(error, RankError):
+        raise error
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
     except Exception:  # its __str__ may raise
