@@ -27,7 +27,7 @@ class Finds(Resource):
 @pytest.mark.parametrize("added", [{"policy": Looks()}, {"resources": [Finds()]}])
 def test_the_failure_of_a_rank_is_not_a_fault_of_a_plug_in(added) -> None:
     run = make_run(**added)
-    run.add(make_request("a", [1, 2]))
     with pytest.raises(RankError, match="SIGKILL"):
+        run.add(make_request("a", [1, 2]))
         run.scheduler.schedule()
     assert run.scheduler.make_stats().num_policy_faults == 0
