@@ -81,7 +81,7 @@ def test_each_core_has_a_port_of_its_own() -> None:
     found = [peer_options(options, rank, 4) for rank in range(4)]
     assert [each.address for each in found] == [f"tcp://10.0.0.1:{65530 + n}" for n in range(4)]
     assert len({each.engine_id for each in found}) == 4
-    with pytest.raises(ConfigError, match=r"kv_port is 65530, must be in 1\.\.65529; each core"):
+    with pytest.raises(ConfigError, match=r"kv_port is 65530, must be in 1\.\.65529; each rank"):
         peer_options(options, 0, 6)
 
 
