@@ -31,11 +31,11 @@ from engine.worker.rank import (
     COLLECT,
     LAUNCH,
     NO_MASKS,
+    NOTIFY,
     NUM_RESULTS,
     PREVIEW,
     RESULTS,
     SAMPLE,
-    TELL,
     TIMES,
     RankPlace,
     RankReport,
@@ -292,10 +292,10 @@ class WorkerGroup:
             raise failed
         return value
 
-    def tell_others(self, name: str, *args: Any) -> None:
+    def notify_others(self, name: str, *args: Any) -> None:
         """Let the workers of all ranks but rank 0 run a method, between the plans before and those
         after. An error in it ends the rank. Raises ``RankError`` if the group has stopped."""
-        self._ranks.send(TELL, msgspec.msgpack.encode([name, args]))
+        self._ranks.send(NOTIFY, msgspec.msgpack.encode([name, args]))
 
     def call_others(self, name: str, *args: Any) -> list[Any]:
         """Run a method of the workers of all ranks but rank 0. Returns their values. Raises
@@ -310,7 +310,7 @@ class WorkerGroup:
     def begin_others(self, name: str, *args: Any) -> Callable[[], None]:
         """Let the workers of all ranks but rank 0 run a method during the start. Returns a function
         that waits for the end, and raises the error of the lowest rank that has one."""
-        answers = self._ranks.call("call", name, *args, is_start=True)
+        answers = self.start_call_on_others(name, *args)
 
         def end() -> None:
             for rank, report in enumerate(answers.wait(), 1):
@@ -319,9 +319,9 @@ class WorkerGroup:
 
         return end
 
-    def ask_others(self, name: str, *args: Any) -> Answers:
+    def start_call_on_others(self, name: str, *args: Any) -> Answers:
         """Let the workers of all ranks but rank 0 run a method, without waiting. If it returns a
-        ``Future``, they compute plans meanwhile. Returns what they report, errors among them."""
+        ``Future``, they compute plans meanwhile. Returns their reports, which may be errors."""
         return self._ranks.call("call", name, *args, is_start=True)
 
     def rank_times(self) -> list[StepTimes]:

@@ -60,7 +60,7 @@ class Copies(RankCopies, Protocol):
 class OtherWorkers(Protocol):
     """A group of workers; see ``engine.core.group.WorkerGroup``."""
 
-    def tell_others(self, name: str, *args: Any) -> None:
+    def notify_others(self, name: str, *args: Any) -> None:
         """Let the workers of all ranks but rank 0 run a method, without waiting for it."""
 
     def call_others(self, name: str, *args: Any) -> list[Any]:
@@ -164,7 +164,7 @@ class GroupCopies(MergedCopies):
         self.planned = own.planned
         self._of_rank_0 = own
         self._begin = workers.begin_others
-        self._tell = workers.tell_others
+        self._notify = workers.notify_others
 
     def open(self, num_blocks: int, namespace: str) -> None:
         """Open the stores of all ranks. Raises ``ConfigError``."""
@@ -175,7 +175,7 @@ class GroupCopies(MergedCopies):
     def announce(self, host: str, port: int, keys: Sequence[bytes]) -> None:
         """Expect blocks of each rank at the same rank of another engine."""
         self._of_rank_0.announce(host, port, keys)
-        self._tell(ANNOUNCE, host, port, list(keys))
+        self._notify(ANNOUNCE, host, port, list(keys))
 
 
 def merged(reports: Sequence[Loaded]) -> Loaded:

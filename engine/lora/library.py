@@ -182,7 +182,7 @@ class AdapterLibrary:
         """Let the other ranks of a group read and keep the same adapters. To be called before any
         is read."""
         self._reader = SharedReader(self._reader, group)
-        self.store.on_drop = partial(group.tell_others, DROP)
+        self.store.on_drop = partial(group.notify_others, DROP)
 
     def shutdown(self) -> None:
         self._reader.shutdown()

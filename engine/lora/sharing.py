@@ -47,9 +47,9 @@ class Answers(Protocol):
 class OtherRanks(Protocol):
     """The workers of further ranks; see ``engine.core.group.WorkerGroup``."""
 
-    def tell_others(self, name: str, *args: Any) -> None: ...
+    def notify_others(self, name: str, *args: Any) -> None: ...
 
-    def ask_others(self, name: str, *args: Any) -> Answers: ...
+    def start_call_on_others(self, name: str, *args: Any) -> Answers: ...
 
 
 class SharedReader:
@@ -64,7 +64,7 @@ class SharedReader:
         number = next(self._numbers)
         is_here = os.path.isdir(order.path)  # other ranks may have another current directory
         path = os.path.abspath(order.path) if is_here else order.path
-        answers = self._others.ask_others(READ, number, order._replace(path=path))
+        answers = self._others.start_call_on_others(READ, number, order._replace(path=path))
         return SharedReading(number, order, self._own.submit(order), answers, self._others)
 
     def shutdown(self) -> None:
@@ -100,9 +100,9 @@ class SharedReading:
             parts = [self._part(rank, one) for rank, one in enumerate(self._reports, 1)]
             self._check(own.digest, parts)
         except Exception:
-            self._others.tell_others(FORGET, self._number)
+            self._others.notify_others(FORGET, self._number)
             raise
-        self._others.tell_others(KEEP, self._number)
+        self._others.notify_others(KEEP, self._number)
         made: Any = own
         return replace(
             made,
@@ -119,7 +119,7 @@ class SharedReading:
         self._own.hurry(is_alone)
         if is_alone != self._is_alone:
             self._is_alone = is_alone
-            self._others.tell_others(HURRY, self._number, is_alone)
+            self._others.notify_others(HURRY, self._number, is_alone)
 
     # -- helpers
 

@@ -26,7 +26,7 @@ KEEP, DROP = "keep_pixels", "drop_pixels"  # methods of the workers of other ran
 class OtherRanks(Protocol):
     """The workers of further ranks."""
 
-    def tell_others(self, name: str, *args: Any) -> None:
+    def notify_others(self, name: str, *args: Any) -> None:
         """Let them run a method, before the plans that come after."""
         ...
 
@@ -63,7 +63,7 @@ class PixelStore:
         """Keep checked content until ``drop``."""
         self._pixels[key] = pixels
         if self._others is not None:
-            self._others.tell_others(KEEP, key, msgspec.msgpack.encode(pixels))
+            self._others.notify_others(KEEP, key, msgspec.msgpack.encode(pixels))
 
     def share(self, group: OtherRanks) -> None:
         """Let the other ranks of a group keep what this store keeps."""
@@ -111,7 +111,7 @@ class PixelStore:
     def drop(self, key: str) -> None:
         """Drop content that no unfinished request uses, if there is any."""
         if self._pixels.pop(key, None) is not None and self._others is not None:
-            self._others.tell_others(DROP, key)
+            self._others.notify_others(DROP, key)
         self.encoded(key)
 
     # -- helpers

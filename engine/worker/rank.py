@@ -28,7 +28,7 @@ from engine.observe.guard import Failures, ObserverGuard
 from engine.worker.rank_times import StepClock, Waited
 
 # What a message in the ring begins with.
-LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL, TELL = b"L", b"P", b"S", b"N", b"C", b"F", b"T"
+LAUNCH, PREVIEW, SAMPLE, NO_MASKS, COLLECT, CALL, NOTIFY = b"L", b"P", b"S", b"N", b"C", b"F", b"M"
 
 NUM_DONE = 0  # the word in which a rank counts the messages that it has carried out
 RESULTS = 1  # the first of the words with checksums of results, by number of the step
@@ -122,7 +122,7 @@ class Rank:
             ord(NO_MASKS): self._sample,
             ord(COLLECT): self._collect,
             ord(CALL): self._call,
-            ord(TELL): self._tell,
+            ord(NOTIFY): self._notify,
         }
 
     @property
@@ -187,7 +187,7 @@ class Rank:
         else:
             self._report(report_of(error, number))
 
-    def _tell(self, message: bytes) -> None:
+    def _notify(self, message: bytes) -> None:
         name, args = msgspec.msgpack.decode(message[1:])
         self._worker.call(name, *args)
 

@@ -845,7 +845,7 @@ CANARIES = (
     Canary(
         "let other ranks keep adapters that one of them could not read",
         "lora/sharing.py",
-        "            self._others.tell_others(FORGET, self._number)\n",
+        "            self._others.notify_others(FORGET, self._number)\n",
         "",
         SHARING,
     ),

@@ -18,7 +18,7 @@ from engine.lora.library import AdapterLibrary, Version
 from engine.lora.loading import FutureReading, Order
 from engine.lora.store import AdapterStore
 from engine.messages.adapters import AdapterSource
-from engine.worker.rank import CALL, TELL, Rank, RankReport
+from engine.worker.rank import CALL, NOTIFY, Rank, RankReport
 from policylab.verify.fake import CountingWorker
 
 SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
@@ -89,10 +89,10 @@ class Group:
         self.library = AdapterLibrary(self.disks[0], self.store, most_pinned=1)
         self.library.share(self)
 
-    def tell_others(self, name: str, *args: Any) -> None:
-        self._send(TELL, name, *args)
+    def notify_others(self, name: str, *args: Any) -> None:
+        self._send(NOTIFY, name, *args)
 
-    def ask_others(self, name: str, *args: Any) -> Answered:
+    def start_call_on_others(self, name: str, *args: Any) -> Answered:
         self._send(CALL, "call", name, *args)
         self.num_calls += 1
         return Answered(self.reports, self.num_calls - 1)
