@@ -108,18 +108,16 @@ class EngineConfig(EngineOptions):
                 f"tokenizer_pool_size is {self.tokenizer_pool_size} and skip_tokenizer_init is "
                 "True: text processes need a tokenizer; set only one of the two"
             )
-        cores = os.cpu_count() or 1
+        cores, whose = os.cpu_count() or 1, "the cores of this machine"
         if "ray" in (self.core.data_parallel_backend, self.parallel.distributed_executor_backend):
-            # nodes may have more
-            cores = max(cores, MAX_THREADS)
+            cores, whose = max(cores, MAX_THREADS), "with Ray"  # nodes may have more
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
             raise ConfigError(
-                f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "
-                "machine (None: the cores that this process may use)"
+                f"num_threads is {self.num_threads}, must be in 1..{cores}, {whose} "
+                "(None: the cores that this process may use)"
             )
         self._check_events()
         self._check_ranks()
-        self._check_stages()
         if self.parallel.distributed_executor_backend == "ray":
             self._check_placed_ranks()
         if self.core.prefill_cores:
@@ -141,40 +139,24 @@ class EngineConfig(EngineOptions):
 
     def _check_ranks(self) -> None:
         """Raise ``ConfigError`` for options that several ranks cannot have."""
-        size = self.parallel.tensor_parallel_size
-        names = {
-            "data_parallel_backend": self.core.data_parallel_backend == "ray",
-        }
-        for name in [name for name, is_used in names.items() if is_used and size > 1]:
+        parallel = self.parallel
+        if parallel.num_workers > 1 and self.core.data_parallel_backend == "ray":
             raise ConfigError(
-                f"tensor_parallel_size is {size}, and {name} needs a model on one device: leave "
-                "one of the two out"
+                f"{parallel.sizes}, and data_parallel_backend is 'ray', whose cores have one rank "
+                "each: leave it out; tensor_parallel_size with distributed_executor_backend='ray' "
+                "places the ranks of one core"
             )
-
-    def _check_stages(self) -> None:
-        """Raise ``ConfigError`` for options that a pipeline of stages cannot have."""
-        if (count := self.parallel.pipeline_parallel_size) == 1:
-            return
         drafts = self.scheduler.speculative_config or {}
-        names = {
-            "data_parallel_backend='ray'": self.core.data_parallel_backend == "ray",
-            "a draft model in speculative_config": drafts.get("model") is not None,
-        }
-        for name in [name for name, is_used in names.items() if is_used]:
+        if parallel.pipeline_parallel_size > 1 and drafts.get("model") is not None:
             raise ConfigError(
-                f"pipeline_parallel_size is {count}, and {name} needs each layer on the same rank: "
-                "leave one of the two out"
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model "
+                f"{drafts['model']!r:.80} in speculative_config needs all layers on one rank: "
+                "choose another method for drafts, such as 'ngram', or use tensor_parallel_size"
             )
 
     def _check_placed_ranks(self) -> None:
         """Raise ``ConfigError`` for options that ranks on several nodes cannot have."""
         parallel, core = self.parallel, self.core
-        if parallel.tensor_parallel_size == 1:
-            raise ConfigError(
-                "distributed_executor_backend is 'ray', but tensor_parallel_size is 1, so there "
-                "are no ranks to place: set it, or place whole cores with "
-                "data_parallel_backend='ray'"
-            )
         names = {
             "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
             core.sizes.replace(" is ", "="): core.num_cores > 1,
@@ -184,6 +166,12 @@ class EngineConfig(EngineOptions):
             raise ConfigError(
                 f"distributed_executor_backend is 'ray', and {name} needs all ranks on one "
                 "machine: leave one of the two out"
+            )
+        if parallel.tensor_parallel_size == 1:
+            raise ConfigError(
+                "distributed_executor_backend is 'ray', but tensor_parallel_size is 1, so there "
+                "are no ranks to place: set it, or place whole cores with "
+                "data_parallel_backend='ray'"
             )
 
     def _check_events(self) -> None:

@@ -37,8 +37,14 @@ FOREIGN: dict[str, str] = {
     "speculative_config; leave it out",
     "task": "set runner and convert; requests may choose among the model's tasks",
     "override_pooler_config": "set pooler_config",
-    "speculative_draft_tensor_parallel_size": "a draft model runs on the device of the model; "
-    "leave it out",
+    "speculative_draft_tensor_parallel_size": "each rank has the whole draft model; leave it out",
+}
+
+# Short forms.
+FOREIGN |= {
+    "tp": "set tensor_parallel_size (-tp)",
+    "pp": "set pipeline_parallel_size (-pp)",
+    "dp": "set data_parallel_size (-dp)",
 }
 
 # llama.cpp's, also in their short forms.
@@ -62,8 +68,14 @@ FOREIGN |= {
     ),
     **dict.fromkeys(
         ("n_gpu_layers", "gpu_layers", "ngl"),
-        "all layers are on one device; leave it out, or set device",
+        "no layer is on a CPU next to a GPU; leave it out, or set device",
     ),
+    **dict.fromkeys(
+        ("tensor_split", "ts", "split_mode", "sm"),
+        "set tensor_parallel_size, whose ranks have equal parts, or pipeline_parallel_size and "
+        "pipeline_layer_split",
+    ),
+    **dict.fromkeys(("main_gpu", "mg"), "set CUDA_VISIBLE_DEVICES, whose first GPU is used first"),
     **dict.fromkeys(
         ("flash_attn", "fa", "cont_batching", "jinja", "mlock", "no_mmap", "metrics", "slots"),
         "it is always so, or has no use here; leave it out",
@@ -99,9 +111,10 @@ _SERVER = "the server is one process without this switch; leave it out"
 for _reason, _names in {
     _SIZES: "enable_expert_parallel decode_context_parallel_size prefill_context_parallel_size "
     "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls "
-    "enable_eplb enable_dbo fully_sharded_loras",
+    "enable_eplb enable_dbo fully_sharded_loras all2all_backend placement_group",
     _NODES: "nnodes node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
-    "data_parallel_address data_parallel_rpc_port",
+    "data_parallel_address data_parallel_rpc_port data_parallel_start_rank "
+    "data_parallel_hybrid_lb data_parallel_external_lb",
     _LORA: "lora_dtype lora_extra_vocab_size enable_lora_bias specialize_active_lora "
     "lora_target_modules enable_tower_connector_lora default_mm_loras",
     _NO_MEDIA: "media_io_kwargs "

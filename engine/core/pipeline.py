@@ -32,7 +32,7 @@ from engine.errors import RankError
 from engine.ipc.plans import decode
 from engine.messages.step import Column, StepResult
 from engine.models.load import spec_of_stages
-from engine.models.stages import Pipeline, given_parts
+from engine.models.stages import Pipeline, check_count, given_parts
 from engine.observe.guard import Failures
 from engine.parallel.channel import Receiver, Shape
 from engine.parallel.meeting import Meeting
@@ -156,8 +156,9 @@ def start_pipeline(
         makes = [partial(make_stage, *arguments, rank) for rank in range(1, sizes.num_workers)]
         ranks = start_ranks(makes, options)
         failing.callback(ranks.close)
-        own = stage_worker(config, info, features, failures, meeting.junction, 0)
-        own.step_seconds = options.hang_timeout
+        own = stage_worker(
+            config, info, features, failures, meeting.junction, options.hang_timeout, 0
+        )
         results = meeting.junction.open_results()
         ranks.watch.stops.append(meeting.stop)
         ranks.watch.waits = meeting.is_waiting
@@ -177,9 +178,8 @@ def make_stage(
     rank: int,
 ) -> StageWorker:
     """Create the worker of another rank, in its process."""
-    worker = stage_worker(config, info, make_features(rank), Failures(), junction, rank)
-    worker.step_seconds = step_seconds
-    return worker
+    features = make_features(rank)
+    return stage_worker(config, info, features, Failures(), junction, step_seconds, rank)
 
 
 def stage_worker(
@@ -188,13 +188,16 @@ def stage_worker(
     features: Sequence[Feature],
     failures: Failures,
     junction: Junction,
+    step_seconds: float,
     rank: int,
 ) -> StageWorker:
-    """Create the worker of a rank."""
+    """Create the worker of a rank. step_seconds: how long others may take for a step."""
     split = config.parallel.pipeline_layer_split or ()
     place = Pipeline(rank // junction.stage_size, junction.num_stages, tuple(split))
     links, pooling = junction.open(rank), read_pooling(info, config.model)
-    return StageWorker(config, info, features, failures, links, place, pooling)
+    worker = StageWorker(config, info, features, failures, links, place, pooling)
+    worker.step_seconds = step_seconds
+    return worker
 
 
 def shape_of_hidden(config: ResolvedConfig, info: ModelInfo) -> Shape:
@@ -203,6 +206,7 @@ def shape_of_hidden(config: ResolvedConfig, info: ModelInfo) -> Shape:
     split, count = config.parallel.pipeline_layer_split, config.parallel.pipeline_parallel_size
     pools = read_pooling(info, config.model) is not None
     spec = spec_of_stages(info, count, pools=pools)
+    check_count(count, len(spec.layers))  # before processes start, as the next
     if split is not None:
         given_parts(split, len(spec.layers))
     sched = config.scheduler

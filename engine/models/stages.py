@@ -91,6 +91,15 @@ def given_parts(split: Sequence[int], num_layers: int) -> list[range]:
     return [range(*pair) for pair in pairwise(accumulate(split, initial=0))]
 
 
+def check_count(count: int, num_layers: int) -> None:
+    """Raise ``ConfigError`` if there are fewer layers than stages."""
+    if count > num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}, and the model has {num_layers} layers: each stage "
+            f"needs one, so use at most {num_layers}"
+        )
+
+
 def split_layers(layers: Sequence[float], ends: tuple[float, float], count: int) -> list[range]:
     """Divide layers among ``count`` stages: the largest stage is as small as possible, and of such
     divisions the one whose sizes are nearest to each other is chosen.
@@ -98,11 +107,7 @@ def split_layers(layers: Sequence[float], ends: tuple[float, float], count: int)
     layers: size of each layer; ends: sizes added to the first and last stage. Raises
     ``ConfigError`` if there are fewer layers than stages."""
     num = len(layers)
-    if count > num:
-        raise ConfigError(
-            f"pipeline_parallel_size is {count}, and the model has {num} layers: each stage needs "
-            f"one, so use at most {num}"
-        )
+    check_count(count, num)
     if count == 1:
         return [range(num)]
     before = list(accumulate(layers, initial=0.0))

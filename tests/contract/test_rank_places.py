@@ -59,16 +59,30 @@ def test_each_rank_has_an_equal_share_of_the_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "core", "message"),
+    ("sizes", "others", "message"),
     [
-        (1, {}, "tensor_parallel_size is 1, so there are no ranks to place"),
-        (2, {"data_parallel_size": 2}, "data_parallel_size=2 needs all ranks on one machine"),
+        ({}, {}, "tensor_parallel_size is 1, so there are no ranks to place"),
+        (
+            {"tensor_parallel_size": 2},
+            {"data_parallel_size": 2},
+            "data_parallel_size=2 needs all ranks on one machine",
+        ),
+        (
+            {"pipeline_parallel_size": 2},
+            {},
+            "pipeline_parallel_size needs all ranks on one machine",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            {"data_parallel_backend": "ray"},
+            "tensor_parallel_size is 2, and data_parallel_backend is 'ray'.*leave it out",
+        ),
     ],
 )
 def test_what_does_not_go_with_ranks_on_nodes_is_named(
-    size: int, core: dict[str, Any], message: str
+    sizes: dict[str, int], others: dict[str, Any], message: str
 ) -> None:
-    config = fake_config(multiprocess=True, **core)
-    ranks = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="ray")
+    config = fake_config(multiprocess=True, **others)
+    ranks = ParallelConfig(**sizes, distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match=message):
         replace(config, parallel=ranks)

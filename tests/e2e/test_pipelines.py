@@ -97,6 +97,9 @@ def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
             staged.step()
 
 
+DRAFT_MODEL = {"method": "draft_model", "model": "m", "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -105,6 +108,8 @@ def test_a_stage_that_is_killed_ends_the_engine_and_leaves_nothing(
         ({"pipeline_layer_split": [30]}, r"pipeline_layer_split is \[30\] and pipeline_parallel_s"),
         ({"pipeline_layer_split": [0, 30]}, "pipeline_layer_split has 0, must be at least 1"),
         ({"pipeline_layer_split": [1, 1]}, "pipeline_layer_split is 1, 1, and the model has"),
+        ({"pipeline_parallel_size": 31}, "is 31, and the model has .* layers: each stage"),
+        ({"speculative_config": DRAFT_MODEL}, "model 'm' in speculative_config needs all layers"),
     ],
 )
 def test_mistakes_are_named_and_leave_no_process(options: dict[str, Any], message: str) -> None:

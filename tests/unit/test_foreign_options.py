@@ -32,8 +32,11 @@ from engine.errors import ConfigError
         ("task", "set runner and convert"),
         ("override_pooler_config", "set pooler_config"),
         ("ctx_size", "set max_model_len"),
-        ("n_gpu_layers", "all layers are on one device"),
-        ("speculative_draft_tensor_parallel_size", "on the device of the model; leave it out"),
+        ("n_gpu_layers", "no layer is on a CPU next to a GPU"),
+        ("tensor_split", "set tensor_parallel_size.*pipeline_layer_split"),
+        ("tp", r"set tensor_parallel_size \(-tp\)"),
+        ("data_parallel_start_rank", "distributed_executor_backend='ray'"),
+        ("speculative_draft_tensor_parallel_size", "the whole draft model; leave it out"),
     ],
 )
 def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):
