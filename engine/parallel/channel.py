@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections import deque
 from threading import Lock
 from typing import NamedTuple
 
@@ -164,6 +165,12 @@ class Sender(_End):
             self._sent.publish(self._number)
             begin += max(1, len(piece))
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a message of this size would be sent without waiting."""
+        num_pieces = -(-max(1, num_bytes) // self._shape.slot_bytes)
+        num_unread = self._number - self._read.watch(self._number, 0)
+        return num_unread + num_pieces <= self._shape.num_slots
+
     def _wait_for_room(self, step: int) -> None:
         least = self._number - self._shape.num_slots  # pieces that must have been read
         looks, began = self._looks, 0.0
@@ -175,6 +182,27 @@ class Sender(_End):
                     f"{self._ends.receiver} reads what it has sent for step {step}"
                 )
             self._read.sleep(seen, NAP_SECONDS)
+
+
+class Outbox:
+    """Messages for a receiver that reads each only when it wants it, and may wait for this process
+    until then. So those that there is no room for are kept here until they are wanted."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._kept: deque[tuple[int, Bytes]] = deque()  # steps and messages, in order of steps
+
+    def add(self, step: int, message: Bytes) -> None:
+        """Add the message of the next step. Sends it if there is room."""
+        self._kept.append((step, message))
+        while self._kept and self._sender.has_room(len(self._kept[0][1])):
+            self._sender.send(*self._kept.popleft())
+
+    def send(self, step: int) -> None:
+        """Send the messages of all steps up to this one, which the receiver wants now. Raises
+        ``RankError`` if the group has stopped."""
+        while self._kept and self._kept[0][0] <= step:
+            self._sender.send(*self._kept.popleft())
 
 
 class Receiver(_End):

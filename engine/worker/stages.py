@@ -27,7 +27,7 @@ from engine.models.decoder import NativeDecoder
 from engine.models.model import Model
 from engine.models.stages import Pipeline
 from engine.observe.guard import Failures
-from engine.parallel.channel import Receiver
+from engine.parallel.channel import Outbox, Receiver
 from engine.parallel.meeting import Stoppable
 from engine.parallel.stages import Links
 from engine.sample.edits import SamplingSpec
@@ -68,13 +68,18 @@ class Entering:
     def of(self, rows: PlanRows, num_tokens: int) -> torch.Tensor:
         """The hidden states [num_tokens, H] of rows of the plan, followed by those of padding, in
         memory that layers may change. Raises ``RankError``."""
-        if self._plan is not None:
-            plan, self._plan = self._plan, None
-            self._source.receive(plan.step, bytes_of(self._kept[: plan.num_tokens]))
+        self.finish()
         if len(rows.slots):
             begin, count = self._begins.get(int(rows.slots[0]), 0), int(rows.counts.sum())
             self._place[:count].copy_(self._kept[begin : begin + count])
         return self._place[:num_tokens]
+
+    def finish(self) -> None:
+        """Receive the hidden states of the plan, unless they were: no row needs them if all have
+        failed, and those of the next plan come after them. Raises ``RankError``."""
+        if self._plan is not None:
+            plan, self._plan = self._plan, None
+            self._source.receive(plan.step, bytes_of(self._kept[: plan.num_tokens]))
 
 
 class LowerRunner(Runner):
@@ -206,6 +211,7 @@ class StageWorker(ModelWorker):
         super().__init__(config, info, platform, features, failures, pooling, ranks, pipeline)
         self.capabilities |= {"new_token_ids"}
         self._links = links
+        self._results = None if links.results is None else Outbox(links.results)
         self._place = pipeline
         self._known = KnownTokens(config.scheduler.max_num_seqs)
         self._entering: Entering | None = None
@@ -239,6 +245,8 @@ class StageWorker(ModelWorker):
         with self.platform.current():
             self._follow(plan, brought)
             ticket = Ticket(self.driver.launch(plan))
+            if self._entering is not None:
+                self._entering.finish()
             self._send_hidden(plan, ticket.pending)
         if plan.masks is None:
             self._send_result(ticket)
@@ -260,6 +268,8 @@ class StageWorker(ModelWorker):
         if ticket.result is None:
             self._finish(ticket)
         assert ticket.result is not None
+        if self._results is not None:
+            self._results.send(ticket.result.step)
         return ticket.result
 
     def shutdown(self) -> None:
@@ -317,15 +327,17 @@ class StageWorker(ModelWorker):
             pending.hidden = None
 
     def _send_result(self, ticket: Ticket) -> None:
-        """Send the result of a step that is sampled, if it is done already, as on a CPU."""
+        """Send the result of a step that is sampled, if it is done already, as on a CPU, and there
+        is room for it. Rank 0 reads none before it collects the step, and until then may wait for
+        this rank to read a plan, or to answer a call."""
         if self.is_last and self.platform.shares_memory:
             self._finish(ticket)
 
     def _finish(self, ticket: Ticket) -> None:
         ticket.result = self.driver.collect(ticket.pending)
-        if self._links.results is not None:
+        if self._results is not None:
             data = np.frombuffer(encode(ticket.result), np.uint8)
-            self._links.results.send(ticket.result.step, data)
+            self._results.add(ticket.result.step, data)
 
 
 def follow_starts(

@@ -55,8 +55,11 @@ def test_a_picture_that_cannot_be_encoded_fails_alone(
             outputs = model.generate(prompts, GREEDY, use_tqdm=False)
             assert "cannot be encoded" in str(outputs[1].outputs[0].error)
             outputs += model.generate(prompts[2:], GREEDY, use_tqdm=False)
+            outputs += model.generate(prompts[1:2], GREEDY, use_tqdm=False)  # alone in its step
+            outputs += model.generate(prompts[:1], GREEDY, use_tqdm=False)
         found.append(
             [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
         )
-        assert [reason for _, reason in found[-1]] == ["length", "error", "length", "length"]
+        reasons = [reason for _, reason in found[-1]]
+        assert reasons == ["length", "error", "length", "length", "error", "length"]
     assert found[0] == found[1]

@@ -13,7 +13,7 @@ import pytest
 from support.patience import WAIT_SECONDS
 
 from engine.errors import RankError
-from engine.parallel.channel import ChannelMemory, Ends, Receiver, Sender, Shape
+from engine.parallel.channel import ChannelMemory, Ends, Outbox, Receiver, Sender, Shape
 
 SEED = int(os.environ.get("METRONOME_SEED", random.randrange(1 << 30)))
 ENDS = Ends(3, 7, spins=False)
@@ -66,6 +66,21 @@ def test_a_sender_is_ahead_by_as_many_messages_as_there_is_room_for() -> None:
     for step in range(1, 5):
         receiver.receive(step)
     thread.join(WAIT_SECONDS)
+
+
+def test_an_outbox_waits_only_for_a_message_that_is_wanted() -> None:
+    """Large messages that nobody reads yet do not hold up who sends them."""
+    print(f"METRONOME_SEED={SEED}")
+    rng = random.Random(SEED)
+    sender, receiver = a_channel(Shape(3, 64))
+    outbox, messages = Outbox(sender), [message_of(rng, 1000) for _ in range(100)]
+    for step in range(0, 100, 4):
+        for later in range(step, step + 4):
+            outbox.add(later, messages[later])
+        for wanted in range(step, step + 4):
+            thread = started(lambda wanted=wanted: outbox.send(wanted))
+            assert receiver.receive(wanted).tobytes() == messages[wanted].tobytes()
+            thread.join(WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
