@@ -78,8 +78,10 @@ class PipelineGroup(WorkerGroup):
         return int(num_blocks * max(self._block_bytes))
 
     def shutdown(self) -> None:
-        super().shutdown()
-        self._source.close()
+        try:
+            super().shutdown()
+        finally:
+            self._source.close()
 
     def preview(self, ticket: Any) -> Column | None:
         """Return ``None``: the last stage samples, and its tokens are not awaited here."""

@@ -135,11 +135,11 @@ class Placement:
             reports = [(f"rank {one.rank}", one.node()) for one in self.ranks]
             secret = config.core.core_secret
             check_nodes(secret, reports, "the ranks", are_ranks=True)
+            self.nodes: list[str] = [one.node()["node"] for one in self.ranks]
+            self.ips: list[str] = [one.node()["ip"] for one in self.ranks]
+            self.gpus = self._gpus() if on_gpus else []
+            """The GPU of each rank, by its number on the node of the rank."""
             failing.pop_all()
-        self.nodes: list[str] = [one.node()["node"] for one in self.ranks]
-        self.ips: list[str] = [one.node()["ip"] for one in self.ranks]
-        self.gpus = self._gpus() if on_gpus else []
-        """The GPU of each rank, by its number on the node of the rank."""
         places = (f"rank {one.rank} on {one.place}" for one in self.ranks)
         logger.info("places on the Ray cluster: %s", ", ".join(places))
 

@@ -26,7 +26,7 @@ from engine.ipc.ring import NAP_SECONDS, RingError, Stopped
 
 PIECE_BYTES = 1 << 22  # of a message, in a frame
 BEAT_SECONDS = 1.0  # between two messages about how far a rank is
-GREET_SECONDS = 30  # in which the core connects
+GREET_SECONDS = 120  # in which all other ranks have started, and the core connects
 HELLO, REPORT, BEAT = b"h", b"r", b"b"  # what a message on the connection for reports begins with
 _NUMBER = struct.Struct("<Q")
 _WORD = struct.Struct("<Bq")  # index and value
