@@ -38,7 +38,7 @@ CPU_STEPS: dict[Products, CpuSteps] = {
     "wide pairs": CpuSteps(1024, 128, 6),
     "": CpuSteps(512, 48, 12),
 }
-CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens of a prompt in a step of a pipeline
+CPU_CHUNK, GPU_CHUNK = 128, 2048  # tokens of a prompt in a step of a pipeline
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # one tile of keys in the attention kernel
 
