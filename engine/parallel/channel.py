@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple
 
@@ -213,28 +214,42 @@ class Receiver(_End):
         self.waited_seconds = 0.0
         """Time of all waits so far, without those that found a message within some microseconds."""
 
-    def receive(self, step: int, target: Bytes | None = None) -> Bytes:
-        """Wait for the message of a step and return its bytes [n], in ``target`` if given, whose
-        size it must have. Raises ``RankError`` if the group has stopped, or the message is of
-        another step or size."""
-        begin, total = 0, -1
+    def receive(self, step: int) -> Bytes:
+        """Wait for the message of a step and return its bytes [n]. Raises ``RankError`` if the
+        group has stopped, or the message is of another step."""
+        return self._receive(step, 0, lambda total: np.empty(total, np.uint8))
+
+    def receive_into(self, step: int, target: Bytes) -> Bytes:
+        """The same; the message begins with as many bytes as ``target`` has, which are put there.
+        Returns the rest. Raises ``RankError`` also if the message is too short."""
+        size = len(target)
+        message = self._receive(
+            step, size, lambda total: target if total == size else np.empty(total, np.uint8)
+        )
+        if message is not target:
+            target[:] = message[:size]
+        return message[size:]
+
+    def _receive(self, step: int, least: int, place_for: Callable[[int], Bytes]) -> Bytes:
+        """Receive a message of at least ``least`` bytes. place_for: for a number of bytes."""
+        message, begin, total = None, 0, -1
         while begin != total:
             self._wait(step)
             header, place = self._slot(self._number)
             number, of_step, total, size = header[: _SIZE + 1].tolist()
-            if begin == 0:
-                target = np.empty(total, np.uint8) if target is None else target
-                self._check(step, len(target), of_step, total)
-            assert target is not None and number == self._number
-            target[begin : begin + size] = place[:size]
+            if message is None:
+                self._check(step, least, of_step, total)
+                message = place_for(total)
+            assert number == self._number
+            message[begin : begin + size] = place[:size]
             begin += size
             self._number += 1
             self._read.publish(self._number)
-        assert target is not None
-        return target
+        assert message is not None
+        return message
 
     def _check(self, step: int, num_bytes: int, sent_step: int, sent_bytes: int) -> None:
-        if (step, num_bytes) != (sent_step, sent_bytes):
+        if step != sent_step or sent_bytes < num_bytes:
             raise RankError(
                 f"rank {self._ends.receiver} computes step {step} from {num_bytes} bytes, but rank "
                 f"{self._ends.sender} has sent {sent_bytes} bytes of step {sent_step}: all stages "

@@ -43,7 +43,7 @@ class PoolingRunner(Runner):
     def compute(self, staged: Staged, *, is_made_up: bool = False) -> PooledStep:
         """Compute staged rows and the results of those whose last token is among them. Raises
         ``Advanced`` for an error after the slots advanced."""
-        self._check_fit(staged.rows)
+        self.check_fit(staged.rows)
         rows, machine = staged.rows, self.machine
         options = [self._options_of(slot, is_made_up) for slot in rows.slots.tolist()]
         by_token = [place for place, own in enumerate(options) if own.is_by_token]

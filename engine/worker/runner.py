@@ -357,7 +357,7 @@ class Runner:
         """Run the forward pass and compute the logits. ``is_made_up``: the rows are dummies for
         profiling; ``is_masked``: masks will be applied to the logits. Raises ``Unfit`` if a feature
         has refused one of the rows."""
-        self._check_fit(staged.rows)
+        self.check_fit(staged.rows)
         step = self._step_for(staged, is_made_up, is_masked)
         return ForwardedBatch(staged, step, step.forward())
 
@@ -457,14 +457,12 @@ class Runner:
         if self.machine.recorder is not None:
             self.machine.recorder.forget()
 
-    # -- helpers
-
-    def _check_fit(self, rows: PlanRows) -> None:
+    def check_fit(self, rows: PlanRows) -> None:
         """Raise ``Unfit`` if a feature has refused one of the rows."""
         if self._unfit:
-            for slot in rows.slots.tolist():
-                if slot in self._unfit:
-                    raise Unfit(self._unfit[slot])
+            check_fit(rows, self._unfit)
+
+    # -- helpers
 
     def _padding_for(self, rows: PlanRows, variant: str) -> Padding:
         """Padding of the rows to the smallest graph or CPU recording that fits, if any does."""
@@ -517,6 +515,13 @@ class Runner:
             upload(tokens.positions[places].astype(np.int32)),
             upload(drafts.inputs),
         )
+
+
+def check_fit(rows: PlanRows, refused: Mapping[int, str]) -> None:
+    """Raise ``Unfit`` if the slot of one of the rows is in ``refused``, with the reason."""
+    for slot in rows.slots.tolist():
+        if slot in refused:
+            raise Unfit(refused[slot])
 
 
 def logits_alone(machine: Machine, hidden: torch.Tensor, slot: int) -> torch.Tensor:

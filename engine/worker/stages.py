@@ -11,9 +11,10 @@ either, how many drafts of a sequence were accepted, follows from the start of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,11 +38,13 @@ from engine.worker.feature import Feature, Machine
 from engine.worker.known_tokens import KnownTokens
 from engine.worker.rank_report import log_sums
 from engine.worker.rank_times import Waited
-from engine.worker.runner import Driver, Runner, follow
+from engine.worker.runner import Driver, Runner, check_fit, follow
 from engine.worker.slots import Slots
 from engine.worker.steps import EagerStep, FailedStep, Pending, StepPart
 from engine.worker.worker import ModelWorker
 from kernels.slots import Drawn
+
+MOST_OF_A_REASON = 300  # characters of why a row is not computed, which later stages get
 
 
 class Entering:
@@ -57,29 +60,35 @@ class Entering:
         self._place = machine.platform.zeros(shape, dtype)
         self._begins: dict[int, int] = {}  # index of the first token of each slot's row
         self._plan: StepPlan | None = None  # whose hidden states are not received yet
+        self._refused: dict[int, str] = {}  # slots of the plan's rows that a former stage lacks
 
     def begin(self, plan: StepPlan) -> None:
         """Prepare for a plan. Its hidden states are awaited when they are needed."""
         if plan.num_tokens:
             begins = plan.counts.cumsum() - plan.counts
             self._begins = dict(zip(plan.slots.tolist(), begins.tolist(), strict=True))
-            self._plan = plan
+            self._plan, self._refused = plan, {}
 
     def of(self, rows: PlanRows, num_tokens: int) -> torch.Tensor:
         """The hidden states [num_tokens, H] of rows of the plan, followed by those of padding, in
-        memory that layers may change. Raises ``RankError``."""
-        self.finish()
+        memory that layers may change. Raises ``RankError``, or ``Unfit`` if a former stage could
+        not compute one of the rows."""
+        if refused := self.finish():
+            check_fit(rows, refused)
         if len(rows.slots):
             begin, count = self._begins.get(int(rows.slots[0]), 0), int(rows.counts.sum())
             self._place[:count].copy_(self._kept[begin : begin + count])
         return self._place[:num_tokens]
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[int, str]:
         """Receive the hidden states of the plan, unless they were: no row needs them if all have
-        failed, and those of the next plan come after them. Raises ``RankError``."""
+        failed, and those of the next plan come after them. Returns the slots of rows that a former
+        stage could not compute, and why. Raises ``RankError``."""
         if self._plan is not None:
             plan, self._plan = self._plan, None
-            self._source.receive(plan.step, bytes_of(self._kept[: plan.num_tokens]))
+            note = self._source.receive_into(plan.step, bytes_of(self._kept[: plan.num_tokens]))
+            self._refused = note_of(note)
+        return self._refused
 
 
 class LowerRunner(Runner):
@@ -97,8 +106,17 @@ class LowerRunner(Runner):
     def unseat(self, slot: int) -> None:
         """Do nothing, see ``seat``."""
 
+    def refuse(self, refused: Mapping[int, str]) -> None:
+        """Compute no rows of these slots, which a former stage could not compute."""
+        self._unfit = {**refused, **self._unfit}
+
+    def refused(self, rows: PlanRows) -> dict[int, str]:
+        """The slots of rows that are not computed, and why."""
+        slots = rows.slots.tolist() if self._unfit else []
+        return {slot: self._unfit[slot] for slot in slots if slot in self._unfit}
+
     def fit_parts(self, rows: PlanRows) -> list[range]:
-        """Adjacent rows that no feature has refused."""
+        """Adjacent rows that can be computed."""
         if not self._unfit:
             return [range(len(rows.slots))]
         found: list[range] = []
@@ -138,9 +156,11 @@ class LowerRunner(Runner):
 
 @dataclass(slots=True)
 class Passed(Pending):
-    """A launched step of a stage that is not the last. ``hidden``: what it has computed [N, H]."""
+    """A launched step of a stage that is not the last. ``hidden``: what it has computed [N, H].
+    ``refused``: slots of rows that it could not compute, and why."""
 
     hidden: torch.Tensor | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 class LowerDriver(Driver):
@@ -159,14 +179,17 @@ class LowerDriver(Driver):
         specs = runner.begin(plan)
         rows, hidden = self._rows_of(plan), None
         staged = runner.stage(rows, plan, specs)
+        if isinstance(entering := runner.machine.entering, Entering):
+            runner.refuse(entering.finish())
         if len(plan.rows):
             parts, whole = runner.fit_parts(rows), [range(len(plan.rows))]
             hidden = runner.pass_on(staged) if parts == whole else self._hidden_of(rows, parts)
-        return Passed(plan, [(began, platform.mark())], hidden=hidden)
+        began_and_ended = [(began, platform.mark())]
+        return Passed(plan, began_and_ended, hidden=hidden, refused=runner.refused(rows))
 
     def _hidden_of(self, rows: PlanRows, parts: Sequence[range]) -> torch.Tensor:
         """Hidden states [N, H] of all rows, of which only some are computed, in several steps. The
-        others, 0 here, fail in the last stage."""
+        others are 0, and later stages are notified that they fail."""
         model = self.runner.machine.model
         assert isinstance(model, NativeDecoder)
         ends = rows.counts.cumsum().tolist()
@@ -323,7 +346,10 @@ class StageWorker(ModelWorker):
     def _send_hidden(self, plan: StepPlan, pending: Pending) -> None:
         target = self._links.leaving
         if target is not None and isinstance(pending, Passed) and pending.hidden is not None:
-            target.send(plan.step, bytes_of(pending.hidden))
+            message = bytes_of(pending.hidden)
+            if pending.refused:
+                message = np.concatenate([message, note_about(pending.refused)])
+            target.send(plan.step, message)
             pending.hidden = None
 
     def _send_result(self, ticket: Ticket) -> None:
@@ -352,6 +378,18 @@ def follow_starts(
         num_accepted = starts - state.num_computed[rows]
         state.copy[rows] = (state.copy[rows] + num_accepted).remainder(state.num_copies)
     state.num_computed[rows] = starts
+
+
+def note_about(refused: Mapping[int, str]) -> NDArray[np.uint8]:
+    """What is sent after hidden states about the slots of rows that a stage could not compute, and
+    why."""
+    short = {slot: reason[:MOST_OF_A_REASON] for slot, reason in refused.items()}
+    return np.frombuffer(msgspec.msgpack.encode(short), np.uint8)
+
+
+def note_of(message: NDArray[np.uint8]) -> dict[int, str]:
+    """The contents of ``note_about``; {} for no bytes."""
+    return msgspec.msgpack.decode(message.tobytes(), type=dict[int, str]) if len(message) else {}
 
 
 def bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:

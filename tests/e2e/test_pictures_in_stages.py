@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from e2e.test_pictures import GREEDY, PROMPTS, prompt_of
 from PIL import Image
 
 from engine import LLM
+from engine.messages.requests import MediaItem
+from engine.mm.encoding import Encoded, ItemEncoder
 from engine.pictures.processing import ImageProcessor
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4}
@@ -63,3 +66,26 @@ def test_a_picture_that_cannot_be_encoded_fails_alone(
         reasons = [reason for _, reason in found[-1]]
         assert reasons == ["length", "error", "length", "length", "error", "length"]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_picture_that_only_the_first_stage_cannot_encode_is_an_error(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stages have encoded it, and must not answer from what the first one lacks."""
+
+    def run(self: ItemEncoder, items: Sequence[MediaItem]) -> Encoded:
+        return Encoded({}, {item.hash: "there is no memory" for item in items})
+
+    monkeypatch.setattr(ItemEncoder, "run", run)
+    path = make_seeing_model(tmp_path / "llava", "llava")
+    words: dict[str, Any] = {"prompt": "a b"}
+    sees = prompt_of("<image> a", [picture(9, 9)])
+    with LLM(path, pipeline_parallel_size=count, num_kv_blocks=200, **OPTIONS) as model:
+        for prompts in ([words, sees], [sees], [words], [sees, words, sees]):
+            outputs = model.generate(prompts, GREEDY, use_tqdm=False)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                answer = output.outputs[0]
+                assert answer.finish_reason == ("length" if prompt is words else "error")
+                assert prompt is words or "there is no memory" in str(answer.error)
