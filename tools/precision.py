@@ -15,9 +15,10 @@ above 1.1 is marked, and the exit status is 1.
 Families are the tiny random models that tests make; `box` is the model in the box. A directory
 with a tokenizer reads this project's documentation, any other one random tokens. --isa goes through
 everything once for each body of the CPU kernels, in processes of their own. --ranks computes each
-model in so many processes (tensor parallel); models that cannot be divided so are left out. At the
-end of each model two fresh processes answer the same requests, the second one with two stages of a
-pipeline if the family is native: tokens and log-probabilities must be the same to the last bit.
+model in that number of processes (tensor parallel); models that cannot be divided are left out. At
+the end of each model two fresh processes answer the same requests, the second one with two stages
+of a pipeline if the family is native: tokens and log-probabilities must be the same to the last
+bit.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class DecoderSlice:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the pipeline, the only one if there is none."""
+        """The stage of the pipeline that this is; of a whole model, its only stage."""
         return self.only or Stage(0, 1, range(len(self.whole.layers)))
 
     @property

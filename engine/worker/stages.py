@@ -136,7 +136,7 @@ class LowerRunner(Runner):
         assert picked is not None, "no steps of stages are recorded as graphs"
         eager = EagerStep(machine, self._prompt_scores, staged, picked, reads_all=True)
         hidden = eager.hidden()[: len(staged.tokens.slots)]
-        # As if no drafts were accepted; see ``follow_starts``.
+        # No draft counts as accepted yet: ``follow_starts`` corrects this with the next plan.
         drawn = Drawn(torch.zeros_like(picked.slots), picked.slots, step.draw_starts, None)
         machine.slots.advance(step.slots, step.query_start, drawn)
         for feature in machine.features:

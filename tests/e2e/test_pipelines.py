@@ -143,7 +143,7 @@ def test_windows_experts_and_states_are_in_stages(tiny_models: TinyModels, name:
 def test_pooled_requests_have_the_same_vectors(
     tiny_models: TinyModels, size: dict[str, int]
 ) -> None:
-    """Of chunks of prompts, whose last stage pools."""
+    """Prompts come in chunks, and the last stage pools."""
     found = []
     options = {"num_threads": 1, "log_level": "error", "max_num_seqs": 4, **FEW}
     prompts = [{"prompt_token_ids": list(range(5, length))} for length in (8, 40, 61)]

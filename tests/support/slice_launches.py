@@ -135,7 +135,7 @@ class Alone:
 
 
 class LaunchesMet(Keys):
-    """Of each key the first launch."""
+    """The first launch of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def of_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Iterator[L
         return RankOfModel(config, info, features, failures, pooling, one)
 
     monkeypatch.setattr(of_core, "make_workers", make_workers)
-    # As on an H100, see there.
+    # On sm_90, too, these prompts go token by token.
     delta_rule = importlib.import_module("kernels.triton.delta_rule")
     monkeypatch.setattr(delta_rule, "has_chunks", lambda x: False)
     monkeypatch.setattr(

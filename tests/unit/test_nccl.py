@@ -48,7 +48,7 @@ class Noted:
         self.calls.append("all_gather")
 
     def wait(self) -> None:
-        """Of the first operation, which has long ended."""
+        """The work of the first operation, which has long ended."""
         if self.error is not None:
             raise self.error
 

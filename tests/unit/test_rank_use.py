@@ -13,10 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from rich.console import Console
+from support.metric_pages import page_with, stats
 from support.rank_threads import run_all, shared_ranks
 from support.simulate import make_request, make_scheduler
 
@@ -45,22 +43,8 @@ from policylab.verify.ranks import LocalRanks
 RANKS = [RankUse(0, 0, 10.0, 1.0), RankUse(0, 1, 10.0, 2.5)]
 
 
-def stats(**fields: Any) -> SchedulerStats:
-    return SchedulerStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, **fields)
-
-
-class Fixed(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
 def page_of(of: SchedulerStats) -> str:
-    registry = CollectorRegistry()
-    registry.register(Fixed([*rank_metrics("box", of)]))
-    return generate_latest(registry).decode()
+    return page_with([*rank_metrics("box", of)])
 
 
 def test_each_rank_has_metrics_that_top_reads() -> None:

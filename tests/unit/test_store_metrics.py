@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from rich.console import Console
+from support.metric_pages import page_with, stats
 
 from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
@@ -29,22 +26,8 @@ COUNTERS = {
 STORES = {"host": StoreUse(3, 3 << 20), "disk": StoreUse(10, 10 << 20, 0, is_common=True)}
 
 
-def stats(**fields: Any) -> SchedulerStats:
-    return SchedulerStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, **fields)
-
-
-class Fixed(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
 def page_of(of: SchedulerStats) -> str:
-    registry = CollectorRegistry()
-    registry.register(Fixed([*store_metrics("box", of), *apart_metrics("box", of)]))
-    return generate_latest(registry).decode()
+    return page_with([*store_metrics("box", of), *apart_metrics("box", of)])
 
 
 def test_each_store_has_metrics() -> None:
