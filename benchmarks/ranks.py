@@ -9,14 +9,16 @@ the speed of the ranks as a ratio to one worker's, with a 95 % interval.
 
 With --stages N, each stage has one thread, and a decode workload also has a floor. N stages share
 the decodes of n requests as N micro-batches of n / N. In the time in which each request gets one
-token, every stage computes all N micro-batches and reads its weights N times, where one worker
-reads its weights once. As a stage has 1 / N of the layers, that is the time in which one worker
-with one thread computes a step of n / N rows. So the floor of D32 with two stages is the time of
-D16 on one worker with one thread. Stages reach it if none ever waits for another and all take the
-same time. By default they have the same bytes, but a decode reads the whole output layer and one
-row of the embedding, while a prompt computes one row of the output layer: --split sets the layers
-of each stage. Processors that share their memory's bandwidth may make the floor unreachable. For a
-prompt of c chunks, N equal stages take (c + N - 1) / (c N) of one thread's time.
+token, every stage computes all N micro-batches, so the weights are read N times, where one worker
+reads them once. The floor is the time in which one worker with as many threads computes the
+micro-batches one after the other: for D32 with two stages, twice the time of a step of D16.
+
+If each thread had the memory's bandwidth to itself, the same would take the time in which one
+worker with one thread computes a step of n / N rows, which is printed as "one thread". Stages
+cannot reach that where processors share the bandwidth. By default stages have the same bytes, but a
+decode reads the whole output layer and one row of the embedding, while a prompt computes one row of
+the output layer: --split sets the layers of each stage. For a prompt of c chunks, N equal stages
+take (c + N - 1) / (c N) of one thread's time.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any
 
 import workloads
 from figures import keep, print_table
-from pairs import Pair, in_order, interval, ratio_of_sums
+from pairs import Pair, interval, ratio_of_sums
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 
@@ -74,8 +76,8 @@ def steps_of(engine: LLMEngine, arrivals: Sequence[workloads.Arrival]) -> list[f
     return times
 
 
-def floor_of(name: str, num_stages: int) -> str | None:
-    """The workload whose time on one worker with one thread is the floor of a decode workload."""
+def micro_batch_of(name: str, num_stages: int) -> str | None:
+    """The workload of one micro-batch of a decode workload, ``None`` for other workloads."""
     size = name[1:]
     if not (num_stages and name.startswith("D") and int(size) % num_stages == 0):
         return None
@@ -92,22 +94,25 @@ def compared(pairs: list[Pair]) -> dict[str, Any]:
 
 
 def measure(engines: dict[str, LLMEngine], name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare the engines on a workload, and stages with their floor under the name of both."""
-    pairs, floors, floor = [], [], floor_of(name, args.stages)
+    """Compare the engines on a workload, and stages with their floors under the names of both."""
+    part = micro_batch_of(name, args.stages)
+    loads = [("one", name), ("ranks", name)]
+    loads += [("one", part), ("thread", part)] if part is not None else []
+    pairs: dict[str, list[Pair]] = {}
     for turn in range(args.rounds + 1):
-        loads = {"one": name, "ranks": name, "thread": floor}
-        times = {
-            side: steps_of(measured, workloads.make(load, turn))
-            for side, measured in in_order(engines, turn).items()
-            if (load := loads[side]) is not None
-        }
-        if turn:  # the first compiles
-            pairs.append(Pair(times["one"], times["ranks"]))
-            floors.append(Pair(times.get("thread", []), times["ranks"]))
-    found = {name: compared(pairs)}
-    if floor is not None:
-        found[f"{name} / floor"] = compared(floors)
-    return found
+        times = {}
+        for side, load in loads[:: -1 if turn % 2 else 1]:  # so that drifts affect all alike
+            times[side, load] = steps_of(engines[side], workloads.make(load, turn))
+        if not turn:
+            continue  # it compiles
+        ours = times["ranks", name]
+        pairs.setdefault(name, []).append(Pair(times["one", name], ours))
+        if part is not None:
+            pairs.setdefault(f"{name} / floor", []).append(
+                Pair(times["one", part] * args.stages, ours)
+            )
+            pairs.setdefault(f"{name} / one thread", []).append(Pair(times["thread", part], ours))
+    return {each: compared(found) for each, found in pairs.items()}
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ CPU_STEPS: dict[Products, CpuSteps] = {
     "wide pairs": CpuSteps(1024, 128, 6),
     "": CpuSteps(512, 48, 12),
 }
-CPU_CHUNK, GPU_CHUNK = 128, 2048  # tokens of a prompt in a step of a pipeline
+CPU_CHUNK, GPU_CHUNK = 128, 2048  # tokens of a prompt's smallest chunks in a pipeline
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # one tile of keys in the attention kernel
 
@@ -196,8 +196,8 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_chunk(requested: SchedulerOptions, num_stages: int, *, is_cpu: bool) -> int:
-    """Return the most tokens of a prompt in a step (0: no limit), so that chunks of a long prompt
-    are in all stages of a pipeline at the same time."""
+    """Return the tokens of the smallest chunks (0: chunks are as large as steps allow) into which
+    long prompts are cut, so that all stages of a pipeline compute them at the same time."""
     if num_stages == 1 or not requested.enable_chunked_prefill:
         return 0
     return CPU_CHUNK if is_cpu else GPU_CHUNK

@@ -177,8 +177,8 @@ class SchedulerConfig(SchedulerOptions):
     """Stages of the model, each of which computes another step in flight. With several, a decode is
     in one step in flight, and decodes are spread evenly over as many steps as there are stages."""
     stage_chunk: int = 0
-    """Most tokens of a prompt in a step of several stages, each of which computes another chunk of
-    it; 0: no cap."""
+    """With several stages, each of which computes another chunk of a long prompt: tokens of its
+    smallest chunks; 0: chunks are as large as steps allow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

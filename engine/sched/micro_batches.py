@@ -18,6 +18,7 @@ from engine.sched.roster import Roster
 from engine.sched.step_state import Step
 
 KNOWN = -1  # in ``StepPlan.new_token_ids``: the first stage knows the row's tokens
+PARTS = 8  # of what is left of a prompt; measured with two stages on CPUs, prompts of 2 k and 8 k
 
 
 class MicroBatches(Resource):
@@ -78,16 +79,22 @@ class MicroBatches(Resource):
 
 
 class StageChunks(Resource):
-    """Limits the tokens of a prompt in a step, so that each stage has another chunk of it."""
+    """Limits the tokens of a prompt in a step, so that each stage has another chunk of it.
+
+    Larger chunks take less time for each token, but each later stage is idle until the chunk before
+    it is done. With n + 1 stages, a prompt gets 1 / (8 n) of what is left of it, or a few tokens
+    that are still computed well."""
 
     name = "stage chunks"
     is_flexible = True
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, least: int, num_stages: int) -> None:
+        """least: tokens of the smallest chunk; num_stages: at least 2."""
+        self._least = least
+        self._num_parts = PARTS * max(num_stages - 1, 1)
 
     def watches(self, req: Request) -> bool:
         return False  # only prompts have that many tokens
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        return Fit(min(num_tokens, self._most))
+        return Fit(min(num_tokens, max(self._least, req.num_uncomputed // self._num_parts)))

@@ -95,7 +95,8 @@ class Scheduler(SchedulerInterface):
         if config.pipeline_parallel_size > 1:
             resources = (MicroBatches(config.pipeline_parallel_size, self.roster), *resources)
         if config.stage_chunk:
-            resources = (StageChunks(config.stage_chunk), *resources)
+            chunks = StageChunks(config.stage_chunk, config.pipeline_parallel_size)
+            resources = (chunks, *resources)
         self.resources = Resources(resources, faults)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = PolicyGuard(policy, faults, self.view)

@@ -122,6 +122,15 @@ def test_a_prompt_is_cut_so_that_each_stage_has_a_chunk() -> None:
     assert run.outputs["a"] == expected(list(range(40)), 4)
 
 
+def test_the_chunks_of_a_long_prompt_are_larger() -> None:
+    run = staged_run(2, max_num_batched_tokens=64, stage_chunk=4, num_blocks=200)
+    run.add(make_request("a", list(range(200)), 1))
+    run.drain()
+    chunks = [plan["a"] for plan in run.plans if "a" in plan]
+    assert chunks[:3] == [25, 21, 19] and chunks[-3:] == sorted(chunks)[2::-1]
+    assert min(chunks[:-1]) == 4 and sum(chunks) == 200
+
+
 class PromptsFirst(Priority):
     """A token is kept for each decode."""
 
