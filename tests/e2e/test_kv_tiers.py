@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from e2e.references import (
 from e2e.test_drafts_everywhere import drafting
 from e2e.tiny_models import TinyModels
 from support.kv_stores import counters
+from support.patience import WAIT_SECONDS
 
-from engine import SamplingParams
+from engine import LLMEngine, SamplingParams
 from engine.core.replay import replay
 from policylab.sim.recorded import resimulate
 
@@ -133,6 +135,17 @@ def test_what_the_last_steps_have_computed_is_stored_at_the_end(
         assert cached == [wanted]
 
 
+def wait_until_stored(engine: LLMEngine, num_blocks: int) -> None:
+    """Wait until this many blocks of each group of layers have been stored, if they are to be."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    stats = engine.stats()
+    assert stats is not None
+    wanted = num_blocks * len(stats.kv_groups)
+    while counters(engine)["blocks_stored"] >= wanted > counters(engine).get("memory.stored", 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_preempted_request_resumes_where_it_was(
@@ -154,6 +167,8 @@ def test_a_preempted_request_resumes_where_it_was(
             if len(outputs.get("0", ())) == 4 and "4" not in outputs:
                 outputs["4"] = []
                 engine.add_request("4", PROMPTS[4], params)
+            elif outputs.get("4") == []:
+                wait_until_stored(engine, -(-len(PROMPTS[0]) // 16))
         stats = engine.stats()
         num_loaded = counters(engine)["blocks_loaded"]
     for nth in (0, 4):
