@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.errors import ConfigError, EngineError, ModelError, RankError
-from engine.ipc.process import CoreProcess
+from engine.ipc.process import EXITED, CoreProcess
 from engine.ipc.sockets import Waker
 from engine.worker.rank import NO_CALL, NUM_DONE, RankReport
 
@@ -99,6 +99,7 @@ class RankWatch:
         self._is_over = False
 
         self._suspected: tuple[float, RankError] | None = None  # until when a cause may come
+        self._ended: set[int] = set()  # ranks that have ended because the group has stopped
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
@@ -166,25 +167,37 @@ class RankWatch:
 
     def _run(self) -> None:
         while True:
-            sources = [self._waker.fd, *(child.pidfd for child in self._children)]
-            lines = [child.line for child in self._children]
-            seconds = self._look_seconds
-            if self._suspected is not None:
-                seconds = max(0.0, self._suspected[0] - time.monotonic())
-            ready = multiprocessing.connection.wait([*sources, *lines], seconds)
+            ready = self._wait()
             if self._is_over:
                 return
-            for rank, child in enumerate(self._children, 1):
-                if child.line in ready or child.pidfd in ready:
-                    self._read(rank, child)
+            for rank, child in self._running().items():
                 if child.pidfd in ready:
-                    self.fail(RankError(f"{self._named(rank)} {child.how_it_ended()}"))
+                    self._note_end(rank, str(child.how_it_ended()))
             if self._suspected is not None and time.monotonic() >= self._suspected[0]:
                 self.fail(self._suspected[1])
             if not ready:
                 self._look_for_stalls()
             if self._error is not None:
                 return
+
+    def _running(self) -> dict[int, RankProcess]:
+        children = enumerate(self._children, 1)
+        return {rank: child for rank, child in children if rank not in self._ended}
+
+    def _wait(self) -> list[object]:
+        """Wait until a process reports something or ends, or for some seconds. Reads all reports,
+        and returns what is ready."""
+        ranks, seconds = self._running(), self._look_seconds
+        if self._suspected is not None:
+            seconds = max(0.0, self._suspected[0] - time.monotonic())
+        sources: list[Any] = [self._waker.fd]
+        for child in ranks.values():
+            sources += [child.pidfd, child.line]
+        ready: list[object] = [*multiprocessing.connection.wait(sources, seconds)]
+        for rank, child in ranks.items():
+            if child.line in ready or child.pidfd in ready:
+                self._read(rank, child)
+        return ready
 
     def _read(self, rank: int, child: RankProcess) -> None:
         with suppress(OSError, EOFError):
@@ -196,6 +209,18 @@ class RankWatch:
                 with self._changed:
                     self._reports[rank, report.number] = report
                     self._changed.notify_all()
+
+    def _note_end(self, rank: int, how: str) -> None:
+        """Take the end of a process as the cause, unless it has ended by itself after a rank has
+        stopped the group: that one has reported why."""
+        error = RankError(f"{self._named(rank)} {how}")
+        has_cause = self._calls.is_stopped or self._suspected is not None
+        if not (has_cause and EXITED in how):
+            self.fail(error)
+            return
+        self._ended.add(rank)
+        if self._suspected is None:
+            self._suspected = time.monotonic() + CAUSE_SECONDS, error
 
     def _suspect(self, error: RankError, kind: str) -> None:
         """Take the error that has ended a rank as the cause, unless it only says that the group

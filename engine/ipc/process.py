@@ -40,6 +40,7 @@ EXIT_SECONDS = 0.5  # wait for the exit code after the line was closed
 NOTE_SECONDS = 0.2  # wait for the exit code if another thread has collected it
 LATE_SECONDS = 30.0  # a child that is not ready after this time is logged
 END = b"end"
+EXITED = "exited with status"  # of a process that ended by itself
 NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 Line = Connection
@@ -205,7 +206,7 @@ class Child:
             return "ended"
         if code < 0:
             return f"was killed by {_name_of(-code)}{self._why_killed(-code)}"
-        return f"exited with status {code}"
+        return f"{EXITED} {code}"
 
     def _why_killed(self, number: int) -> str:
         """Return ", perhaps for lack of memory" if the child may be a victim of the system's

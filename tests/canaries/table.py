@@ -862,6 +862,31 @@ CANARIES = (
         "column is getattr(last, name)",
         "len(column) == len(getattr(last, name))",
     ),
+    # stages
+    Canary(
+        "let a stage compute a token before it is known",
+        "sched/micro_batches.py",
+        "        return True\n",
+        "        return False\n",
+    ),
+    Canary(
+        "bring stages no tokens",
+        "sched/micro_batches.py",
+        "            plan.new_token_ids = tokens\n",
+        "",
+    ),
+    Canary(
+        "bring stages an older token",
+        "sched/micro_batches.py",
+        "[req.tokens[-1] for",
+        "[req.tokens[-2] for",
+    ),
+    Canary(
+        "let a stage have all decodes",
+        "sched/micro_batches.py",
+        "        step.decode_room = least + ",
+        "        step.decode_room = num_decodes + ",
+    ),
     # prefill apart
     Canary(
         "let requests wait for a prompt whose core has died",

@@ -65,6 +65,17 @@ def test_clients_hear_where_a_rank_has_raised() -> None:
         client.shutdown()
 
 
+def test_ranks_that_end_after_a_report_are_not_the_cause() -> None:
+    fault = Fault("lost another", 2, after=9)
+    with nothing_left() as started:
+        client = start_core(fake_config(), build(size=4, fault=fault))
+        started.update(tree_of(pid_of(client)))
+        client.add(make_request("a", [1], 500))
+        with pytest.raises(EngineDeadError, match=r"rank 2 .* raised RankError: another rank has"):
+            work(client)
+        client.shutdown()
+
+
 @pytest.mark.slow
 def test_clients_hear_which_rank_has_stopped() -> None:
     config = fake_config(core_hang_timeout=3.0)

@@ -16,7 +16,7 @@ from engine.config.parallel import MOST_RANKS
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
 from engine.core.rank_processes import GroupOptions, start_ranks
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RankError
 from engine.messages.step import StepPlan, StepResult
 from engine.worker.rank import RankPlace
 from engine.worker.rank_times import Waited
@@ -42,6 +42,8 @@ class Fault:
         """Do to this process what is due."""
         if self.kind == "raise":
             raise ArithmeticError("a wire has come loose")
+        if self.kind == "lost another":
+            raise RankError("another rank has not answered")
         if self.kind == "refuse":
             raise ConfigError("there is no room for 7 heads")
         if self.kind in ("late", "hang"):
