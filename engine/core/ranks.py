@@ -18,7 +18,7 @@ from engine.config.pooling import PoolingSpec, read_pooling
 from engine.core.group import WorkerGroup
 from engine.core.inproc_client import InprocClient
 from engine.core.pipeline import start_pipeline
-from engine.core.rank_processes import GroupOptions, start_ranks
+from engine.core.rank_processes import GroupOptions, Ranks, start_ranks
 from engine.core.rank_use import RankUses
 from engine.core.recording import RecordingScheduler
 from engine.errors import ConfigError
@@ -132,10 +132,7 @@ def start_group(
         makes = [partial(make_rank, *arguments, rank) for rank in range(1, size)]
         ranks = start_ranks(makes, options)
         failing.callback(ranks.close)
-        collectives = meeting.place.open(0)
-        own = RankOfModel(config, info, features, failures, pooling, collectives)
-        ranks.watch.stops.append(collectives.stop)
-        ranks.at_end = meeting.close
+        own = first_rank(config, info, features, failures, pooling, meeting, ranks)
         failing.pop_all()
     return WorkerGroup(own, ranks)
 
@@ -182,14 +179,28 @@ def start_placed_group(
         failing.callback(ranks.close)
         ranks.watch.stops.append(meeting.close)  # ends the wait of rank 0 for the others
         ranks.check()
-        collectives = meeting.place.open(0)
-        own = RankOfModel(config, info, features, failures, pooling, collectives)
-        ranks.watch.stops.append(collectives.stop)
-        ranks.at_end = meeting.close
+        own = first_rank(config, info, features, failures, pooling, meeting, ranks)
         failing.pop_all()
     found = WorkerGroup(own, ranks, placement.num_sharing)
     found.at_end = placement.close
     return found
+
+
+def first_rank(
+    config: ResolvedConfig,
+    info: ModelInfo,
+    features: Sequence[Feature],
+    failures: Failures,
+    pooling: PoolingSpec | None,
+    meeting: Meeting,
+    ranks: Ranks,
+) -> RankOfModel:
+    """Create the worker of rank 0, in this process, once the others have started."""
+    collectives = meeting.place.open(0)
+    own = RankOfModel(config, info, features, failures, pooling, collectives)
+    ranks.watch.stops.append(collectives.stop)
+    ranks.at_end = meeting.close
+    return own
 
 
 def make_rank(

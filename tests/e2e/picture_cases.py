@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from e2e.references import Tally, compare_one
 from e2e.seeing_models import IMAGE, START, make_seeing_model, processor_of, reference
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.image_utils import load_image
+
+from engine.pictures.processing import ImageProcessor
 
 READ = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "image_sizes")
 NUM_NEW = 8
@@ -175,3 +178,18 @@ def answered(model: Any, inputs: dict[str, torch.Tensor], num_new: int, **option
 def maker(root: Path) -> Callable[[str], Seen]:
     """Makes the models of ``seeing_models.CASES`` once."""
     return cache(lambda name: Seen(name, make_seeing_model(root / name, name)))
+
+
+def picture_without_pixels(monkeypatch: pytest.MonkeyPatch) -> Image.Image:
+    """A picture that is prepared wrongly from now on, so that it cannot be encoded."""
+    make, bad = ImageProcessor.pixels, picture(31, 31)
+
+    def pixels(self: Any, image: Image.Image) -> Any:
+        found = make(self, image)
+        if image.size != bad.size:
+            return found
+        (name, array) = next(iter(found.items()))
+        return {name: type(array)(array.dtype, [1, 3, 1, 5], array.data[: 15 * 4])}
+
+    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    return bad

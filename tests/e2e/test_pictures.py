@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.picture_cases import as_file, picture
+from e2e.picture_cases import as_file, picture, picture_without_pixels
 from e2e.seeing_models import CASES, make_seeing_model, processor_of, reference
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -320,18 +320,7 @@ def test_a_text_model_refuses_pictures(llm_engine: Any) -> None:
 def test_a_picture_that_cannot_be_encoded_fails_alone(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.pictures.processing import ImageProcessor
-
-    make, bad = ImageProcessor.pixels, picture(31, 31)
-
-    def pixels(self: Any, image: Image.Image) -> Any:
-        found = make(self, image)
-        if image.size != bad.size:
-            return found
-        (name, array) = next(iter(found.items()))
-        return {name: type(array)(array.dtype, [1, 3, 1, 5], array.data[: 15 * 4])}
-
-    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    bad = picture_without_pixels(monkeypatch)
     prompts = [prompt_of("<image> a", [each]) for each in (picture(9, 9), bad, picture(8, 8))]
     with LLM(models("llava"), **SMALL) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

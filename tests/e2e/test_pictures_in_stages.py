@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.picture_cases import picture
+from e2e.picture_cases import picture, picture_without_pixels
 from e2e.seeing_models import make_seeing_model
 from e2e.test_pictures import GREEDY, PROMPTS, prompt_of
-from PIL import Image
 
 from engine import LLM
 from engine.messages.requests import MediaItem
 from engine.mm.encoding import Encoded, ItemEncoder
-from engine.pictures.processing import ImageProcessor
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4}
 
@@ -41,16 +39,7 @@ def test_stages_see_the_pictures(name: str, tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_encoded_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, bad = ImageProcessor.pixels, picture(31, 31)
-
-    def pixels(self: Any, image: Image.Image) -> Any:
-        found = make(self, image)
-        if image.size != bad.size:
-            return found
-        (name, array) = next(iter(found.items()))
-        return {name: type(array)(array.dtype, [1, 3, 1, 5], array.data[: 15 * 4])}
-
-    monkeypatch.setattr(ImageProcessor, "pixels", pixels)
+    bad = picture_without_pixels(monkeypatch)
     prompts = [prompt_of("<image> a", [each]) for each in (picture(9, 9), bad, picture(8, 8))]
     path, found = make_seeing_model(tmp_path / "llava", "llava"), []
     for count in (1, 2):

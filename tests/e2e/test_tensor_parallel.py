@@ -56,15 +56,20 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngin
     assert all(0.0 < waited < steps for steps, waited, _ in replayed.ranks)
 
 
-def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> None:
+def assert_equal_answers(alone: LLMEngine, divided: LLMEngine) -> None:
+    """Compare what two engines generate, each kind of request at once."""
     params = [*(make() for make in ASKED.values()), *OTHERS]
-    alone, together = engines
     wanted, _ = answers(alone, params)
     for _ in range(2):  # the second time prompts are in the prefix cache
-        found, _ = answers(together, params)
+        found, _ = answers(divided, params)
         assert [each[:2] + each[3:] for each in found] == [each[:2] + each[3:] for each in wanted]
         for one, other in zip(found, wanted, strict=True):
             assert_close(one.logprobs, other.logprobs)
+
+
+def test_each_request_hears_the_same(engines: tuple[LLMEngine, LLMEngine]) -> None:
+    alone, together = engines
+    assert_equal_answers(alone, together)
     stats = together.stats()
     assert stats.counters["drafts.num_drafts"] > 0
     assert [(use.core, use.rank) for use in stats.ranks] == [(0, 0), (0, 1)]
