@@ -108,9 +108,8 @@ def measure(engines: dict[str, LLMEngine], name: str, args: argparse.Namespace) 
         ours = times["ranks", name]
         pairs.setdefault(name, []).append(Pair(times["one", name], ours))
         if part is not None:
-            pairs.setdefault(f"{name} / floor", []).append(
-                Pair(times["one", part] * args.stages, ours)
-            )
+            in_turn = times["one", part] * args.stages  # each micro-batch takes these steps
+            pairs.setdefault(f"{name} / floor", []).append(Pair(in_turn, ours))
             pairs.setdefault(f"{name} / one thread", []).append(Pair(times["thread", part], ours))
     return {each: compared(found) for each, found in pairs.items()}
 

@@ -109,7 +109,7 @@ def resolve(
         max_mixed_prefill_tokens=decide_mixed(requested, is_cpu=is_cpu, products=products),
         num_steps_in_flight=max(num_stages, 2 if overlaps else 1),
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
-        stage_chunk=decide_chunk(requested, num_stages, is_cpu=is_cpu),
+        min_stage_chunk=decide_chunk(requested, num_stages, is_cpu=is_cpu),
         pipeline_parallel_size=num_stages,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)

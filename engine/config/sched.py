@@ -176,7 +176,7 @@ class SchedulerConfig(SchedulerOptions):
     pipeline_parallel_size: int = 1
     """Stages of the model, each of which computes another step in flight. With several, a decode is
     in one step in flight, and decodes are spread evenly over as many steps as there are stages."""
-    stage_chunk: int = 0
+    min_stage_chunk: int = 0
     """With several stages, each of which computes another chunk of a long prompt: tokens of its
     smallest chunks; 0: chunks are as large as steps allow."""
 
@@ -184,4 +184,4 @@ class SchedulerConfig(SchedulerOptions):
         super().__post_init__()
         check_range(self, 1, None, "num_steps_in_flight", "num_mixed_prefill_steps")
         check_range(self, 1, None, "pipeline_parallel_size")
-        check_range(self, 0, None, "stage_chunk")
+        check_range(self, 0, None, "min_stage_chunk")

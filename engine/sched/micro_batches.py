@@ -82,8 +82,8 @@ class StageChunks(Resource):
     """Limits the tokens of a prompt in a step, so that each stage has another chunk of it.
 
     Larger chunks take less time for each token, but each later stage is idle until the chunk before
-    it is done. With n + 1 stages, a prompt gets 1 / (8 n) of what is left of it, or a few tokens
-    that are still computed well."""
+    it is done. With n + 1 stages, a prompt gets 1 / (8 n) of what is left of it, but at least
+    ``least`` tokens: a step with fewer takes nearly as long."""
 
     name = "stage chunks"
     is_flexible = True
@@ -91,7 +91,7 @@ class StageChunks(Resource):
     def __init__(self, least: int, num_stages: int) -> None:
         """least: tokens of the smallest chunk; num_stages: at least 2."""
         self._least = least
-        self._num_parts = PARTS * max(num_stages - 1, 1)
+        self._num_parts = PARTS * (num_stages - 1)
 
     def watches(self, req: Request) -> bool:
         return False  # only prompts have that many tokens

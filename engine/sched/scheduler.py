@@ -93,10 +93,10 @@ class Scheduler(SchedulerInterface):
         self.policy = policy
         self.roster = Roster(config.max_num_seqs)
         if config.pipeline_parallel_size > 1:
-            resources = (MicroBatches(config.pipeline_parallel_size, self.roster), *resources)
-        if config.stage_chunk:
-            chunks = StageChunks(config.stage_chunk, config.pipeline_parallel_size)
-            resources = (chunks, *resources)
+            num_stages = config.pipeline_parallel_size
+            resources = (MicroBatches(num_stages, self.roster), *resources)
+            if config.min_stage_chunk:
+                resources = (StageChunks(config.min_stage_chunk, num_stages), *resources)
         self.resources = Resources(resources, faults)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = PolicyGuard(policy, faults, self.view)

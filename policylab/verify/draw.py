@@ -130,7 +130,7 @@ def with_stages(case: Case, seed: int) -> Case:
     size = rng.choice((2, 2, 3, 4))
     config = replace(case.setup.config, pipeline_parallel_size=size, num_steps_in_flight=size)
     if config.enable_chunked_prefill:
-        config = replace(config, stage_chunk=rng.choice((0, 0, 3, 8)))
+        config = replace(config, min_stage_chunk=rng.choice((0, 0, 3, 8)))
     return msgspec.structs.replace(case, setup=msgspec.structs.replace(case.setup, config=config))
 
 

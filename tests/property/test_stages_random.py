@@ -114,7 +114,7 @@ def test_chunks_of_a_prompt_follow_each_other_and_a_decode_waits_for_its_token()
 
 
 def test_a_prompt_is_cut_so_that_each_stage_has_a_chunk() -> None:
-    run = staged_run(3, max_num_batched_tokens=64, stage_chunk=16)
+    run = staged_run(3, max_num_batched_tokens=64, min_stage_chunk=16)
     run.add(make_request("a", list(range(40)), 4))
     run.add(make_request("b", list(range(9)), 4))
     run.drain()
@@ -122,13 +122,14 @@ def test_a_prompt_is_cut_so_that_each_stage_has_a_chunk() -> None:
     assert run.outputs["a"] == expected(list(range(40)), 4)
 
 
-def test_the_chunks_of_a_long_prompt_are_larger() -> None:
-    run = staged_run(2, max_num_batched_tokens=64, stage_chunk=4, num_blocks=200)
+@pytest.mark.parametrize(("num_stages", "first"), [(2, [25, 21, 19]), (3, [12, 11, 11])])
+def test_the_chunks_of_a_long_prompt_are_larger(num_stages: int, first: list[int]) -> None:
+    run = staged_run(num_stages, max_num_batched_tokens=64, min_stage_chunk=4, num_blocks=200)
     run.add(make_request("a", list(range(200)), 1))
     run.drain()
     chunks = [plan["a"] for plan in run.plans if "a" in plan]
-    assert chunks[:3] == [25, 21, 19] and chunks[-3:] == sorted(chunks)[2::-1]
-    assert min(chunks[:-1]) == 4 and sum(chunks) == 200
+    assert chunks[:3] == first and chunks == sorted(chunks, reverse=True)
+    assert chunks[-2] == 4 and sum(chunks) == 200
 
 
 class PromptsFirst(Priority):

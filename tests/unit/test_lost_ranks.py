@@ -6,7 +6,7 @@ import pytest
 from support.simulate import make_request, make_run
 
 from engine.errors import RankError
-from engine.sched import Fit, Policy, Resource
+from engine.sched import Policy, Resource
 
 
 class Looks(Policy):
@@ -19,9 +19,6 @@ class Finds(Resource):
 
     def fit(self, req, num_tokens, step):
         raise RankError("rank 1 was killed by SIGKILL")
-
-    def take(self, req, num_tokens, step):
-        return Fit(num_tokens)
 
 
 @pytest.mark.parametrize("added", [{"policy": Looks()}, {"resources": [Finds()]}])
